@@ -1,0 +1,57 @@
+"""jaxdp: private machine learning over a model's whole life, in JAX, under one privacy ledger."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxdp.version import __version__
+
+if TYPE_CHECKING:
+    from jaxdp import data, finetune, models, privacy, report, transforms
+    from jaxdp.privacy.ledger import BudgetExceeded, Ledger
+    from jaxdp.transforms import losses
+    from jaxdp.transforms.clipping import clipped_grad
+    from jaxdp.transforms.noise import privatize
+
+# Names load on first use, so that `import jaxdp` stays fast and pulls in only what is called.
+_ATTRIBUTES = {
+    "clipped_grad": "jaxdp.transforms.clipping",
+    "privatize": "jaxdp.transforms.noise",
+    "Ledger": "jaxdp.privacy.ledger",
+    "BudgetExceeded": "jaxdp.privacy.ledger",
+}
+_MODULES = {
+    "losses": "jaxdp.transforms.losses",
+    "privacy": "jaxdp.privacy",
+    "transforms": "jaxdp.transforms",
+    "models": "jaxdp.models",
+    "data": "jaxdp.data",
+    "finetune": "jaxdp.finetune",
+    "report": "jaxdp.report",
+}
+
+__all__ = [
+    "BudgetExceeded",
+    "Ledger",
+    "__version__",
+    "clipped_grad",
+    "data",
+    "finetune",
+    "losses",
+    "models",
+    "privacy",
+    "privatize",
+    "report",
+    "transforms",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ATTRIBUTES:
+        return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'jaxdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
