@@ -1,0 +1,79 @@
+"""Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal flip.
+
+The recipe of De et al. 2022 (arXiv:2204.13650, section 3.2): every example is seen in several augmented views whose
+gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image [H, W, C] to one image
+of the same shape and dtype and is meant to be used under `jax.vmap` and `jax.jit`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
+    """Pads by reflection and cuts a window of the original size at a uniformly random place.
+
+    Args:
+      key: typed PRNG key.
+      image: [H, W, C].
+      padding: pixels added on every side, in 0 <= padding < min(H, W) (reflection repeats no border pixel).
+
+    Returns:
+      [H, W, C] of the same dtype.
+
+    Raises:
+      ValueError: if image is not [H, W, C] or padding is out of range.
+    """
+    if image.ndim != 3:
+        raise ValueError(
+            f"image must be one image [H, W, C], got shape {image.shape}; use jax.vmap for a batch"
+        )
+    height, width, channels = image.shape
+    if not 0 <= padding < min(height, width):
+        raise ValueError(
+            f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got {padding}"
+        )
+    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    row, column = jax.random.randint(key, (2,), 0, 2 * padding + 1)
+    return jax.lax.dynamic_slice(padded, (row, column, 0), (height, width, channels))
+
+
+def random_flip(key: jax.Array, image: jax.Array) -> jax.Array:
+    """Mirrors the image [H, W, C] left to right with probability one half."""
+    return jnp.where(jax.random.bernoulli(key), image[:, ::-1], image)
+
+
+def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
+    """Random crop, then random flip, with independent randomness.
+
+    Args:
+      key: typed PRNG key.
+      image: [H, W, C].
+      padding: as in `random_crop`.
+
+    Returns:
+      [H, W, C] of the same dtype.
+    """
+    crop_key, flip_key = jax.random.split(key)
+    return random_flip(flip_key, random_crop(crop_key, image, padding=padding))
+
+
+def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequence[float]) -> jax.Array:
+    """Returns (image - mean) / std per channel, in the image's dtype.
+
+    `mean` and `std` must be PUBLIC constants (of a public data set, or simply 0.5 and 0.5): the mean and standard
+    deviation of a private training set are a release about it that no ledger has paid for.
+
+    Args:
+      image: [..., C].
+      mean: one number, or C numbers.
+      std: one number, or C numbers, all positive.
+
+    Raises:
+      ValueError: if a standard deviation is not positive.
+    """
+    deviations = [std] if isinstance(std, int | float) else list(std)
+    if not all(value > 0 for value in deviations):
+        raise ValueError(f"std must be positive in every channel, got {std}")
+    return (image - jnp.asarray(mean, image.dtype)) / jnp.asarray(std, image.dtype)

@@ -1,0 +1,223 @@
+"""Which examples make up the batch of a step: Poisson sampling for private training, shuffled epochs for public data.
+
+Samplers are stateless in the step: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that
+crashed regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half of its counter:
+the streams of different steps are disjoint by construction.
+"""
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dp_accounting import dp_event
+
+_SEED_BYTES = 16
+# Upper-most counter word of each sampler, so that one seed used for two purposes still gives unrelated streams.
+_POISSON, _SHUFFLE = 1, 2
+
+
+def new_seed() -> bytes:
+    """Returns 16 bytes from the operating system's entropy source, for use as a sampler's `seed`."""
+    return os.urandom(_SEED_BYTES)
+
+
+def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
+    counter = np.array([0, 0, step, purpose], np.uint64)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter))
+
+
+def _check_count(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def _check_step(step: int) -> None:
+    _check_count("step", step, 0)
+    if step >= 2**64:
+        raise ValueError(f"step must be below 2**64, got {step}")
+
+
+def _check_seed(seed: bytes) -> None:
+    if not isinstance(seed, bytes):
+        raise TypeError(
+            f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {type(seed).__name__}"
+        )
+    if len(seed) != _SEED_BYTES:
+        raise ValueError(f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {len(seed)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonSampler:
+    """Poisson sampling: at every step each example takes part independently with the same probability.
+
+    Built on `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
+
+    Formal guarantees:
+      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q) over all
+        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher). This is
+        the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from this very object.
+      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m. That is NOT
+        Poisson sampling, and `event` says so with `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
+      - Amplification holds only while the batches stay secret. The seed and the index arrays (their length
+        included) are private values: the seed is left out of `repr`, and neither should reach logs or metrics.
+      - `num_examples` is public by declaration. Under "add_remove" the real number of records is itself private, and
+        the user who fixes q and the divisor q * num_examples thereby declares this number public.
+
+    Attributes:
+      num_examples: n, at least 1.
+      sampling_probability: q in (0, 1].
+      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. One seed per run:
+        two runs that share a seed draw the same batches.
+      truncated_batch_size: largest batch, or None.
+
+    Raises:
+      TypeError, ValueError: on construction, for values outside the above.
+    """
+
+    num_examples: int
+    sampling_probability: float
+    _: dataclasses.KW_ONLY
+    seed: bytes = dataclasses.field(default_factory=new_seed, repr=False)
+    truncated_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("num_examples", self.num_examples, 1)
+        if not 0 < self.sampling_probability <= 1:
+            raise ValueError(f"sampling_probability must be in (0, 1], got {self.sampling_probability}")
+        _check_seed(self.seed)
+        if self.truncated_batch_size is not None:
+            _check_count("truncated_batch_size", self.truncated_batch_size, 1)
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public number q * n: the divisor of the sum of clipped gradients (truncation does not change it)."""
+        return self.sampling_probability * self.num_examples
+
+    def batch(self, step: int) -> np.ndarray:
+        """Returns the example indices of a step: int64 [B], ascending; B is random and may be 0.
+
+        Args:
+          step: the step number, 0 <= step < 2**64. The same step always gives the same batch (under one version of
+            NumPy and jax-privacy; neither promises its sampling stream across versions).
+        """
+        from jax_privacy import batch_selection
+
+        _check_step(step)
+        strategy = batch_selection.CyclicPoissonSampling(
+            sampling_prob=self.sampling_probability,
+            iterations=1,
+            truncated_batch_size=self.truncated_batch_size,
+        )
+        generator = _generator(self.seed, step, _POISSON)
+        indices = next(iter(strategy.batch_iterator(self.num_examples, rng=generator)))
+        return np.sort(indices.astype(np.int64))
+
+    def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
+        """Returns the privacy event of one step whose mechanism on the sampled batch is `inner_event`.
+
+        Args:
+          inner_event: the event of the mechanism on the batch, for example
+            `dp_accounting.GaussianDpEvent(noise_multiplier)`.
+
+        Returns:
+          `PoissonSampledDpEvent(q, inner_event)`, or with truncation a `TruncatedSubsampledGaussianDpEvent`.
+
+        Raises:
+          TypeError: if inner_event is not a DpEvent.
+          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is known).
+        """
+        from dp_accounting import dp_event
+
+        if not isinstance(inner_event, dp_event.DpEvent):
+            raise TypeError(f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}")
+        if self.truncated_batch_size is None:
+            return dp_event.PoissonSampledDpEvent(self.sampling_probability, inner_event)
+        if not isinstance(inner_event, dp_event.GaussianDpEvent):
+            raise ValueError(
+                "truncated Poisson sampling can be accounted for a GaussianDpEvent only, got "
+                f"{type(inner_event).__name__}; set truncated_batch_size=None"
+            )
+        return dp_event.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=self.num_examples,
+            sampling_probability=self.sampling_probability,
+            truncated_batch_size=self.truncated_batch_size,
+            noise_multiplier=inner_event.noise_multiplier,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedBatchSampler:
+    """Shuffled epochs of equal batches, for NON-PRIVATE training on public data.
+
+    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such understates
+    epsilon (Chua et al., arXiv:2403.17673). The examples left over at the end of an epoch are dropped; every epoch
+    shuffles anew.
+
+    Attributes:
+      num_examples: n, at least 1.
+      batch_size: size of every batch, in [1, n].
+      seed: 16 bytes; drawn from the operating system unless given.
+
+    Raises:
+      TypeError, ValueError: on construction, for values outside the above.
+    """
+
+    num_examples: int
+    batch_size: int
+    _: dataclasses.KW_ONLY
+    seed: bytes = dataclasses.field(default_factory=new_seed, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_count("num_examples", self.num_examples, 1)
+        _check_count("batch_size", self.batch_size, 1)
+        if self.batch_size > self.num_examples:
+            raise ValueError(
+                f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}"
+            )
+        _check_seed(self.seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of whole batches in one epoch."""
+        return self.num_examples // self.batch_size
+
+    def batch(self, step: int) -> np.ndarray:
+        """Returns the example indices of a step: int64 [batch_size], no repeats within an epoch."""
+        _check_step(step)
+        epoch, position = divmod(step, self.steps_per_epoch)
+        order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
+        return order[position * self.batch_size : (position + 1) * self.batch_size].astype(np.int64)
+
+
+def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts a batch of any size into k >= 1 physical batches of one size, padded with index 0 and masked out.
+
+    Args:
+      indices: integer [B], B >= 0.
+      physical_batch_size: m >= 1, the number of examples that fit in memory; every compiled step sees this size.
+
+    Returns:
+      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding. Padding repeats
+      example 0, which must then be masked in the gradient: its real record must not count.
+
+    Raises:
+      ValueError: if indices is not one-dimensional.
+      TypeError: if indices are not integers.
+    """
+    _check_count("physical_batch_size", physical_batch_size, 1)
+    indices = np.asarray(indices)
+    if indices.ndim != 1:
+        raise ValueError(f"indices must be one-dimensional, got shape {indices.shape}")
+    if not np.issubdtype(indices.dtype, np.integer):
+        raise TypeError(f"indices must be integers, got dtype {indices.dtype}")
+    count = max(1, -(-len(indices) // physical_batch_size))
+    padded = np.zeros(count * physical_batch_size, np.int64)
+    padded[: len(indices)] = indices
+    mask = np.arange(len(padded)) < len(indices)
+    shape = (count, physical_batch_size)
+    return padded.reshape(shape), mask.reshape(shape)

@@ -1,0 +1,421 @@
+"""Random-access sources of examples held in host memory, and where they come from.
+
+An example is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
+{"features": float32 [d], "label": int32 []}. Images stay uint8 in memory and become float32 when gathered.
+
+Nothing here computes a statistic of the records: every scaling constant is public and written down in this file, the
+number of classes is declared, and splits depend on positions alone. A mean or a maximum of private rows would be a
+release that no ledger has paid for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Example = dict[str, np.ndarray]
+
+_CHUNK_ROWS = 4096
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """Examples by position: `len(source)`, `source[i]`, `source.gather(indices)`.
+
+    Build one with `bundled`, `from_arrays` or `from_tfds`.
+
+    Attributes:
+      arrays: stored columns, all with the same first axis; "label" is int32, "image" uint8 or float32, "features"
+        float32. Not to be modified.
+      num_classes: number of classes, a public declaration.
+      name: for messages and ledgers.
+      rows: positions in `arrays` that this source consists of, in order (int64 [n]); None means all.
+    """
+
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(repr=False)
+    num_classes: int
+    name: str
+    rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.arrays["label"]) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: Any) -> Example:
+        """Returns one example for an int, a batch for an integer array (see `gather`)."""
+        if np.ndim(index) == 0:
+            return {key: value[0] for key, value in self.gather(np.asarray(index)[None]).items()}
+        return self.gather(index)
+
+    def gather(self, indices: np.ndarray) -> Example:
+        """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first axis.
+
+        Raises:
+          TypeError: if indices are not integers.
+          IndexError: if an index is outside [0, n); negative ones do not count from the end.
+        """
+        rows = self._stored_rows(indices)
+        return {key: _convert(array[rows]) for key, array in self.arrays.items()}
+
+    def take(self, indices: np.ndarray, *, name: str | None = None) -> "Source":
+        """Returns the source of the examples at `indices`, in that order, without copying any record.
+
+        Args:
+          indices: integers [m] in [0, n).
+          name: name of the new source; by default the name of this one.
+        """
+        return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
+
+    def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
+        """Returns disjoint random parts of the given sizes, for example a public and a private one.
+
+        The assignment is a function of the number of examples and the public seed only, never of a record, and does
+        not change with the version of NumPy. Each part is a data set of its own, to be registered as such.
+
+        Args:
+          fractions: positive numbers that sum to at most 1; what they leave over is in no part.
+          seed: public non-negative int below 2**128.
+
+        Returns:
+          One source per fraction, named "name[0]", "name[1]", ...
+
+        Raises:
+          ValueError: if the fractions are not positive or sum to more than 1.
+        """
+        if not fractions or min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
+            raise ValueError(f"fractions must be positive and sum to at most 1, got {list(fractions)}")
+        # NumPy keeps the raw stream of a bit generator for ever, unlike the output of Generator.permutation.
+        order = np.argsort(np.random.Philox(key=seed).random_raw(len(self)), kind="stable")
+        ends = [min(len(self), round(len(self) * part)) for part in np.cumsum(fractions)]
+        bounds = zip([0, *ends[:-1]], ends, strict=True)
+        return tuple(self.take(order[a:b], name=f"{self.name}[{k}]") for k, (a, b) in enumerate(bounds))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) of the stored content; a resumed run compares it to refuse other data.
+
+        Covers num_classes and, per column in alphabetical order, name, little-endian dtype, shape and bytes; the name
+        of the source does not enter. It is a deterministic function of the records, so it can confirm a guess of the
+        whole data set: keep it beside the run, do not publish it for private data.
+        """
+        digest = hashlib.sha256()
+        for key in sorted(self.arrays):
+            array = self.arrays[key]
+            little = array.dtype.newbyteorder("<")
+            header = [key, little.str, [len(self), *array.shape[1:]], self.num_classes]
+            digest.update(json.dumps(header).encode() + b"\n")
+            for start in range(0, len(self), _CHUNK_ROWS):
+                stop = min(len(self), start + _CHUNK_ROWS)
+                rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
+                digest.update(np.ascontiguousarray(array[rows], little).tobytes())
+        return digest.hexdigest()
+
+    def _stored_rows(self, indices: np.ndarray) -> np.ndarray:
+        indices = np.asarray(indices)
+        if indices.size == 0 and indices.ndim == 1:
+            indices = indices.astype(np.int64)
+        if not np.issubdtype(indices.dtype, np.integer):
+            raise TypeError(f"indices must be integers, got dtype {indices.dtype}")
+        if indices.ndim != 1:
+            raise TypeError(f"indices must be one-dimensional, got shape {indices.shape}")
+        if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
+            raise IndexError(f"indices must be in [0, {len(self)}) for source {self.name!r}")
+        indices = indices.astype(np.int64)
+        return indices if self.rows is None else self.rows[indices]
+
+
+def _convert(array: np.ndarray) -> np.ndarray:
+    """uint8 pixels become float32 in [0, 1]; everything else is as stored."""
+    return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
+
+
+def from_arrays(
+    *,
+    label: np.ndarray,
+    num_classes: int,
+    image: np.ndarray | None = None,
+    features: np.ndarray | None = None,
+    name: str = "arrays",
+) -> Source:
+    """Wraps local NumPy arrays; exactly one of `image` and `features` is given.
+
+    Args:
+      label: integers [n] in [0, num_classes).
+      num_classes: public declaration; it is not read off the labels.
+      image: [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1].
+      features: numbers [n, d]; stored as float32 and not rescaled (scale with public constants only).
+      name: name of the source.
+
+    Raises:
+      ValueError: for shapes that do not match, labels or pixels outside their range. The message never holds a value.
+      TypeError: for a dtype that has no meaning here.
+    """
+    if (image is None) == (features is None):
+        raise ValueError("give exactly one of image= and features=")
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+    labels = np.asarray(label)
+    if labels.ndim != 1:
+        raise ValueError(f"label must have shape [n], got {labels.shape}")
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise TypeError(f"label must be integers, got dtype {labels.dtype}")
+    if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
+        raise ValueError(
+            f"label must be in [0, {num_classes}); some labels are outside (declare num_classes to fit)"
+        )
+    key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
+    if len(values) != len(labels):
+        raise ValueError(f"{key} and label must have the same length, got {len(values)} and {len(labels)}")
+    columns = {key: values, "label": labels.astype(np.int32)}
+    for column in columns.values():
+        column.flags.writeable = False
+    return Source(columns, num_classes, name)
+
+
+def _as_images(image: np.ndarray) -> np.ndarray:
+    image = np.asarray(image)
+    if image.ndim == 3:
+        image = image[..., None]
+    if image.ndim != 4:
+        raise ValueError(f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}")
+    if image.dtype == np.uint8:
+        return image.view()
+    if not np.issubdtype(image.dtype, np.floating):
+        raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}")
+    if np.any((image < 0) | (image > 1)):
+        raise ValueError(
+            "image must be in [0, 1] when floating point; divide by the largest possible pixel value"
+        )
+    return image.astype(np.float32)
+
+
+def _as_features(features: Any) -> np.ndarray:
+    features = np.asarray(features)
+    if features.ndim != 2:
+        raise ValueError(f"features must have shape [n, d], got {features.shape}")
+    if not np.issubdtype(features.dtype, np.number) or np.iscomplexobj(features):
+        raise TypeError(f"features must be real numbers, got dtype {features.dtype}")
+    return features.astype(np.float32)
+
+
+# Ranges (low, high) that the documentation of breast_cancer gives for its 30 columns, rounded outwards: ten
+# measurements, each as mean, standard error and worst value. Part of the public description, never recomputed.
+_BREAST_CANCER_RANGES = (
+    *(
+        (6, 30),
+        (9, 40),
+        (40, 200),
+        (100, 2600),
+        (0.05, 0.2),
+        (0, 0.4),
+        (0, 0.5),
+        (0, 0.25),
+        (0.1, 0.4),
+        (0.04, 0.1),
+    ),
+    *((0, 3), (0, 5), (0, 25), (0, 600), (0, 0.04), (0, 0.15), (0, 0.4), (0, 0.06), (0, 0.1), (0, 0.04)),
+    *(
+        (6, 40),
+        (10, 50),
+        (50, 260),
+        (100, 4300),
+        (0.05, 0.25),
+        (0, 1.1),
+        (0, 1.3),
+        (0, 0.3),
+        (0.1, 0.7),
+        (0.05, 0.25),
+    ),
+)
+
+
+def bundled(name: str) -> Source:
+    """Returns a data set that needs no download: "digits", "breast_cancer" or "blobs".
+
+    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI, in scikit-learn).
+    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI, in scikit-learn). Each feature is mapped
+      affinely from the range that the data set's documentation states (rounded outwards) to [-1, 1] and clipped there;
+      these are fixed public constants, no statistic is taken of the rows.
+    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is 2 (cos a, sin a) with
+      a = pi k / 2 + pi / 4, and every row adds independent standard normal noise times 0.6, drawn from
+      `numpy.random.RandomState(0)`.
+
+    Raises:
+      ValueError: for another name.
+    """
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name=name)
+    if name == "breast_cancer":
+        from sklearn.datasets import load_breast_cancer
+
+        table = load_breast_cancer()
+        low, high = np.array(_BREAST_CANCER_RANGES, np.float64).T
+        features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)
+        return from_arrays(features=features, label=table.target, num_classes=2, name=name)
+    if name == "blobs":
+        label = np.arange(1000) % 4
+        angle = np.pi * label / 2 + np.pi / 4
+        # The data set is public and fixed; the stream of RandomState never changes between versions of NumPy.
+        noise = np.random.RandomState(0).standard_normal((1000, 2))
+        features = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + 0.6 * noise
+        return from_arrays(features=features, label=label, num_classes=4, name=name)
+    raise ValueError(
+        f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}; see also from_tfds"
+    )
+
+
+# Public encoding of adult's numbers to [0, 1]: divisor, and whether the logarithm log(1 + v) is taken of both first.
+# fnlwgt is left out: it is a weight of the census sample, not an attribute of the person.
+_ADULT_NUMBERS = {
+    "age": (100.0, False),
+    "capital-gain": (1e5, True),
+    "capital-loss": (1e4, True),
+    "education-num": (16.0, False),
+    "hours-per-week": (100.0, False),
+}
+_ADULT_CATEGORIES = (
+    *("education", "marital-status", "native-country", "occupation"),
+    *("race", "relationship", "sex", "workclass"),
+)
+
+
+def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: bool = False) -> Source:
+    """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
+
+    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census income:
+    107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of eight categories in the
+    order of the schema; fnlwgt is left out). Text is not handled.
+
+    Args:
+      name: TFDS name, with configuration if any, for example "cifar10".
+      split: TFDS split, for example "train" or "test[:1000]".
+      data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
+      download: let TFDS download and prepare the data set if it is not there. The default never touches the network.
+
+    Raises:
+      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says what was
+        looked for and how to prepare it.
+      ValueError: for an unknown split, or for features that are not handled.
+    """
+    import tensorflow_datasets as tfds
+
+    data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
+    with _quiet_array_record():
+        if download:
+            # ArrayRecord is the format that `data_source` can read without TensorFlow.
+            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
+        builder = _prepared_builder(tfds, name, data_dir)
+        info = builder.info
+        kinds = _check_features(tfds, name, dict(info.features.items()))
+        try:
+            records = builder.as_data_source(split=split)
+        except NotImplementedError as error:
+            raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
+        except ValueError as error:
+            raise ValueError(
+                f"split {split!r} of data set {name!r} cannot be read; it has the splits {sorted(info.splits)}"
+            ) from error
+        columns = _read_columns(records, kinds)
+    if (columns["label"] < 0).any():
+        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
+    num_classes = info.features["label"].num_classes
+    source_name = f"{name}/{split}"
+    if "image" in columns:
+        return from_arrays(
+            image=columns["image"], label=columns["label"], num_classes=num_classes, name=source_name
+        )
+    sizes = {key: info.features[key].num_classes for key in _ADULT_CATEGORIES}
+    features = _encode_adult(columns, sizes)
+    return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
+
+
+def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
+    if not builder.is_prepared():
+        raise FileNotFoundError(_not_prepared(tfds, name, data_dir))
+    return builder
+
+
+def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
+    place = data_dir or tfds.core.constants.DATA_DIR
+    arguments = f'{json.dumps(name)}, "train", data_dir={json.dumps(str(place))}, download=True'
+    code = f"import jaxdp; jaxdp.data.from_tfds({arguments})"
+    return (
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either run, on "
+        f"a machine with network access,\n    python -c {shlex.quote(code)}\n"
+        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable TFDS_DATA_DIR"
+    )
+
+
+def _check_features(tfds: Any, name: str, features: Mapping[str, Any]) -> list[str]:
+    """Returns the columns to read, or raises ValueError."""
+    if isinstance(features.get("label"), tfds.features.ClassLabel):
+        image = features.get("image")
+        if isinstance(image, tfds.features.Image):
+            if image.np_dtype != np.uint8 or None in image.shape:
+                raise ValueError(
+                    f"data set {name!r} has images of shape {image.shape} and dtype {image.np_dtype.__name__}; only "
+                    "uint8 images of one fixed shape are handled: resize them and use jaxdp.data.from_arrays"
+                )
+            return ["image", "label"]
+        adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
+        if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
+            return [*adult, "label"]
+    raise ValueError(
+        f"data set {name!r} has the features {sorted(features)}, which are not handled: only an image with a class label,"
+        " and the table 'adult', are; text is not. Encode the records yourself and use jaxdp.data.from_arrays"
+    )
+
+
+def _read_columns(records: Any, keys: list[str]) -> dict[str, np.ndarray]:
+    """Reads all records, a chunk at a time, so that decoded Python objects never pile up."""
+    columns: dict[str, np.ndarray] = {}
+    for start in range(0, len(records), _CHUNK_ROWS):
+        rows = records.__getitems__(list(range(start, min(len(records), start + _CHUNK_ROWS))))
+        for key in keys:
+            chunk = np.stack([row[key] for row in rows])
+            if start == 0:
+                columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
+            columns[key][start : start + len(rows)] = chunk
+    if not columns:
+        raise ValueError("the split is empty; choose one that holds records")
+    return columns
+
+
+def _encode_adult(columns: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+    parts = []
+    for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
+        value = columns[key].astype(np.float64)
+        scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
+        parts.append(np.clip(scaled, 0, 1)[:, None])
+    parts.extend(np.eye(sizes[key])[columns[key]] for key in _ADULT_CATEGORIES)
+    return np.concatenate(parts, axis=1)
+
+
+@contextlib.contextmanager
+def _quiet_array_record() -> Iterator[None]:
+    """Drops the log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants; all are harmless."""
+    harmless = ("was created with group size", "OpenCV is not installed", "has no dataset_info.json")
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not any(phrase in record.getMessage() for phrase in harmless)
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
