@@ -1,0 +1,429 @@
+"""Secrets, noise on pytrees, and `privatize`: the Gaussian mechanism as an optax transformation.
+
+**Keys.** All randomness that a guarantee rests on starts from 128 bits of operating-system entropy
+(`new_seed`); `stream` derives one key per purpose from it. Noise keys are "rbg" keys, four 32-bit words
+that carry all 128 bits. Three facts about them, each checked in the tests:
+
+* With the default Philox generator words 0-1 are the cipher key and words 2-3 the starting counter. Keys that
+  share words 0-1 and lie close in words 2-3 give shifted copies of ONE stream, so never write key words by
+  hand: derive them with `stream`, `jax.random.split` and `jax.random.fold_in`, which hash.
+* Under `jax.vmap` the bits of the whole batch depend on the FIRST key of the batch only. Two batches that
+  share their first key share all their noise. Nothing here maps over noise keys and callers must not either;
+  per-example keys (augmentation, dropout) are "threefry2x32" keys, which are independent under `vmap`.
+* The bits are a deterministic function of the key for one backend, JAX version and sharding, not across them.
+
+**Threat model.** Philox passes statistical tests but has no proof against cryptanalysis, and jaxdp's noise is
+computed in floating point. Both are outside what the (epsilon, delta) of the ledger covers:
+
+* *Sampling.* A float32 normal made from one uniform takes at most 2**23 values and stops at 5.4 standard
+  deviations, so an output can be impossible under one data set and possible under its neighbour (Mironov,
+  "On significance of the least significant bits", CCS 2012), and over millions of coordinates the missing
+  tail is no longer negligible beside delta. Every sample below therefore combines two independent draws
+  (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021): about 2**46
+  combinations for 2**32 floats, and tails that fade out smoothly. The price is one more draw per value.
+* *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Casacuberta et al.
+  2022; Haney et al. 2022; Jin et al. 2022). This is NOT mitigated: a grid as coarse as a proof needs would
+  raise the sensitivity with the square root of the number of parameters. Publish at reduced precision if the
+  adversary reads raw bits.
+* *Time.* Noise takes the same operations for every key; nothing else about timing is promised.
+"""
+
+import hmac
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from dp_accounting import dp_event
+
+_KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
+_SEED_BYTES = 16
+
+
+@runtime_checkable
+class HasSensitivity(Protocol):
+    """Anything that knows its own L2 sensitivity, such as `jaxdp.clipped_grad(...)`."""
+
+    def sensitivity(self, adjacency: str, /) -> float:
+        """Return the L2 sensitivity under `adjacency`."""
+
+
+def new_seed() -> bytes:
+    """Return 16 bytes (128 bits) from the operating system's entropy pool.
+
+    Whoever learns the seed can subtract the noise: store it no more openly than the private data itself.
+    """
+    return secrets.token_bytes(_SEED_BYTES)
+
+
+def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
+    """Derive the key of one purpose from a seed.
+
+    The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose), which is one block of
+    HKDF-Expand (RFC 5869) with the seed as its pseudo-random key. For a seed of `new_seed`, streams of
+    different purposes are independent as far as HMAC-SHA256 is a pseudo-random function, and one key tells
+    nothing about another or about the seed.
+
+    Args:
+        seed: at least 16 bytes, of full entropy; see `new_seed`.
+        purpose: what the stream is for, e.g. "gradient noise"; one purpose per use.
+        impl: "rbg" (128 bits, for noise; never under `jax.vmap`) or "threefry2x32" (64 bits, independent
+            under `jax.vmap`, for per-example augmentation and dropout).
+
+    Returns:
+        A typed key of shape ().
+
+    Raises:
+        TypeError: if `seed` is not bytes or `purpose` not a string.
+        ValueError: if `seed` is short, `purpose` empty, or `impl` unknown.
+    """
+    if not isinstance(seed, bytes):
+        raise TypeError(
+            f"seed must be bytes, got {type(seed).__name__}; use jaxdp.transforms.noise.new_seed()"
+        )
+    if len(seed) < _SEED_BYTES:
+        raise ValueError(f"seed has {len(seed)} bytes, needs at least {_SEED_BYTES}; use new_seed()")
+    if not isinstance(purpose, str):
+        raise TypeError(f"purpose must be a string, got {type(purpose).__name__}")
+    if not purpose:
+        raise ValueError("purpose is empty; name what the stream is for, e.g. 'gradient noise'")
+    if impl not in _KEY_WORDS:
+        raise ValueError(f"impl={impl!r} is unknown; use one of {sorted(_KEY_WORDS)}")
+    message = b"\0".join([b"jaxdp stream v1", impl.encode(), purpose.encode()])
+    words = np.frombuffer(hmac.digest(seed, message, "sha256"), dtype="<u4")[: _KEY_WORDS[impl]]
+    return jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+
+
+def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
+    """Draw N(0, std**2) noise shaped like `tree`.
+
+    Args:
+        key: typed key of shape (); not batched by `jax.vmap` (module docstring).
+        tree: pytree of real arrays or `jax.ShapeDtypeStruct`s; None leaves stay None. Values are not read.
+        std: standard deviation, a non-negative finite scalar, may be traced (then unchecked).
+
+    Returns:
+        A pytree like `tree`, each leaf drawn with its own subkey (folded from the leaf's index), in float32,
+        or in float64 for float64 leaves. Each value is the sum of two independent normals over sqrt(2).
+
+    Raises:
+        TypeError: if `key` is an old-style uint32 key or a leaf is not real.
+        ValueError: if `key` or `std` is not a scalar, or `std` is negative, NaN or infinite.
+    """
+    return _noise_like(key, tree, "std", std, _standard_normal)
+
+
+def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+    """Draw Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
+
+    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent
+    exponentials whose uniforms keep 64 bits, so that the tail reaches 44 scales before it is cut (mass
+    2**-65).
+    """
+    return _noise_like(key, tree, "scale", scale, _standard_laplace)
+
+
+def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+    """Draw Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
+
+    Arguments, result and errors as in `gaussian`. Each value is the mean of two independent Cauchy draws,
+    which is Cauchy again (a 1-stable law); `scale` is half of the interquartile range, the variance is
+    infinite.
+    """
+    return _noise_like(key, tree, "scale", scale, _standard_cauchy)
+
+
+class PrivatizeState(NamedTuple):
+    """State of `privatize`: the noise key of the run and the number of updates made (int32 scalar)."""
+
+    key: jax.Array
+    step: jax.Array
+
+
+class Privatizer(optax.GradientTransformationExtraArgs):
+    """What `privatize` returns: an (init, update) pair that knows its privacy event."""
+
+    _mechanism: "_GaussianMechanism"
+
+    @property
+    def noise_multiplier(self) -> float | Callable[[Any], Any]:
+        """Noise standard deviation over the clip norm, or the public schedule of it."""
+        return self._mechanism.noise_multiplier
+
+    @property
+    def clip_norm(self) -> float:
+        """L2 bound on one example's contribution to the sum."""
+        return self._mechanism.clip_norm
+
+    @property
+    def divisor(self) -> float:
+        """The public number by which the noisy sum is divided."""
+        return self._mechanism.divisor
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the SUM, before the division.
+
+        Raises:
+            ValueError: if the noise multiplier is a schedule.
+        """
+        return self._constant_multiplier("noise_std") * self.clip_norm if self.noise_multiplier else 0.0
+
+    @property
+    def event(self) -> dp_event.DpEvent:
+        """The event of one update, without sampling; wrap it in `PoissonSampledDpEvent` for sampled batches.
+
+        Raises:
+            ValueError: if the noise multiplier is a schedule.
+        """
+        return _gaussian_event(self._constant_multiplier("event"))
+
+    def event_at(self, step: int) -> dp_event.DpEvent:
+        """The event of update number `step` (from 0), without sampling; works for constants and schedules.
+
+        Raises:
+            ValueError: if `step` is negative or the schedule gives a negative or non-finite multiplier there.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} is negative; updates are numbered from 0")
+        multiplier = self.noise_multiplier
+        value = multiplier(step) if callable(multiplier) else multiplier
+        return _gaussian_event(_check_scale(f"noise_multiplier({step})", value))
+
+    def _constant_multiplier(self, what: str) -> float:
+        if callable(self.noise_multiplier):
+            raise ValueError(f"{what} is not one value: noise_multiplier is a schedule; use event_at(step)")
+        return self.noise_multiplier
+
+
+def privatize(
+    clipped_or_sensitivity: HasSensitivity | float,
+    *,
+    noise_multiplier: float | Callable[[Any], Any],
+    divisor: float,
+    key: jax.Array | None = None,
+) -> Privatizer:
+    """Add Gaussian noise to a clipped SUM of gradients and divide by a public number, in optax form.
+
+    One update maps the sum `g` over the batch to
+
+        (g + noise_multiplier * clip_norm * N(0, I)) / divisor
+
+    which is DP-SGD's step (Abadi et al. 2016, Algorithm 1) with the division by the expected batch size made
+    explicit. In `optax.chain(privatize(...), optax.adam(1e-3))` everything after it is post-processing.
+
+        grad_fn = jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
+        privatizer = jaxdp.privatize(grad_fn, noise_multiplier=1.1, divisor=expected_batch_size)
+        optimizer = optax.chain(privatizer, optax.sgd(0.1))
+        updates, state = optimizer.update(grad_fn(params, batch).grads, state, params)
+
+    Args:
+        clipped_or_sensitivity: a `jaxdp.clipped_grad(...)`, or any object whose `sensitivity("add_remove")`
+            is the L2 bound on what one example adds to the sum; or that bound itself.
+        noise_multiplier: noise standard deviation over the clip norm; or a PUBLIC schedule from the step (an
+            int32 scalar, traced under jit) to it. A schedule that reads private data has no guarantee.
+        divisor: public, positive; normally the expected batch size. Never the size of a Poisson-sampled
+            batch.
+        key: typed noise key. None draws 128 bits of OS entropy in `init`. Give one to reproduce a run
+            (`stream(seed, "gradient noise")`); two runs on different gradients must never share it, because
+            the difference of their outputs then has no noise in it. `jax.random.key(0)` can be guessed by
+            anyone.
+
+    Returns:
+        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step
+        counter, and step t uses `fold_in(key, t)`, so no two steps of a run share noise. Restoring a
+        checkpoint replays the noise of the steps after it: the replay must see the same gradients bit for
+        bit, or start from a new key and pay again. Updates come out in float32 (float64 for float64 sums)
+        whatever the dtype of the sum.
+
+    Formal guarantees:
+        If one example changes the sum by at most `clip_norm` in L2 norm, update t satisfies `event_at(t)`,
+        the Gaussian mechanism of that noise multiplier (Dwork and Roth 2014, appendix A; exact trade-off
+        curve in Balle and Wang 2018), up to the floating-point limits in the module docstring. The noise is
+        `noise_multiplier * clip_norm` under EVERY adjacency: that replacing a record moves the sum by up to
+        `2 * clip_norm` is the accountant's business, which knows the adjacency of the data set.
+
+        ============================  ==================================================================
+        case                          behaviour
+        ============================  ==================================================================
+        noise_multiplier == 0         no noise; event is `NonPrivateDpEvent`
+        clip_norm == 0                no noise needed: the sum is constant; event as configured
+        clip_norm infinite            ValueError, unless noise_multiplier == 0
+        NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
+        None or masked leaves         passed through untouched
+        integer leaves                float32 noise; complex and boolean leaves raise TypeError
+        ============================  ==================================================================
+
+    Raises:
+        TypeError: if `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or
+            not real.
+        ValueError: if one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for an
+            infinite clip norm.
+    """
+    if isinstance(clipped_or_sensitivity, HasSensitivity):
+        clip_norm = _check_number(
+            "sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove")
+        )
+    else:
+        clip_norm = _check_number("clipped_or_sensitivity", clipped_or_sensitivity)
+    if not callable(noise_multiplier):
+        noise_multiplier = _check_scale("noise_multiplier", noise_multiplier)
+    divisor = _check_number("divisor", divisor)
+    if divisor == 0 or math.isinf(divisor):
+        raise ValueError(f"divisor={divisor} must be positive and finite, e.g. the expected batch size")
+    if math.isinf(clip_norm) and noise_multiplier != 0:
+        raise ValueError(
+            "the clip norm is infinite, no finite noise hides one example; clip to a finite norm"
+        )
+    if key is not None:
+        _check_key(key)
+    mechanism = _GaussianMechanism(clip_norm, noise_multiplier, divisor, key)
+    privatizer = Privatizer(mechanism.init, mechanism.update)
+    privatizer._mechanism = mechanism
+    return privatizer
+
+
+class _GaussianMechanism(NamedTuple):
+    """Checked configuration of `privatize` with its two pure functions."""
+
+    clip_norm: float
+    noise_multiplier: float | Callable[[Any], Any]
+    divisor: float
+    key: jax.Array | None
+
+    def init(self, params: Any) -> PrivatizeState:
+        key = self.key
+        if key is None:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+                raise ValueError(
+                    "privatize.init draws its key from the operating system, tracing would bake that key into"
+                    " the program; call init outside jit, or pass key=stream(seed, 'gradient noise')"
+                )
+            key = stream(new_seed(), "gradient noise")
+        return PrivatizeState(key, jnp.zeros((), jnp.int32))
+
+    def update(
+        self, updates: Any, state: PrivatizeState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, PrivatizeState]:
+        del params, extra_args
+        _check_key(state.key)
+        total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
+        multiplier = self.noise_multiplier
+        if callable(multiplier) or multiplier > 0:
+            multiplier = multiplier(state.step) if callable(multiplier) else multiplier
+            noise = gaussian(jax.random.fold_in(state.key, state.step), total, multiplier * self.clip_norm)
+            total = jax.tree.map(jnp.add, total, noise)
+        return (
+            jax.tree.map(lambda leaf: leaf / self.divisor, total),
+            PrivatizeState(state.key, state.step + 1),
+        )
+
+
+def _gaussian_event(noise_multiplier: float) -> dp_event.DpEvent:
+    if noise_multiplier == 0:
+        return dp_event.NonPrivateDpEvent()
+    return dp_event.GaussianDpEvent(noise_multiplier)
+
+
+def _noise_like(
+    key: jax.Array,
+    tree: Any,
+    name: str,
+    scale: float | jax.Array,
+    draw: Callable[[jax.Array, tuple[int, ...], Any], jax.Array],
+) -> Any:
+    _check_key(key)
+    if jnp.ndim(scale) != 0:
+        raise ValueError(f"{name} has shape {jnp.shape(scale)}, needs one scalar for the whole tree")
+    if not isinstance(scale, jax.core.Tracer):
+        scale = _check_scale(name, scale)
+    leaves, treedef = jax.tree.flatten(tree)
+    noise = []
+    for index, leaf in enumerate(leaves):
+        dtype = _noise_dtype(leaf)
+        sample = draw(jax.random.fold_in(key, index), jnp.shape(leaf), dtype)
+        noise.append(sample * jnp.asarray(scale, dtype))
+    return jax.tree.unflatten(treedef, noise)
+
+
+def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    first, second = jax.random.split(key)
+    total = jax.random.normal(first, shape, dtype) + jax.random.normal(second, shape, dtype)
+    return total * math.sqrt(0.5)
+
+
+def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    first, second = jax.random.split(key)
+    return jnp.log(_uniform(first, shape, dtype)) - jnp.log(_uniform(second, shape, dtype))
+
+
+def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    first, second = jax.random.split(key)
+    return (_one_cauchy(first, shape, dtype) + _one_cauchy(second, shape, dtype)) * 0.5
+
+
+def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # |C| < 1 half of the time and 1/|C| has the law of |C|: precise both near zero and far out.
+    key_uniform, key_choice = jax.random.split(key)
+    small = jnp.tan(_uniform(key_uniform, shape, dtype) * (math.pi / 4))
+    choice = jax.random.bits(key_choice, shape, jnp.uint32)
+    magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
+    return jnp.where(choice & 2 == 0, magnitude, -magnitude)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    key_high, key_low = jax.random.split(key)
+    high = jax.random.bits(key_high, shape, jnp.uint32)
+    low = jax.random.bits(key_low, shape, jnp.uint32)
+    return _uniform_from_bits(high, low, dtype)
+
+
+def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+    """Map 64 bits to (0, 1], never to zero, with the full relative precision of a float near zero."""
+    return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
+
+
+def _noise_dtype(leaf: Any) -> Any:
+    dtype = jnp.result_type(leaf)
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"noise needs real leaves, got dtype {dtype}; split complex leaves in two")
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _check_key(key: Any) -> None:
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError(
+            "key must be a typed key: an old-style uint32 key does not record which generator it belongs to;"
+            " use stream(seed, purpose), jax.random.key, or jax.random.wrap_key_data"
+        )
+    if key.shape != ():
+        raise ValueError(
+            f"key has shape {key.shape}, needs one key of shape (); use jax.random.fold_in per use"
+        )
+
+
+def _check_number(name: str, value: Any) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{name} is traced; privacy parameters are public constants, build outside jit")
+    value = jax.device_get(value)
+    if (
+        not isinstance(value, (int, float, np.ndarray, np.generic))
+        or np.ndim(value)
+        or np.iscomplexobj(value)
+    ):
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
+    number = float(value)
+    if math.isnan(number) or number < 0:
+        raise ValueError(f"{name}={number} must not be negative or NaN")
+    return number
+
+
+def _check_scale(name: str, value: Any) -> float:
+    number = _check_number(name, value)
+    if math.isinf(number):
+        raise ValueError(f"{name}={number} must be finite")
+    return number
