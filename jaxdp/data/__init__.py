@@ -1,6 +1,6 @@
 """Data: random-access sources, Poisson sampling, and augmentation.
 
-Importing this package imports neither TensorFlow Datasets nor scikit-learn nor jax-privacy; each loads on first use.
+Importing this package imports neither TensorFlow Datasets nor scikit-learn nor jax-privacy; they load on use.
 """
 
 from jaxdp.data.augment import augment, normalise, random_crop, random_flip

@@ -1,8 +1,8 @@
 """Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal flip.
 
-The recipe of De et al. 2022 (arXiv:2204.13650, section 3.2): every example is seen in several augmented views whose
-gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image [H, W, C] to one image
-of the same shape and dtype and is meant to be used under `jax.vmap` and `jax.jit`.
+The recipe of De et al. 2022 (arXiv:2204.13650, section 3.2): every example is seen in several augmented views
+whose gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image
+[H, W, C] to one of the same shape and dtype and is meant to be used under `jax.vmap` and `jax.jit`.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,10 @@ def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Ar
       ValueError: if image is not [H, W, C] or padding is out of range.
     """
     if image.ndim != 3:
-        raise ValueError(
-            f"image must be one image [H, W, C], got shape {image.shape}; use jax.vmap for a batch"
-        )
+        raise ValueError(f"image must be one image [H, W, C], got shape {image.shape}; use jax.vmap for a batch")
     height, width, channels = image.shape
     if not 0 <= padding < min(height, width):
-        raise ValueError(
-            f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got {padding}"
-        )
+        raise ValueError(f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got {padding}")
     padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
     row, column = jax.random.randint(key, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (row, column, 0), (height, width, channels))
@@ -62,8 +58,8 @@ def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
 def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequence[float]) -> jax.Array:
     """Returns (image - mean) / std per channel, in the image's dtype.
 
-    `mean` and `std` must be PUBLIC constants (of a public data set, or simply 0.5 and 0.5): the mean and standard
-    deviation of a private training set are a release about it that no ledger has paid for.
+    `mean` and `std` must be PUBLIC constants (of a public data set, or simply 0.5 and 0.5): the mean and
+    standard deviation of a private training set are a release about it that no ledger has paid for.
 
     Args:
       image: [..., C].

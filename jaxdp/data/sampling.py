@@ -1,8 +1,8 @@
-"""Which examples make up the batch of a step: Poisson sampling for private training, shuffled epochs for public data.
+"""Which examples make up the batch of a step: Poisson sampling, or shuffled epochs for public data.
 
-Samplers are stateless in the step: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that
-crashed regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half of its counter:
-the streams of different steps are disjoint by construction.
+Samplers are stateless in the step: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a
+run that crashed regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half
+of its counter: the streams of different steps are disjoint by construction.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dp_accounting import dp_event
 
 _SEED_BYTES = 16
-# Upper-most counter word of each sampler, so that one seed used for two purposes still gives unrelated streams.
+# Upper-most counter word of each sampler: one seed used for two purposes still gives unrelated streams.
 _POISSON, _SHUFFLE = 1, 2
 
 
@@ -44,9 +44,7 @@ def _check_step(step: int) -> None:
 
 def _check_seed(seed: bytes) -> None:
     if not isinstance(seed, bytes):
-        raise TypeError(
-            f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {type(seed).__name__}"
-        )
+        raise TypeError(f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {type(seed).__name__}")
     if len(seed) != _SEED_BYTES:
         raise ValueError(f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {len(seed)}")
 
@@ -58,21 +56,25 @@ class PoissonSampler:
     Built on `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
-      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q) over all
-        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher). This is
-        the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from this very object.
-      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m. That is NOT
-        Poisson sampling, and `event` says so with `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
+      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q)
+        over all (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic
+        cipher). This is the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from
+        this very object.
+      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m.
+        That is NOT Poisson sampling, and `event` says so with `TruncatedSubsampledGaussianDpEvent`
+        (arXiv:2508.15089).
       - Amplification holds only while the batches stay secret. The seed and the index arrays (their length
-        included) are private values: the seed is left out of `repr`, and neither should reach logs or metrics.
-      - `num_examples` is public by declaration. Under "add_remove" the real number of records is itself private, and
-        the user who fixes q and the divisor q * num_examples thereby declares this number public.
+        included) are private values: the seed is left out of `repr`, and neither should reach logs or
+        metrics.
+      - `num_examples` is public by declaration. Under "add_remove" the real number of records is itself
+        private, and the user who fixes q and the divisor q * num_examples thereby declares this number
+        public.
 
     Attributes:
       num_examples: n, at least 1.
       sampling_probability: q in (0, 1].
-      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. One seed per run:
-        two runs that share a seed draw the same batches.
+      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. One seed per
+        run: two runs that share a seed draw the same batches.
       truncated_batch_size: largest batch, or None.
 
     Raises:
@@ -95,15 +97,15 @@ class PoissonSampler:
 
     @property
     def expected_batch_size(self) -> float:
-        """The public number q * n: the divisor of the sum of clipped gradients (truncation does not change it)."""
+        """The public number q * n, the divisor of the clipped sum, with or without truncation."""
         return self.sampling_probability * self.num_examples
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step: int64 [B], ascending; B is random and may be 0.
 
         Args:
-          step: the step number, 0 <= step < 2**64. The same step always gives the same batch (under one version of
-            NumPy and jax-privacy; neither promises its sampling stream across versions).
+          step: the step number, 0 <= step < 2**64. The same step always gives the same batch (under one
+            version of NumPy and jax-privacy; neither promises its sampling stream across versions).
         """
         from jax_privacy import batch_selection
 
@@ -129,7 +131,8 @@ class PoissonSampler:
 
         Raises:
           TypeError: if inner_event is not a DpEvent.
-          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is known).
+          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is
+            known).
         """
         from dp_accounting import dp_event
 
@@ -154,9 +157,9 @@ class PoissonSampler:
 class FixedBatchSampler:
     """Shuffled epochs of equal batches, for NON-PRIVATE training on public data.
 
-    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such understates
-    epsilon (Chua et al., arXiv:2403.17673). The examples left over at the end of an epoch are dropped; every epoch
-    shuffles anew.
+    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such
+    understates epsilon (Chua et al., arXiv:2403.17673). The examples left over at the end of an epoch are
+    dropped; every epoch shuffles anew.
 
     Attributes:
       num_examples: n, at least 1.
@@ -176,9 +179,7 @@ class FixedBatchSampler:
         _check_count("num_examples", self.num_examples, 1)
         _check_count("batch_size", self.batch_size, 1)
         if self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}"
-            )
+            raise ValueError(f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}")
         _check_seed(self.seed)
 
     @property
@@ -199,11 +200,12 @@ def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.n
 
     Args:
       indices: integer [B], B >= 0.
-      physical_batch_size: m >= 1, the number of examples that fit in memory; every compiled step sees this size.
+      physical_batch_size: m >= 1, the number of examples that fit in memory; every compiled step sees this
+        size.
 
     Returns:
-      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding. Padding repeats
-      example 0, which must then be masked in the gradient: its real record must not count.
+      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding. Padding
+      repeats example 0, which must then be masked in the gradient: its real record must not count.
 
     Raises:
       ValueError: if indices is not one-dimensional.

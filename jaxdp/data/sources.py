@@ -3,9 +3,9 @@
 An example is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
 {"features": float32 [d], "label": int32 []}. Images stay uint8 in memory and become float32 when gathered.
 
-Nothing here computes a statistic of the records: every scaling constant is public and written down in this file, the
-number of classes is declared, and splits depend on positions alone. A mean or a maximum of private rows would be a
-release that no ledger has paid for.
+Nothing here computes a statistic of the records: every scaling constant is public and written down in this
+file, the number of classes is declared, and splits depend on positions alone. A mean or a maximum of private
+rows would be a release that no ledger has paid for.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ class Source:
     Build one with `bundled`, `from_arrays` or `from_tfds`.
 
     Attributes:
-      arrays: stored columns, all with the same first axis; "label" is int32, "image" uint8 or float32, "features"
-        float32. Not to be modified.
+      arrays: stored columns, all with the same first axis; "label" is int32, "image" uint8 or float32,
+        "features" float32. Not to be modified.
       num_classes: number of classes, a public declaration.
       name: for messages and ledgers.
       rows: positions in `arrays` that this source consists of, in order (int64 [n]); None means all.
@@ -76,8 +76,9 @@ class Source:
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 
-        The assignment is a function of the number of examples and the public seed only, never of a record, and does
-        not change with the version of NumPy. Each part is a data set of its own, to be registered as such.
+        The assignment is a function of the number of examples and the public seed only, never of a record,
+        and does not change with the version of NumPy. Each part is a data set of its own, to be registered as
+        such.
 
         Args:
           fractions: positive numbers that sum to at most 1; what they leave over is in no part.
@@ -101,9 +102,9 @@ class Source:
     def fingerprint(self) -> str:
         """SHA-256 (64 hex digits) of the stored content; a resumed run compares it to refuse other data.
 
-        Covers num_classes and, per column in alphabetical order, name, little-endian dtype, shape and bytes; the name
-        of the source does not enter. It is a deterministic function of the records, so it can confirm a guess of the
-        whole data set: keep it beside the run, do not publish it for private data.
+        Covers num_classes and, per column in alphabetical order, name, little-endian dtype, shape and bytes;
+        the name of the source does not enter. It is a deterministic function of the records, so it can
+        confirm a guess of the whole data set: keep it beside the run, do not publish it for private data.
         """
         digest = hashlib.sha256()
         for key in sorted(self.arrays):
@@ -154,7 +155,8 @@ def from_arrays(
       name: name of the source.
 
     Raises:
-      ValueError: for shapes that do not match, labels or pixels outside their range. The message never holds a value.
+      ValueError: for shapes that do not match, labels or pixels outside their range. The message never holds
+        a value.
       TypeError: for a dtype that has no meaning here.
     """
     if (image is None) == (features is None):
@@ -167,12 +169,10 @@ def from_arrays(
     if not np.issubdtype(labels.dtype, np.integer):
         raise TypeError(f"label must be integers, got dtype {labels.dtype}")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ValueError(
-            f"label must be in [0, {num_classes}); some labels are outside (declare num_classes to fit)"
-        )
+        raise ValueError(f"label must be in [0, {num_classes}); some labels are outside (declare num_classes to fit)")
     key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
     if len(values) != len(labels):
-        raise ValueError(f"{key} and label must have the same length, got {len(values)} and {len(labels)}")
+        raise ValueError(f"{key} and label must have one length, got {len(values)} and {len(labels)}")
     columns = {key: values, "label": labels.astype(np.int32)}
     for column in columns.values():
         column.flags.writeable = False
@@ -190,9 +190,7 @@ def _as_images(image: np.ndarray) -> np.ndarray:
     if not np.issubdtype(image.dtype, np.floating):
         raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}")
     if np.any((image < 0) | (image > 1)):
-        raise ValueError(
-            "image must be in [0, 1] when floating point; divide by the largest possible pixel value"
-        )
+        raise ValueError("image must be in [0, 1] when floating point; divide by the largest possible pixel value")
     return image.astype(np.float32)
 
 
@@ -206,7 +204,7 @@ def _as_features(features: Any) -> np.ndarray:
 
 
 # Ranges (low, high) that the documentation of breast_cancer gives for its 30 columns, rounded outwards: ten
-# measurements, each as mean, standard error and worst value. Part of the public description, never recomputed.
+# measurements, each as mean, standard error and worst value. They are part of the public description.
 _BREAST_CANCER_RANGES = (
     *(
         (6, 30),
@@ -239,13 +237,14 @@ _BREAST_CANCER_RANGES = (
 def bundled(name: str) -> Source:
     """Returns a data set that needs no download: "digits", "breast_cancer" or "blobs".
 
-    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI, in scikit-learn).
-    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI, in scikit-learn). Each feature is mapped
-      affinely from the range that the data set's documentation states (rounded outwards) to [-1, 1] and clipped there;
-      these are fixed public constants, no statistic is taken of the rows.
-    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is 2 (cos a, sin a) with
-      a = pi k / 2 + pi / 4, and every row adds independent standard normal noise times 0.6, drawn from
-      `numpy.random.RandomState(0)`.
+    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI, in
+      scikit-learn).
+    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI, in scikit-learn). Each feature is
+      mapped affinely from the range that the data set's documentation states (rounded outwards) to [-1, 1]
+      and clipped there; these are fixed public constants, no statistic is taken of the rows.
+    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is
+      2 (cos a, sin a) with a = pi k / 2 + pi / 4, and every row adds independent standard normal noise times
+      0.6, drawn from `numpy.random.RandomState(0)`.
 
     Raises:
       ValueError: for another name.
@@ -269,13 +268,11 @@ def bundled(name: str) -> Source:
         noise = np.random.RandomState(0).standard_normal((1000, 2))
         features = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + 0.6 * noise
         return from_arrays(features=features, label=label, num_classes=4, name=name)
-    raise ValueError(
-        f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}; see also from_tfds"
-    )
+    raise ValueError(f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}; see also from_tfds")
 
 
-# Public encoding of adult's numbers to [0, 1]: divisor, and whether the logarithm log(1 + v) is taken of both first.
-# fnlwgt is left out: it is a weight of the census sample, not an attribute of the person.
+# Public encoding of adult's numbers to [0, 1]: divisor, and whether the logarithm log(1 + v) is taken of both
+# first. fnlwgt is left out: it is a weight of the census sample, not an attribute of the person.
 _ADULT_NUMBERS = {
     "age": (100.0, False),
     "capital-gain": (1e5, True),
@@ -292,19 +289,20 @@ _ADULT_CATEGORIES = (
 def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: bool = False) -> Source:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
-    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census income:
-    107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of eight categories in the
-    order of the schema; fnlwgt is left out). Text is not handled.
+    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI
+    census income): 107 features in [0, 1], five numbers scaled by public constants, then the one-hot codes of
+    eight categories in the order of the schema; fnlwgt is left out. Text is not handled.
 
     Args:
       name: TFDS name, with configuration if any, for example "cifar10".
       split: TFDS split, for example "train" or "test[:1000]".
       data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: let TFDS download and prepare the data set if it is not there. The default never touches the network.
+      download: let TFDS download and prepare the data set if it is not there. The default never touches the
+        network.
 
     Raises:
-      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says what was
-        looked for and how to prepare it.
+      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says
+        what was looked for and how to prepare it.
       ValueError: for an unknown split, or for features that are not handled.
     """
     import tensorflow_datasets as tfds
@@ -323,7 +321,7 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
             raise ValueError(
-                f"split {split!r} of data set {name!r} cannot be read; it has the splits {sorted(info.splits)}"
+                f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
             ) from error
         columns = _read_columns(records, kinds)
     if (columns["label"] < 0).any():
@@ -331,9 +329,7 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
     num_classes = info.features["label"].num_classes
     source_name = f"{name}/{split}"
     if "image" in columns:
-        return from_arrays(
-            image=columns["image"], label=columns["label"], num_classes=num_classes, name=source_name
-        )
+        return from_arrays(image=columns["image"], label=columns["label"], num_classes=num_classes, name=source_name)
     sizes = {key: info.features[key].num_classes for key in _ADULT_CATEGORIES}
     features = _encode_adult(columns, sizes)
     return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
@@ -354,9 +350,10 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     arguments = f'{json.dumps(name)}, "train", data_dir={json.dumps(str(place))}, download=True'
     code = f"import jaxdp; jaxdp.data.from_tfds({arguments})"
     return (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either run, on "
-        f"a machine with network access,\n    python -c {shlex.quote(code)}\n"
-        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable TFDS_DATA_DIR"
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. "
+        f"Either run, on a machine with network access,\n    python -c {shlex.quote(code)}\n"
+        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable "
+        "TFDS_DATA_DIR"
     )
 
 
@@ -367,16 +364,16 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any]) -> list[s
         if isinstance(image, tfds.features.Image):
             if image.np_dtype != np.uint8 or None in image.shape:
                 raise ValueError(
-                    f"data set {name!r} has images of shape {image.shape} and dtype {image.np_dtype.__name__}; only "
-                    "uint8 images of one fixed shape are handled: resize them and use jaxdp.data.from_arrays"
+                    f"data set {name!r} has images of shape {image.shape} and dtype {image.np_dtype.__name__}; "
+                    "only uint8 images of one fixed shape are handled: resize them and use from_arrays"
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
         if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
             return [*adult, "label"]
     raise ValueError(
-        f"data set {name!r} has the features {sorted(features)}, which are not handled: only an image with a class label,"
-        " and the table 'adult', are; text is not. Encode the records yourself and use jaxdp.data.from_arrays"
+        f"data set {name!r} has the features {sorted(features)}, which are not handled: only an image with a "
+        "class label, and the table 'adult', are; text is not. Encode the records and use from_arrays"
     )
 
 
@@ -407,7 +404,7 @@ def _encode_adult(columns: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -
 
 @contextlib.contextmanager
 def _quiet_array_record() -> Iterator[None]:
-    """Drops the log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants; all are harmless."""
+    """Drops the harmless log lines of TFDS and ArrayRecord about group size, OpenCV and missing variants."""
     harmless = ("was created with group size", "OpenCV is not installed", "has no dataset_info.json")
     logger = logging.getLogger("absl")
 
