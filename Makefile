@@ -1,0 +1,44 @@
+# `make demo` and `make test` do all set-up in a fresh clone; they need Python >= 3.11 with pip, and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKDIR ?= workdir/digits
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/python -m launch.finetune --config configs/digits_dpsgd.py --workdir $(WORKDIR)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.run
+	@set -e; for script in benchmarks/bench_*.py; do \
+		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); \
+	done
+
+# The stamps record which set of dependencies is installed; they are renewed when pyproject.toml changes.
+$(VENV)/.run: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "$(PYTHON) is older than Python 3.11; choose another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --group test
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

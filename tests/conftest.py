@@ -1,0 +1,72 @@
+"""Settings and helpers shared by all tests."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+# Read by XLA when JAX starts, so set before JAX is imported; on one device they cost nothing measurable.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile("jaxdp", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("jaxdp")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why."""
+    skip_download = pytest.mark.skip(reason="set JAXDP_DATA_DIR to a TFDS directory")
+    skip_gpu = pytest.mark.skip(reason="JAX finds no GPU")
+    for item in items:
+        if item.get_closest_marker("download") and "JAXDP_DATA_DIR" not in os.environ:
+            item.add_marker(skip_download)
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            item.add_marker(skip_gpu)
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Refuse implicit dtype promotion in tests/transforms.
+
+    A test that calls a library with looser habits (optax.adam) opens `jax.numpy_dtype_promotion("standard")`.
+    """
+    strict = request.path.is_relative_to(ROOT / "tests" / "transforms")
+    with jax.numpy_dtype_promotion("strict") if strict else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session")
+def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return `run(code, env={}, timeout=120)`: run Python code in a fresh interpreter at the repository root.
+
+    Warnings are errors there too; `env` adds to (or, with value None, removes from) the environment. Fails
+    the test with the program's stderr if it exits non-zero.
+    """
+
+    def run(
+        code: str, env: Mapping[str, str | None] | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=ROOT,
+            env={name: value for name, value in merged.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    return run

@@ -1,0 +1,130 @@
+"""The package as a whole: it imports fast and cleanly, its layers point down only, and lint is clean."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxdp
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = {"pretrain", "finetune", "tta", "prediction", "recalibration", "split"}
+# What each package of jaxdp may import from the rest of jaxdp, besides jaxdp.version.
+ALLOWED = {
+    "privacy": set(),
+    "transforms": set(),
+    "models": {"privacy", "transforms"},
+    "data": {"privacy", "transforms"},
+    "report": {"privacy", "transforms"},
+    **{stage: {"privacy", "transforms", "models", "data", "report"} for stage in STAGES},
+}
+SOURCES = sorted((ROOT / "jaxdp").rglob("*.py"))
+CODE = [path for folder in ("jaxdp", "launch", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the absolute names of everything that a file imports anywhere, also inside functions."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def layer_violations(layer: str, names: set[str]) -> set[str]:
+    """Return the imports that a file of package `layer` must not have."""
+    bad = set()
+    for name in names:
+        parts = name.split(".")
+        if parts[0] == "jaxdp":
+            target = parts[1] if len(parts) > 1 else ""
+            if target not in {layer, "version"} | ALLOWED[layer]:
+                bad.add(name)
+        elif parts[0] == "flax" and layer in {"privacy", "transforms"}:
+            bad.add(name)
+    return bad
+
+
+def test_import_is_quiet_fast_and_without_tensorflow(run_in_subprocess):
+    code = """
+import sys, time
+start = time.perf_counter()
+import jaxdp
+assert time.perf_counter() - start < 3, time.perf_counter() - start
+for name in ("tensorflow", "tensorflow_datasets", "torch"):
+    assert name not in sys.modules, name
+"""
+    result = run_in_subprocess(code)
+    assert result.stdout == "" and result.stderr == ""
+
+
+def test_every_public_name_loads_without_tensorflow(run_in_subprocess):
+    code = """
+import sys
+import jaxdp
+for name in jaxdp.__all__:
+    getattr(jaxdp, name)
+assert set(jaxdp.__all__) <= set(dir(jaxdp))
+assert "tensorflow" not in sys.modules
+"""
+    run_in_subprocess(code)
+
+
+def test_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = jaxdp.nonsense
+
+
+def test_version_is_the_distribution_version(run_in_subprocess):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert declared["tool"]["hatch"]["version"]["path"] == "jaxdp/version.py"
+    code = "import jaxdp, importlib.metadata as m; assert jaxdp.__version__ == m.version('jaxdp')"
+    run_in_subprocess(code)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_layers_point_down_only(path):
+    parts = path.relative_to(ROOT).parts
+    if len(parts) == 2:  # jaxdp/__init__.py and jaxdp/version.py stand above the layers
+        return
+    assert parts[1] in ALLOWED, f"{parts[1]} is no known package; add it to ALLOWED with what it may import"
+    assert layer_violations(parts[1], imported_modules(path)) == set()
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_private_jax_no_pickle_and_no_eager_tensorflow(path):
+    names = imported_modules(path)
+    assert not {n for n in names if n.startswith(("jax._src", "jaxlib", "pickle", "cloudpickle", "tensorflow."))}
+    top_level = {
+        alias.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    } | {n.module for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom) and n.module}
+    assert not {n for n in top_level if n.split(".")[0] in {"tensorflow_datasets", "matplotlib"}}
+
+
+def test_the_layer_check_can_fail(tmp_path):
+    source = ROOT / "jaxdp" / "transforms" / "noise.py"
+    assert layer_violations("transforms", imported_modules(source)) == set()
+    assert layer_violations("transforms", {"jaxdp.models.mlp", "flax.linen"}) == {"jaxdp.models.mlp", "flax.linen"}
+    assert layer_violations("finetune", {"jaxdp.tta", "jaxdp.data", "flax.linen"}) == {"jaxdp.tta"}
+    assert layer_violations("data", {"jaxdp.Ledger"}) == {"jaxdp.Ledger"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
+    ids=["ruff-check", "ruff-format", "mypy"],
+)
+def test_lint_is_clean(command):
+    result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
