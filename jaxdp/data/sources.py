@@ -297,8 +297,8 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
       name: TFDS name, with configuration if any, for example "cifar10".
       split: TFDS split, for example "train" or "test[:1000]".
       data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: let TFDS download and prepare the data set if it is not there. The default never touches the
-        network.
+      download: let TFDS download and prepare the data set if it is not there; TFDS needs TensorFlow to write
+        many of its image sets, never to read them. The default never touches the network.
 
     Raises:
       FileNotFoundError: if the data set is not prepared there in a random-access format; the message says
@@ -310,8 +310,7 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with _quiet_array_record():
         if download:
-            # ArrayRecord is the format that `data_source` can read without TensorFlow.
-            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
+            _prepare(tfds, name, data_dir)
         builder = _prepared_builder(tfds, name, data_dir)
         info = builder.info
         kinds = _check_features(tfds, name, dict(info.features.items()))
@@ -335,6 +334,15 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
     return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
 
 
+def _prepare(tfds: Any, name: str, data_dir: str | None) -> None:
+    try:
+        # ArrayRecord is the format that TFDS can read without TensorFlow.
+        tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
+    except ImportError as error:
+        # Writing many data sets needs TensorFlow once, to encode the images.
+        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
+
+
 def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
     try:
         builder = tfds.builder(name, data_dir=data_dir)
@@ -347,11 +355,12 @@ def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
 
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
-    arguments = f'{json.dumps(name)}, "train", data_dir={json.dumps(str(place))}, download=True'
-    code = f"import jaxdp; jaxdp.data.from_tfds({arguments})"
+    build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     return (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. "
-        f"Either run, on a machine with network access,\n    python -c {shlex.quote(code)}\n"
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either "
+        "prepare it, on a machine with network access and in an environment of its own, because TFDS may need "
+        "TensorFlow to write (never to read):\n"
+        f"    pip install tensorflow-datasets tensorflow array-record\n    {build}\n"
         "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable "
         "TFDS_DATA_DIR"
     )
