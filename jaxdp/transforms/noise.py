@@ -391,7 +391,7 @@ def _noise_dtype(leaf: Any) -> Any:
     dtype = jnp.result_type(leaf)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"noise needs real leaves, got dtype {dtype}; split complex leaves in two")
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if dtype.itemsize > 4 else jnp.float32)
 
 
 def _check_key(key: Any) -> None:

@@ -1,0 +1,434 @@
+"""Noise: right law, right scale, independent streams, and `privatize` as a private optimizer.
+
+Statistical tests use fixed keys, so they are deterministic; their thresholds are set so that a correct
+implementation fails with probability below 1e-6 per test over the choice of key, and one whose scale is off
+by 0.7 or 1.3 is rejected with a p-value below 1e-12.
+"""
+
+import hashlib
+import hmac
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+from scipy import stats
+
+import jaxdp
+from jaxdp.transforms import noise
+
+SEED = bytes(range(16))
+KEY = noise.stream(SEED, "test")
+SAMPLES = 40_000
+ACCEPT, REJECT = 1e-6, 1e-12
+
+LAWS = {
+    "gaussian": (noise.gaussian, stats.norm),
+    "laplace": (noise.laplace, stats.laplace),
+    "cauchy": (noise.cauchy, stats.cauchy),
+}
+
+
+class Clipped:
+    """Stands in for `jaxdp.clipped_grad(...)`."""
+
+    def __init__(self, clip_norm):
+        self.clip_norm = clip_norm
+
+    def sensitivity(self, adjacency):
+        return self.clip_norm * (2.0 if adjacency == "replace_one" else 1.0)
+
+
+def p_value(values, law, scale):
+    """Kolmogorov-Smirnov p-value of `values` against the scaled law, computed in float64."""
+    return stats.kstest(np.asarray(values, np.float64).ravel(), law(scale=scale).cdf).pvalue
+
+
+def correlation(a, b):
+    return abs(np.corrcoef(np.ravel(a), np.ravel(b))[0, 1])
+
+
+# ---------------------------------------------------------------------------------------------- seeds and
+# keys
+
+
+def test_new_seeds_are_128_bits_and_differ():
+    seeds = {noise.new_seed() for _ in range(100)}
+    assert len(seeds) == 100 and {len(seed) for seed in seeds} == {16}
+
+
+def test_stream_is_hmac_sha256_of_the_purpose():
+    digest = hmac.new(SEED, b"jaxdp stream v1\x00rbg\x00gradient noise", hashlib.sha256).digest()
+    expected = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+    key = noise.stream(SEED, "gradient noise")
+    assert key.shape == () and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    assert jax.random.key_data(key).tolist() == expected
+
+
+def test_streams_differ_in_every_word_per_purpose_seed_and_impl():
+    words = [
+        jax.random.key_data(noise.stream(seed, purpose, impl=impl)).tolist()
+        for seed in (SEED, SEED[::-1])
+        for purpose in ("noise", "sampling", "noise ")
+        for impl in ("rbg", "threefry2x32")
+    ]
+    flat = [word for key in words for word in key]
+    assert sorted(map(len, words)) == [2] * 6 + [4] * 6
+    assert len(set(flat)) == len(flat)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        (("0" * 16, "x"), TypeError, "new_seed"),
+        ((b"short", "x"), ValueError, "at least 16"),
+        ((SEED, ""), ValueError, "purpose is empty"),
+        ((SEED, b"x"), TypeError, "purpose must be a string"),
+    ],
+)
+def test_stream_refuses_weak_arguments(args, error, match):
+    with pytest.raises(error, match=match):
+        noise.stream(*args)
+
+
+def test_stream_refuses_an_unknown_generator():
+    with pytest.raises(ValueError, match="'rbg', 'threefry2x32'"):
+        noise.stream(SEED, "x", impl="mersenne")
+
+
+def test_streams_of_different_purposes_are_uncorrelated():
+    draws = [noise.gaussian(noise.stream(SEED, p), jnp.zeros(SAMPLES), 1.0) for p in ("a", "b")]
+    assert correlation(*draws) < 5 / math.sqrt(SAMPLES)
+
+
+def test_rbg_is_deterministic_and_the_same_inside_jit():
+    draw = lambda key: jax.random.bits(jax.random.fold_in(key, 3), (64,), jnp.uint32)  # noqa: E731
+    assert (draw(KEY) == draw(KEY)).all() and (draw(KEY) == jax.jit(draw)(KEY)).all()
+
+
+def test_rbg_fold_in_gives_uniform_unrelated_bits():
+    steps = 64
+    bits = np.stack([jax.random.bits(jax.random.fold_in(KEY, t), (1024,), jnp.uint32) for t in range(steps)])
+    assert len(np.unique(bits)) > bits.size - 20  # about bits.size**2 / 2**33 = 0.5 collisions expected
+    counts = np.bincount((bits >> 24).ravel(), minlength=256)
+    assert stats.chisquare(counts).pvalue > ACCEPT
+    ones = np.unpackbits(bits.view(np.uint8).reshape(steps, -1), axis=1).astype(np.float64)
+    between = np.corrcoef(ones) - np.eye(steps)
+    assert np.abs(between).max() < 6.5 / math.sqrt(ones.shape[1])
+
+
+def test_the_documented_traps_of_rbg_keys_are_real():
+    """If one of these fails, JAX has changed: update the module docstring of noise.py."""
+    wrap = lambda *words: jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="rbg")  # noqa: E731
+    draw = lambda key: jax.random.bits(key, (8,), jnp.uint32)  # noqa: E731
+    if jax.default_backend() == "cpu":
+        near, far = draw(wrap([1, 2, 3, 4])[0]), draw(wrap([1, 2, 4, 4])[0])
+        assert (near[4:] == far[:4]).all()
+    batches = [wrap([1, 2, 3, 4], [5, 6, 7, 8]), wrap([1, 2, 3, 4], [50, 60, 70, 80])]
+    first, second = (jax.vmap(draw)(batch) for batch in batches)
+    assert (first == second).all()
+
+
+# ------------------------------------------------------------------------------------------ the three
+# mechanisms
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("scale", [1.0, 37.5])
+def test_noise_has_its_law_and_scale_and_no_other(name, scale):
+    draw, law = LAWS[name]
+    values = draw(KEY, jnp.zeros(SAMPLES), scale)
+    assert p_value(values, law, scale) > ACCEPT
+    assert p_value(values, law, 0.7 * scale) < REJECT
+    assert p_value(values, law, 1.3 * scale) < REJECT
+    for other, (_, wrong) in LAWS.items():
+        if other != name:
+            assert p_value(values, wrong, scale) < REJECT
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_tails_follow_the_law_far_out(name):
+    """Chi-square over equiprobable tail cells, out to probability 1e-4, where a coarse sampler shows."""
+    draw, law = LAWS[name]
+    values = np.abs(np.asarray(draw(KEY, jnp.zeros(1_000_000), 1.0), np.float64))
+    edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
+    observed = np.histogram(values, [0, *edges, np.inf])[0]
+    expected = np.array([1 - 1e-3, 7e-4, 2e-4, 1e-4]) * values.size
+    assert stats.chisquare(observed, expected).pvalue > ACCEPT
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_leaves_and_steps_are_independent(name):
+    draw, law = LAWS[name]
+    tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100)), "c": None}
+    this, following = (draw(jax.random.fold_in(KEY, t), tree, 1.0) for t in (0, 1))
+    assert this["c"] is None
+    uniform = [law.cdf(np.asarray(x, np.float64)) for x in (this["a"], this["b"], following["a"])]
+    pairs = [(uniform[0], uniform[1]), (uniform[0], uniform[2]), (uniform[0][:-1], uniform[0][1:])]
+    for x, y in pairs:
+        assert correlation(x, y) < 5 / math.sqrt(x.size)
+
+
+def test_a_leaf_keeps_its_noise_when_another_leaf_changes_shape():
+    one = noise.gaussian(KEY, [jnp.zeros(3), jnp.zeros(4)], 1.0)
+    two = noise.gaussian(KEY, [jnp.zeros((5, 7)), jnp.zeros(4)], 1.0)
+    assert (one[1] == two[1]).all()
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
+    tree = {
+        "half": jnp.zeros((2, 3), jnp.bfloat16),
+        "count": jnp.zeros((), jnp.int32),
+        "abstract": jax.ShapeDtypeStruct((4,), jnp.float32),
+        "empty": jnp.zeros((0, 5)),
+        "none": None,
+    }
+    out = LAWS[name][0](KEY, tree, 1.0)
+    assert jax.tree.structure(out) == jax.tree.structure(tree)
+    for leaf, like in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True):
+        assert leaf.dtype == jnp.float32 and leaf.shape == like.shape
+    with jax.enable_x64(True):
+        wide = LAWS[name][0](KEY, jnp.zeros(SAMPLES, jnp.float64), 2.0)
+        assert wide.dtype == jnp.float64
+        assert p_value(wide, LAWS[name][1], 2.0) > ACCEPT
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_scale_may_be_traced_and_zero_means_none(name):
+    draw = LAWS[name][0]
+    traced = jax.jit(lambda scale: draw(KEY, jnp.zeros(100), scale))(jnp.asarray(2.5, jnp.bfloat16))
+    np.testing.assert_allclose(traced, draw(KEY, jnp.zeros(100), 2.5), rtol=1e-5, atol=1e-5)
+    assert (draw(KEY, jnp.zeros(100), 0.0) == 0).all()
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_impossible_scales_are_refused(name, scale):
+    with pytest.raises(ValueError, match="must"):
+        LAWS[name][0](KEY, jnp.zeros(3), scale)
+
+
+def test_wrong_keys_scales_and_leaves_are_refused():
+    with pytest.raises(TypeError, match="typed key"):
+        noise.gaussian(jax.random.PRNGKey(0), jnp.zeros(3), 1.0)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        noise.gaussian(jax.random.split(KEY), jnp.zeros(3), 1.0)
+    with pytest.raises(ValueError, match="one scalar"):
+        noise.gaussian(KEY, jnp.zeros(3), jnp.ones(3))
+    with pytest.raises(TypeError, match="complex"):
+        noise.gaussian(KEY, jnp.zeros(3, jnp.complex64), 1.0)
+    with pytest.raises(TypeError, match="bool"):
+        noise.gaussian(KEY, jnp.zeros(3, bool), 1.0)
+
+
+def test_two_draws_make_almost_every_value_distinct():
+    """One float32 draw takes 2**23 values: 400k of them would collide about 9500 times."""
+    values = np.asarray(noise.gaussian(KEY, jnp.zeros(400_000), 1.0))
+    one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
+    repeats = lambda x: x.size - np.unique(x).size  # noqa: E731
+    assert repeats(one_draw) > 8_000 > 4_000 > repeats(values)
+
+
+def test_uniforms_are_positive_at_most_one_and_precise_near_zero():
+    word = lambda value: jnp.asarray(value, jnp.uint32)  # noqa: E731
+    top = 2**32 - 1
+    cases = {(0, 0): 2.0**-65, (0, 1): 1.5 * 2.0**-64, (1, 0): 2.0**-32, (2**31, 0): 0.5, (top, top): 1.0}
+    for (high, low), value in cases.items():
+        uniform = noise._uniform_from_bits(word(high), word(low), jnp.float32)
+        assert 0 < uniform <= 1
+        np.testing.assert_allclose(float(uniform), value, rtol=2**-23)
+
+
+# ---------------------------------------------------------------------------------------------------
+# privatize
+
+GRADS = {"w": jnp.full((300, 100), 2.0), "b": jnp.full((10_000,), 2.0), "frozen": None}
+
+
+@pytest.mark.parametrize("first", [Clipped(0.5), 0.5, np.float32(0.5), jnp.asarray(0.5)])
+def test_privatize_adds_the_configured_noise_then_divides(first):
+    privatizer = noise.privatize(first, noise_multiplier=3.0, divisor=20.0, key=KEY)
+    out, state = privatizer.update(GRADS, privatizer.init(GRADS))
+    assert out["frozen"] is None and int(state.step) == 1
+    values = np.concatenate([np.ravel(out["w"]), np.ravel(out["b"])]).astype(np.float64) * 20.0 - 2.0
+    for scale, accept in [(1.5, True), (0.7 * 1.5, False), (1.3 * 1.5, False), (3.0, False), (0.5, False)]:
+        p = p_value(values, stats.norm, scale)
+        assert p > ACCEPT if accept else p < REJECT
+
+
+def test_privatize_carries_its_event_and_numbers():
+    privatizer = jaxdp.privatize(Clipped(0.5), noise_multiplier=3.0, divisor=20)
+    assert privatizer.event == dp_event.GaussianDpEvent(3.0) == privatizer.event_at(7)
+    assert (privatizer.noise_multiplier, privatizer.clip_norm, privatizer.divisor) == (3.0, 0.5, 20.0)
+    assert privatizer.noise_std == 1.5
+    with pytest.raises(AttributeError):
+        privatizer.noise_multiplier = 0.0
+
+
+def test_noise_is_the_same_under_every_adjacency():
+    """The accountant doubles the sensitivity for replace_one, so the noise must not."""
+    asked = []
+
+    class Recording(Clipped):
+        def sensitivity(self, adjacency):
+            asked.append(adjacency)
+            return super().sensitivity(adjacency)
+
+    assert noise.privatize(Recording(2.0), noise_multiplier=1.0, divisor=1.0).noise_std == 2.0
+    assert asked == ["add_remove"]
+
+
+def test_zero_multiplier_is_exact_and_non_private_even_without_clipping():
+    privatizer = noise.privatize(Clipped(math.inf), noise_multiplier=0.0, divisor=4.0)
+    out, _ = privatizer.update(GRADS, privatizer.init(GRADS))
+    assert (out["w"] == 0.5).all()
+    assert privatizer.event == dp_event.NonPrivateDpEvent() and privatizer.noise_std == 0.0
+
+
+def test_steps_have_fresh_noise_and_a_restored_state_goes_on():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY)
+    state = privatizer.init(GRADS)
+    first, state = privatizer.update(GRADS, state)
+    saved = (jax.random.key_data(state.key), int(state.step))
+    second, state = privatizer.update(GRADS, state)
+    restored = noise.PrivatizeState(jax.random.wrap_key_data(saved[0], impl="rbg"), jnp.asarray(saved[1], jnp.int32))
+    again, _ = privatizer.update(GRADS, restored)
+    assert (again["w"] == second["w"]).all()
+    assert correlation(first["w"], second["w"]) < 5 / math.sqrt(first["w"].size)
+
+
+def test_without_a_key_every_init_draws_its_own_entropy():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0)
+    words = [tuple(jax.random.key_data(privatizer.init(GRADS).key).tolist()) for _ in range(20)]
+    assert len(set(words)) == 20 and {len(w) for w in words} == {4}
+
+
+def test_init_under_jit_needs_a_key():
+    with pytest.raises(ValueError, match="call init outside jit"):
+        jax.jit(noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0).init)(GRADS)
+    state = jax.jit(noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY).init)(GRADS)
+    assert (jax.random.key_data(state.key) == jax.random.key_data(KEY)).all()
+
+
+def test_low_precision_sums_come_out_in_float32_with_float32_noise():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=8.0, key=KEY)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), GRADS)
+    out, _ = privatizer.update(half, privatizer.init(half))
+    full, _ = privatizer.update(GRADS, privatizer.init(GRADS))
+    assert {leaf.dtype for leaf in jax.tree.leaves(out)} == {jnp.dtype("float32")}
+    chex.assert_trees_all_equal(out, full)
+
+
+def test_a_public_schedule_sets_noise_and_event_per_step():
+    schedule = lambda step: jnp.where(step < 1, 1.0, 4.0)  # noqa: E731
+    privatizer = noise.privatize(2.0, noise_multiplier=schedule, divisor=1.0, key=KEY)
+    assert privatizer.event_at(0) == dp_event.GaussianDpEvent(1.0)
+    assert privatizer.event_at(1) == dp_event.GaussianDpEvent(4.0)
+    for name in ("event", "noise_std"):
+        with pytest.raises(ValueError, match=r"event_at\(step\)"):
+            getattr(privatizer, name)
+    state, zeros = privatizer.init(GRADS), jax.tree.map(jnp.zeros_like, GRADS)
+    update = jax.jit(privatizer.update)
+    for scale in (2.0, 8.0, 8.0):
+        out, state = update(zeros, state)
+        assert p_value(out["w"], stats.norm, scale) > ACCEPT
+        assert p_value(out["w"], stats.norm, 0.7 * scale) < REJECT
+    bad = noise.privatize(2.0, noise_multiplier=lambda step: -1.0, divisor=1.0)
+    with pytest.raises(ValueError, match=r"noise_multiplier\(3\)"):
+        bad.event_at(3)
+    with pytest.raises(ValueError, match="step=-1"):
+        privatizer.event_at(-1)
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "error", "match"),
+    [
+        (-1.0, {}, ValueError, "clipped_or_sensitivity=-1.0"),
+        (Clipped(-1.0), {}, ValueError, "sensitivity"),
+        (math.nan, {}, ValueError, "NaN"),
+        (math.inf, {}, ValueError, "finite norm"),
+        ("1", {}, TypeError, "real number"),
+        (1.0, {"noise_multiplier": -0.1}, ValueError, "noise_multiplier=-0.1"),
+        (1.0, {"noise_multiplier": math.inf}, ValueError, "finite"),
+        (1.0, {"noise_multiplier": math.nan}, ValueError, "NaN"),
+        (math.inf, {"noise_multiplier": lambda step: 1.0}, ValueError, "finite norm"),
+        (1.0, {"divisor": 0.0}, ValueError, "expected batch size"),
+        (1.0, {"divisor": -2.0}, ValueError, "divisor=-2.0"),
+        (1.0, {"divisor": math.inf}, ValueError, "expected batch size"),
+        (1.0, {"divisor": None}, TypeError, "divisor must be a real number"),
+        (1.0, {"key": 0}, TypeError, "typed key"),
+        (1.0, {"key": jax.random.PRNGKey(0)}, TypeError, "typed key"),
+    ],
+)
+def test_privatize_refuses_what_has_no_guarantee(first, options, error, match):
+    with pytest.raises(error, match=match):
+        noise.privatize(first, **{"noise_multiplier": 1.0, "divisor": 1.0, **options})
+
+
+def test_privatize_refuses_traced_privacy_parameters():
+    build = lambda clip: noise.privatize(clip, noise_multiplier=1.0, divisor=1.0).noise_std  # noqa: E731
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(build)(1.0)
+
+
+def test_divisor_and_multiplier_have_no_defaults():
+    with pytest.raises(TypeError, match="divisor"):
+        noise.privatize(1.0, noise_multiplier=1.0)
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        noise.privatize(1.0, divisor=1.0)
+
+
+def test_chain_with_sgd_is_dp_sgd_computed_by_hand():
+    params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+    grads = jax.tree.map(lambda x: x + 1.0, params)
+    privatizer = noise.privatize(2.0, noise_multiplier=0.5, divisor=10.0, key=KEY)
+    optimizer = optax.chain(privatizer, optax.sgd(0.1))
+    state = optimizer.init(params)
+    for step in range(3):
+        expected = jax.tree.map(
+            lambda p, g, n: np.float64(p) - 0.1 * (np.float64(g) + np.float64(n)) / 10.0,
+            params,
+            grads,
+            noise.gaussian(jax.random.fold_in(KEY, step), params, 1.0),
+        )
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        chex.assert_trees_all_close(params, jax.tree.map(np.float32, expected), rtol=1e-6)
+
+
+def test_chain_with_adam_compiles_once_under_a_transfer_guard():
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam mixes int32 counts with floats
+        params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
+        optimizer = optax.chain(noise.privatize(1.0, noise_multiplier=1.0, divisor=4.0), optax.adam(1e-3))
+
+        @jax.jit
+        @chex.assert_max_traces(n=1)
+        def step(params, state):
+            updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = optimizer.init(params)
+        with jax.transfer_guard("disallow"):
+            for _ in range(3):
+                params, state = step(params, state)
+        assert int(state[0].step) == 3
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+def test_masked_leaves_are_left_alone():
+    privatizer = optax.masked(noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY), {"w": True, "b": False})
+    grads = {"w": jnp.ones(1000), "b": jnp.ones(3)}
+    out, _ = privatizer.update(grads, privatizer.init(grads))
+    assert (out["b"] == 1.0).all() and (out["w"] != 0.5).all()
+
+
+def test_non_finite_sums_are_passed_on_not_hidden():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY)
+    grads = jnp.asarray([jnp.nan, jnp.inf, 0.0])
+    out, _ = privatizer.update(grads, privatizer.init(grads))
+    assert np.isnan(out[0]) and np.isinf(out[1]) and np.isfinite(out[2])
