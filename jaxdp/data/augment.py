@@ -72,4 +72,5 @@ def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequ
     deviations = [std] if isinstance(std, int | float) else list(std)
     if not all(value > 0 for value in deviations):
         raise ValueError(f"std must be positive in every channel, got {std}")
-    return (image - jnp.asarray(mean, image.dtype)) / jnp.asarray(std, image.dtype)
+    shift = jnp.broadcast_to(jnp.asarray(mean, image.dtype), image.shape)
+    return (image - shift) / jnp.broadcast_to(jnp.asarray(std, image.dtype), image.shape)

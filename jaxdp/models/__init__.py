@@ -1,0 +1,25 @@
+"""Model families in Flax Linen, none of which mixes the examples of a batch, and their parameters on disk."""
+
+from jaxdp.models.cnn import CNN
+from jaxdp.models.layers import FrozenBatchNorm, WSConv
+from jaxdp.models.mlp import MLP
+from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
+from jaxdp.models.registry import MODELS, create
+from jaxdp.models.resnet import ResNet
+from jaxdp.models.vit import ViT
+from jaxdp.models.wide_resnet import WideResNet
+
+__all__ = [
+    "CNN",
+    "MLP",
+    "MODELS",
+    "FrozenBatchNorm",
+    "ResNet",
+    "ViT",
+    "WSConv",
+    "WideResNet",
+    "create",
+    "load_params",
+    "merge_pretrained",
+    "save_params",
+]

@@ -1,0 +1,56 @@
+"""Small convolutional network for small images, in the style of Papernot et al. 2021 (tanh trains well
+privately)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models.layers import Norm, normalise_channels
+
+
+def _halve(x: jax.Array) -> jax.Array:
+    """2x2 average pooling of [B, H, W, C]; an odd last row or column is dropped."""
+    batch, height, width, channels = x.shape
+    if min(height, width) < 2:
+        raise ValueError(f"the image is too small to halve again at {height}x{width}; use fewer widths")
+    x = x[:, : height // 2 * 2, : width // 2 * 2]
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
+
+
+class CNN(nn.Module):
+    """Per width: 3x3 convolution, optional normalisation, activation, 2x2 average pooling; then one dense
+    layer.
+
+    Attributes:
+      num_classes: number of logits.
+      widths: channels of each convolution; every one halves the image, rounding down.
+      dense: width of the hidden dense layer, 0 for none.
+      norm: None, "group" or "frozen_batch".
+      groups: groups of the GroupNorm; must divide every width.
+      activation: applied after every convolution and the hidden dense layer. Bounded activations such as tanh
+        clip better (Papernot et al., arXiv:2007.14191).
+      dtype: computation dtype; None is float32. Parameters and logits are float32.
+    """
+
+    num_classes: int
+    widths: Sequence[int] = (32, 64)
+    dense: int = 128
+    norm: Norm = None
+    groups: int = 8
+    activation: Callable[[jax.Array], jax.Array] = nn.tanh
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
+        for k, width in enumerate(self.widths):
+            x = nn.Conv(width, (3, 3), dtype=self.dtype, name=f"conv_{k}")(x)
+            x = self.activation(normalise_channels(self.norm, self.groups, self.dtype, f"norm_{k}", x))
+            x = _halve(x)
+        x = x.reshape(x.shape[0], -1)
+        if self.dense:
+            x = self.activation(nn.Dense(self.dense, dtype=self.dtype, name="dense")(x))
+        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))

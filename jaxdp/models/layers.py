@@ -1,0 +1,110 @@
+"""Layers that the model families share; all act on each example by itself, so per-example gradients are
+cheap."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Norm = Literal["group", "frozen_batch"] | None
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch normalisation with fixed statistics: scale * (x - mean) / sqrt(var + epsilon) + bias.
+
+    Mean and variance are constants in the collection "batch_stats" (zeros and ones until a public pre-trained
+    model fills them); only scale and bias are trainable. Batch statistics would mix the examples of a batch,
+    and no clipping of one example's gradient bounds its influence then.
+
+    Attributes:
+      epsilon: added to the variance.
+      dtype: computation dtype; None takes the input's.
+    """
+
+    epsilon: float = 1e-5
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [..., C] to [..., C]."""
+        shape = (x.shape[-1],)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape)
+        var = self.variable("batch_stats", "var", jnp.ones, shape)
+        scale = self.param("scale", nn.initializers.ones, shape)
+        bias = self.param("bias", nn.initializers.zeros, shape)
+        dtype = self.dtype or x.dtype
+        broadcast = (1,) * (x.ndim - 1) + shape
+        inverse = jax.lax.rsqrt(var.value + self.epsilon).reshape(broadcast)
+        standardised = (x.astype(jnp.float32) - mean.value.reshape(broadcast)) * inverse
+        return (standardised * scale.reshape(broadcast) + bias.reshape(broadcast)).astype(dtype)
+
+
+def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array) -> jax.Array:
+    """Applies the normalisation layer `norm` inside a compact module.
+
+    Args:
+      norm: "group" (GroupNorm with `groups` groups), "frozen_batch" (FrozenBatchNorm) or None (identity).
+      groups: number of groups; must divide the channels.
+      dtype: computation dtype.
+      name: parameter scope.
+      x: [B, ..., C].
+
+    Raises:
+      ValueError: for another norm, or if `groups` does not divide C.
+    """
+    if norm is None:
+        return x
+    if norm == "frozen_batch":
+        return FrozenBatchNorm(dtype=dtype, name=name)(x)
+    if norm == "group":
+        if x.shape[-1] % groups:
+            raise ValueError(f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}")
+        return nn.GroupNorm(num_groups=groups, epsilon=1e-5, dtype=dtype, name=name)(x)
+    raise ValueError(
+        f"norm must be 'group', 'frozen_batch' or None, got {norm!r}; batch statistics mix the examples of a batch, "
+        "which private training cannot allow"
+    )
+
+
+class WSConv(nn.Module):
+    """Convolution whose kernel is standardised per output channel, with a learned gain.
+
+    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias, with mean
+    and (population) variance over the fan_in = height * width * input channels weights of an output channel.
+    Weight standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used privately by De et al.
+    2022 (arXiv:2204.13650). Padding is "SAME".
+
+    Attributes:
+      features: output channels.
+      kernel_size: (height, width).
+      strides: (vertical, horizontal).
+      dtype: computation dtype of the convolution; the kernel is standardised in float32.
+    """
+
+    features: int
+    kernel_size: Sequence[int]
+    strides: Sequence[int] = (1, 1)
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H', W', features]."""
+        shape = (*self.kernel_size, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), shape)
+        gain = self.param("gain", nn.initializers.ones, (self.features,))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        fan_in = shape[0] * shape[1] * shape[2]
+        centred = kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
+        var = jnp.mean(jnp.square(centred), axis=(0, 1, 2), keepdims=True)
+        kernel = centred * (gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(var * fan_in, 1e-4)))
+        dtype = self.dtype or x.dtype
+        y = jax.lax.conv_general_dilated(
+            x.astype(dtype),
+            kernel.astype(dtype),
+            window_strides=tuple(self.strides),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return y + bias.astype(dtype).reshape(1, 1, 1, -1)

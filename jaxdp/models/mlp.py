@@ -1,0 +1,32 @@
+"""Multi-layer perceptron."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class MLP(nn.Module):
+    """Dense layers with an activation in between; the input is flattened per example.
+
+    Attributes:
+      num_classes: number of logits.
+      hidden: widths of the hidden layers.
+      activation: applied after every hidden layer.
+      dtype: computation dtype of the hidden layers; None is float32. Parameters and logits are float32.
+    """
+
+    num_classes: int
+    hidden: Sequence[int] = (512, 512)
+    activation: Callable[[jax.Array], jax.Array] = nn.relu
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [B, ...] to float32 logits [B, num_classes]."""
+        x = x.reshape(x.shape[0], -1)
+        for k, width in enumerate(self.hidden):
+            x = self.activation(nn.Dense(width, dtype=self.dtype, name=f"dense_{k}")(x))
+        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))

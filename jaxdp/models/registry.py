@@ -1,0 +1,66 @@
+"""Models by name."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+
+from jaxdp.models.cnn import CNN
+from jaxdp.models.mlp import MLP
+from jaxdp.models.resnet import ResNet
+from jaxdp.models.vit import ViT
+from jaxdp.models.wide_resnet import WideResNet
+
+
+def _vit(patch_size: int, width: int, depth: int, num_heads: int) -> tuple[type[nn.Module], dict[str, Any]]:
+    sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_width": 4 * width}
+    return ViT, {"patch_size": patch_size, **sizes}
+
+
+MODELS: Mapping[str, tuple[Callable[..., nn.Module], Mapping[str, Any]]] = {
+    "mlp": (MLP, {}),
+    "cnn": (CNN, {}),
+    "resnet20": (ResNet, {"depth": 20}),
+    "wrn_16_4": (WideResNet, {"depth": 16, "width": 4}),
+    "wrn_28_10": (WideResNet, {"depth": 28, "width": 10}),
+    "wrn_40_4": (WideResNet, {"depth": 40, "width": 4}),
+    "vit_tiny": _vit(4, 64, 4, 4),
+    "vit_ti16": _vit(16, 192, 12, 3),
+    "vit_s16": _vit(16, 384, 12, 6),
+    "vit_b16": _vit(16, 768, 12, 12),
+    "vit_l16": _vit(16, 1024, 24, 16),
+}
+
+
+def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
+    """Returns the model `name` with `num_classes` logits.
+
+    "vit_tiny" is ours, for small images (4x4 patches, width 64, 4 blocks, 4 heads); the other ViTs are the
+    sizes Ti, S, B and L with 16x16 patches of Dosovitskiy et al. 2021 and Touvron et al. 2021.
+
+    Args:
+      name: one of "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4", "vit_tiny", "vit_ti16",
+        "vit_s16", "vit_b16", "vit_l16".
+      num_classes: number of logits, at least 2.
+      **kwargs: attributes of the model's class, overriding those the name implies, for example
+        `patch_size=2`.
+
+    Returns:
+      A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]; a single example is
+      `x[None]`. Its last layer is named "head".
+
+    Raises:
+      ValueError: for an unknown name or fewer than 2 classes.
+      TypeError: for an attribute that the model does not have.
+    """
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
+    if num_classes < 2:
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+    family, defaults = MODELS[name]
+    known = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise TypeError(f"model {name!r} has no {', '.join(unknown)}; its attributes are {', '.join(sorted(known))}")
+    return family(num_classes=num_classes, **{**defaults, **kwargs})

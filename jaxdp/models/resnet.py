@@ -1,0 +1,74 @@
+"""ResNet for CIFAR-sized images (He et al. 2016, arXiv:1512.03385, section 4.2)."""
+
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models.layers import Norm, normalise_channels
+
+
+class ResNet(nn.Module):
+    """Residual network of depth 6 n + 2 with widths 16, 32 and 64; depth 20 has 0.27 million parameters.
+
+    Attributes:
+      num_classes: number of logits.
+      depth: 6 n + 2, for example 20, 32, 44 or 56.
+      norm: "group", "frozen_batch" (for a public pre-trained BatchNorm model) or None.
+      groups: groups of the GroupNorm; must divide 16.
+      shortcut: where the shape changes, "pad" subsamples and pads the channels with zeros, half on either
+        side (the paper's option A, no parameters); "conv" is a 1x1 convolution with a normalisation of its
+        own (option B).
+      dtype: computation dtype; None is float32. Parameters and logits are float32.
+    """
+
+    num_classes: int
+    depth: int = 20
+    norm: Norm = "group"
+    groups: int = 8
+    shortcut: Literal["pad", "conv"] = "pad"
+    dtype: Any = None
+
+    def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+        # Symmetric padding as in the paper; "SAME" would pad a strided convolution on one side only.
+        return nn.Conv(
+            width,
+            (size, size),
+            strides=(stride, stride),
+            padding=size // 2,
+            use_bias=self.norm is None,
+            dtype=self.dtype,
+            kernel_init=nn.initializers.he_normal(),
+            name=name,
+        )(x)
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return normalise_channels(self.norm, self.groups, self.dtype, name, x)
+
+    def _shortcut(self, name: str, width: int, stride: int, x: jax.Array) -> jax.Array:
+        if x.shape[-1] == width:
+            return x
+        if self.shortcut == "conv":
+            return self._norm(f"{name}_shortcut_norm", self._conv(f"{name}_shortcut", width, 1, stride, x))
+        x = jax.lax.slice(x, (0, 0, 0, 0), x.shape, (1, stride, stride, 1))
+        before = (width - x.shape[-1]) // 2
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (before, width - x.shape[-1] - before)))
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
+        if self.depth < 8 or (self.depth - 2) % 6:
+            raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}")
+        if self.shortcut not in ("pad", "conv"):
+            raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}")
+        x = nn.relu(self._norm("norm", self._conv("conv", 16, 3, 1, x)))
+        for stage, width in enumerate((16, 32, 64)):
+            for block in range((self.depth - 2) // 6):
+                name = f"stage_{stage}_block_{block}"
+                stride = 2 if stage > 0 and block == 0 else 1
+                y = nn.relu(self._norm(f"{name}_norm_0", self._conv(f"{name}_conv_0", width, 3, stride, x)))
+                y = self._norm(f"{name}_norm_1", self._conv(f"{name}_conv_1", width, 3, 1, y))
+                x = nn.relu(y + self._shortcut(name, width, stride, x))
+        x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
