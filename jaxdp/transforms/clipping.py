@@ -1,0 +1,525 @@
+"""Per-example gradient clipping as a transformation of a loss function.
+
+`clipped_grad(loss_fn, clip_norm=C)` turns a per-example loss into a function that returns the sum over the batch of
+per-example gradients, each scaled to an L2 norm of at most C:
+
+    sum_i g_i * min(1, C / ||g_i||_2),   g_i = grad loss_fn(params, example_i)        (Abadi et al. 2016, Alg. 1)
+
+Engines compute the same sum:
+  "vmap"         per-example gradients by `jax.vmap(jax.grad)`; always right, memory B x P.
+  "bookkeeping"  one backward pass with respect to zero taps where weights meet data (`jaxdp.transforms.walker`), norms
+                 layer by layer, then one weighted weight gradient per layer; no B x P memory.
+  "auto"         bookkeeping that keeps a layer's per-example gradients where, by counted operations and bytes, reusing
+                 them is cheaper than a second contraction.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.transforms import sites, walker
+
+Engine = Literal["auto", "bookkeeping", "vmap"]
+ClipRule = Literal["global", "automatic"]
+Adjacency = Literal["add_remove", "zero_out", "replace_one"]
+
+# Stability constant of automatic clipping (Bu et al. 2023, arXiv:2206.07136, their gamma).
+_AUTOMATIC_STABILITY = 0.01
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """What a clipped gradient function returns. Everything but `grads` is per example: private, not protected.
+
+    Attributes:
+      grads: like params, float32 or wider: the SUM of clipped per-example gradients; None at frozen leaves.
+      norms: [B] L2 norm of each per-example gradient before clipping; 0 where masked.
+      losses: [B] loss of each example; 0 where masked.
+      aux: what `loss_fn` returned beside the loss, stacked along a leading axis [B, ...]; None without `has_aux`.
+      nonfinite: int32, how many unmasked examples had a NaN or infinite gradient and were left out of `grads`.
+    """
+
+    grads: Any
+    norms: jax.Array
+    losses: jax.Array
+    aux: Any
+    nonfinite: jax.Array
+
+
+class _PerExample(NamedTuple):
+    """One engine's pass over a batch, before the clip factors are known."""
+
+    losses: jax.Array
+    aux: Any
+    squared_norms: jax.Array
+    weighted_sum: Callable[[jax.Array, jax.Array], list[jax.Array]]  # (factors [B], keep [B]) -> one sum per leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClippedGrad:
+    """A clipped gradient function; made by `clipped_grad`, which documents it."""
+
+    loss_fn: Callable[..., Any]
+    clip_norm: Any
+    engine: Engine
+    clip_rule: ClipRule
+    trainable: Callable[[str, Any], bool] | None
+    has_aux: bool
+    group: bool
+    microbatch_size: int | None
+
+    def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
+        """L2 sensitivity of `grads` to one example (one group, with `group=True`).
+
+        Args:
+          adjacency: "add_remove" (an example appears or disappears), "zero_out" (it is replaced by one that
+            contributes nothing) or "replace_one" (it is replaced by any other).
+
+        Returns:
+          clip_norm, clip_norm and 2 * clip_norm.
+        """
+        factors = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
+        if adjacency not in factors:
+            raise ValueError(f"adjacency must be one of {sorted(factors)}, got {adjacency!r}.")
+        return factors[adjacency] * self.clip_norm
+
+    def trainable_params(self, params: Any) -> Any:
+        """`params` with None in place of frozen leaves: what an optimizer of `grads` is initialised with."""
+        leaves, structure = jax.tree.flatten(params)
+        kept = [leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True)]
+        return jax.tree.unflatten(structure, kept)
+
+    def __call__(
+        self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
+    ) -> ClippedSum:
+        """Sums clipped per-example gradients.
+
+        Args:
+          params: pytree of arrays.
+          batch: pytree whose leaves have a leading axis B (B x G with `group=True`); B may be 0.
+          mask: [B] bool, False for padding, which contributes nothing whatever it holds; with `group=True` also
+            [B, G]: a group's loss is then the mean over its True members.
+          key: typed key for a stochastic loss: example i is called with `key=jax.random.fold_in(key, i)`.
+
+        Raises:
+          ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
+          TypeError: mask is not boolean, or key is not a typed key.
+        """
+        size = self._check(batch, mask, key)
+        trainable = self._trainable(params)
+        if not any(trainable):
+            raise ValueError(
+                "params has no trainable leaf of floating dtype. Check the `trainable` predicate, which is called with "
+                f"paths such as {[path for path, _ in _paths(params)][:3]}."
+            )
+        if mask is None:
+            mask = jnp.ones(size, bool)
+        leaves, structure = jax.tree.flatten(params)
+        arrays = [x if _is_array(x) else None for x in leaves]
+        static = tuple(None if _is_array(x) else x for x in leaves)
+        return _clipped_sum(self, structure, static, tuple(trainable), arrays, batch, mask, key, self.clip_norm)
+
+    def _trainable(self, params: Any) -> list[bool]:
+        predicate = self.trainable or (lambda path, leaf: True)
+        return [
+            _is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and bool(predicate(path, leaf))
+            for path, leaf in _paths(params)
+        ]
+
+    def _check(self, batch: Any, mask: Any, key: Any) -> int:
+        lead = 2 if self.group else 1
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+        if not shapes or any(len(s) < lead for s in shapes) or len({s[:lead] for s in shapes}) != 1:
+            axes = "two leading axes [B, G]" if self.group else "a leading axis [B]"
+            raise ValueError(f"every leaf of batch needs {axes}, the same for all; got shapes {shapes}.")
+        front = shapes[0][:lead]
+        if mask is not None and jnp.result_type(mask) != jnp.bool_:
+            raise TypeError(f"mask must be boolean, got {jnp.result_type(mask)}; convert it with mask.astype(bool).")
+        if mask is not None and jnp.shape(mask) not in {front, front[:1]}:
+            raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
+        if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
+            raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {type(key).__name__}.")
+        return front[0]
+
+
+def clipped_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    clip_norm: Any,
+    engine: Engine = "auto",
+    clip_rule: ClipRule = "global",
+    trainable: Callable[[str, Any], bool] | None = None,
+    has_aux: bool = False,
+    group: bool = False,
+    microbatch_size: int | None = None,
+) -> ClippedGrad:
+    """Transforms a per-example loss into a function that sums clipped per-example gradients.
+
+    Args:
+      loss_fn: `loss_fn(params, example) -> scalar`; with `has_aux` it returns `(scalar, aux)`; if the result is called
+        with `key=`, so is `loss_fn`. Any JAX function: plain, Linen's `apply`, NNX `merge`, Equinox modules.
+      clip_norm: C >= 0, in the units of the gradient; inf does not clip, 0 removes every gradient. May be traced:
+        a negative or NaN traced value counts as 0.
+      engine: "auto", "bookkeeping" or "vmap"; equal results, different time and memory.
+      clip_rule: "global" scales by min(1, C/||g||); "automatic" by C/(||g|| + 0.01), "normalisation" that makes every
+        example count alike (Bu et al. 2023, arXiv:2206.07136). Both bound every contribution by C.
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen: no
+        gradient, no noise, no memory. Default: all leaves of floating dtype.
+      has_aux: `loss_fn` also returns auxiliary output.
+      group: clip groups (users, or views of one example) instead of examples: leaves of the batch are [B, G, ...], the
+        loss of a group is the mean of `loss_fn` over its members, and its gradient is what is clipped.
+      microbatch_size: at most this many examples (groups) at a time, to save memory; results are equal up to the
+        order of float32 summation.
+
+    Returns:
+      A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
+
+    Raises:
+      ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode.
+
+    Formal guarantees:
+      `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding, a relative
+      1e-5 or so), each a function of params and its own example only; an example whose gradient is NaN or infinite
+      contributes exactly zero. So adding, removing or zeroing out one example moves `grads` by at most clip_norm and
+      replacing it by at most 2 * clip_norm. The sum is not divided: a divisor must be public, and is the caller's.
+
+    | edge case | result |
+    |---|---|
+    | empty batch, all-masked batch | grads are zero |
+    | NaN or inf in an example or its gradient | contributes zero, counted in `nonfinite` |
+    | gradient norm 0 | contributes zero |
+    | squared norm overflows float32 | counts as non-finite |
+    | bf16 parameters or compute | norms, clipping and summation in float32; `grads` float32 |
+    | integer leaves of params | frozen |
+    """
+    if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
+        raise ValueError(f"clip_norm must be at least 0, got {clip_norm}; use float('inf') for no clipping.")
+    if engine not in ("auto", "bookkeeping", "vmap"):
+        raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
+    if clip_rule not in ("global", "automatic"):
+        raise ValueError(f"clip_rule must be 'global' or 'automatic', got {clip_rule!r}.")
+    if microbatch_size is not None and microbatch_size < 1:
+        raise ValueError(f"microbatch_size must be at least 1 or None, got {microbatch_size}.")
+    return ClippedGrad(loss_fn, clip_norm, engine, clip_rule, trainable, has_aux, group, microbatch_size)
+
+
+def _paths(params: Any) -> list[tuple[str, Any]]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, float, int))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _clipped_sum(
+    f: ClippedGrad,
+    structure: Any,
+    static: tuple[Any, ...],
+    trainable: tuple[bool, ...],
+    arrays: list[Any],
+    batch: Any,
+    mask: jax.Array,
+    key: jax.Array | None,
+    clip_norm: Any,
+) -> ClippedSum:
+    leaves = [s if a is None else a for s, a in zip(static, arrays, strict=True)]
+    moving = [x for x, t in zip(leaves, trainable, strict=True) if t]
+
+    def loss(moving: Sequence[Any], example: Any, present: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        rest = iter(moving)
+        params = jax.tree.unflatten(structure, [next(rest) if t else x for x, t in zip(leaves, trainable, strict=True)])
+        return _group_loss(f, params, example, present, key) if f.group else _loss(f, params, example, key)
+
+    size = len(mask)
+    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(size))
+    batch = (batch, jnp.broadcast_to(mask, _group_shape(batch)) if f.group else mask, keys)
+    unmasked = mask.any(1) if mask.ndim == 2 else mask
+    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm)
+    if f.microbatch_size is None or f.microbatch_size >= size > 0:
+        sums, per_example, nonfinite = step(batch, unmasked)
+    else:
+        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size or 1)
+    rest = iter(sums)
+    grads = jax.tree.unflatten(structure, [next(rest) if t else None for t in trainable])
+    norms, losses, aux = per_example
+    return ClippedSum(grads, norms, losses, aux, nonfinite)
+
+
+def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    out = f.loss_fn(params, example) if key is None else f.loss_fn(params, example, key=key)
+    value, aux = out if f.has_aux else (out, None)
+    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise ValueError(
+            f"loss_fn must return a floating scalar{' and aux' if f.has_aux else ''} for ONE example, got shapes "
+            f"{jax.tree.map(jnp.shape, value)}. It is given one element of the batch without its leading axis: add the "
+            "axis a model wants with x[None], or pass has_aux=True if it returns more than the loss."
+        )
+    return value, aux
+
+
+def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array, key: jax.Array | None) -> Any:
+    members = jnp.arange(len(present))
+    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(members)
+    losses, aux = jax.vmap(functools.partial(_loss, f, params))(group, keys)
+    return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(losses.dtype), aux
+
+
+def _group_shape(batch: Any) -> tuple[int, int]:
+    return jax.tree.leaves(batch)[0].shape[:2]
+
+
+def _chunk_sum(
+    f: ClippedGrad, loss: Callable[..., Any], moving: list[Any], clip_norm: Any, batch: Any, unmasked: jax.Array
+) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
+    """(sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
+    if len(unmasked) == 0:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        value, aux = jax.eval_shape(loss, moving, *one)
+        empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
+        sums = [jnp.zeros(jnp.shape(x), _wide_dtype(x)) for x in moving]
+        return sums, (jnp.zeros(0), jnp.zeros(0, value.dtype), empty), jnp.zeros((), jnp.int32)
+    engine = _vmap if f.engine == "vmap" else functools.partial(_bookkeeping, keep=f.engine == "auto")
+    result = engine(loss, moving, batch)
+    finite = jnp.isfinite(result.squared_norms)
+    norms = jnp.sqrt(result.squared_norms)
+    keep = unmasked & finite
+    factors = jnp.where(keep, _clip_factors(f.clip_rule, norms, clip_norm), 0)
+    sums = result.weighted_sum(factors, keep)
+    hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
+    return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
+
+
+def _clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any) -> jax.Array:
+    """[B] factors with factor * norm <= clip_norm."""
+    bound = jnp.asarray(clip_norm, norms.dtype)
+    bound = jnp.where(bound > 0, bound, 0)  # negative or NaN: release nothing rather than an unbounded sum
+    if rule == "automatic":
+        return jnp.where(jnp.isinf(bound), 1, bound / (norms + _AUTOMATIC_STABILITY))
+    return jnp.where(norms > bound, bound / jnp.where(norms > 0, norms, 1), 1)
+
+
+def _in_chunks(
+    step: Callable[..., Any], batch: Any, unmasked: jax.Array, chunk: int
+) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
+    """`step` over chunks of the batch, one after the other; the last one padded with masked copies of example 0."""
+    size = len(unmasked)
+    n_chunks = math.ceil(size / chunk)
+    index = jnp.arange(n_chunks * chunk).reshape(n_chunks, chunk)
+    inside = index < size
+    index = jnp.where(inside, index, 0)
+
+    def body(total: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        picked, valid = rows
+        sums, per_example, nonfinite = step(jax.tree.map(lambda x: x[picked], batch), unmasked[picked] & valid)
+        return jax.tree.map(jnp.add, total, (sums, nonfinite)), per_example
+
+    shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[index[0]], batch), unmasked[index[0]])
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[2]))
+    (sums, nonfinite), per_example = jax.lax.scan(body, zero, (index, inside))
+    per_example = jax.tree.map(lambda x: x.reshape(n_chunks * chunk, *x.shape[2:])[:size], per_example)
+    return sums, per_example, nonfinite
+
+
+def _wide_dtype(x: Any) -> Any:
+    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+
+
+def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
+    """Zero where an example is left out: 0 * NaN would not be."""
+    return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+
+def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array) -> jax.Array:
+    # One contraction: on CPU, multiplying and then reducing over the batch axis is many times slower.
+    return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep))
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.square(x).sum(tuple(range(1, x.ndim)))
+
+
+def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
+    gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
+    (losses, aux), grads = gradient(moving, *batch)
+    grads = [g.astype(_wide_dtype(g)) for g in grads]
+    squared = sum((_sum_of_squares(g) for g in grads), jnp.zeros(len(losses)))
+    return _PerExample(losses, aux, squared, lambda c, keep: [_contract_rows(g, c, keep) for g in grads])
+
+
+def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, keep: bool) -> _PerExample:
+    structure = jax.tree.structure(batch)
+    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(batch)]
+
+    def flat_loss(moving: list[Any], *example: Any) -> tuple[jax.Array, Any]:
+        return loss(moving, *jax.tree.unflatten(structure, example))
+
+    closed, (_, aux_shape) = jax.make_jaxpr(flat_loss, return_shape=True)(moving, *one)
+    refuse_batch_norm(closed.jaxpr)
+    weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
+    plan = walker.make_plan(closed.jaxpr, closed.consts, weights + [walker.Value(data=True)] * len(one), close=(0,))
+
+    def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
+        (value, *aux), records = plan.forward([*moving, *example], taps)
+        return value, (aux, records)
+
+    taps = [jnp.zeros(site.tap_shape.shape, site.tap_shape.dtype) for site in plan.sites]
+    backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
+    (losses, (aux, records)), cotangents = backward(taps, jax.tree.leaves(batch))
+
+    wide = [jnp.asarray(x, _wide_dtype(x)) for x in moving]
+    components = [
+        _Component(plan, wide, indices, [records[j] for j in indices], [cotangents[j] for j in indices], keep)
+        for indices in _connected(plan.sites)
+    ]
+    squared = sum((c.squared_norms for c in components), jnp.zeros(len(losses)))
+
+    def weighted_sum(factors: jax.Array, keep: jax.Array) -> list[jax.Array]:
+        sums = [jnp.zeros(x.shape, x.dtype) for x in wide]  # a leaf that meets no data has no gradient
+        for component in components:
+            for leaf, total in component.weighted_sum(factors, keep).items():
+                sums[leaf] = total
+        return sums
+
+    aux = jax.tree.unflatten(jax.tree.structure(aux_shape), aux)
+    return _PerExample(losses, aux, squared, weighted_sum)
+
+
+def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
+    """Sites grouped so that no leaf is behind sites of two groups."""
+    group: dict[int, int] = {}
+    for site in all_sites:
+        joined = {group.get(leaf, leaf) for leaf in site.leaves}
+        for leaf in [leaf for leaf, g in group.items() if g in joined] + list(site.leaves):
+            group[leaf] = min(joined)
+    members = collections.defaultdict(list)
+    for index, site in enumerate(all_sites):
+        members[group[min(site.leaves)]].append(index)
+    return list(members.values())
+
+
+class _Component:
+    """Leaves and sites that share a gradient: its squared norms, and its weighted sum once factors are known."""
+
+    def __init__(self, plan: walker.Plan, leaves: list[Any], indices: list[int], records: Any, gs: Any, keep: bool):
+        self._plan, self._leaves, self._indices, self._records, self._gs = plan, leaves, indices, records, gs
+        self._sites = [plan.sites[j] for j in indices]
+        self._members = sorted(frozenset[int]().union(*(s.leaves for s in self._sites)))
+        self._kept: list[jax.Array] | None = None
+        method = _choose(self._sites, sum(leaves[i].size for i in self._members), keep)
+        if method == "factors":
+            self.squared_norms = sites.squared_norms(self._oriented_factors())
+            return
+        columns = zip(self._sites, records, gs, strict=True)
+        grads = jax.vmap(self._pull_back())([site.per_example(r, g) for site, r, g in columns])
+        self.squared_norms = sum(map(_sum_of_squares, grads), jnp.zeros(()))
+        if method == "keep":
+            self._kept = grads
+
+    def _oriented_factors(self) -> list[Any]:
+        """Factors of all sites, transposed where a site sees the weight the other way round."""
+        pairs, first = [], _axes(self._sites[0])
+        for site, record, g in zip(self._sites, self._records, self._gs, strict=True):
+            parts, w = site.factors(record, g)
+            pairs.append((parts, w) if _axes(site) == first else ((w,), parts[0]))
+        return pairs
+
+    def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        """J^T: from the gradients of V_j to those of the leaves."""
+
+        def weights(members: list[Any]) -> list[Any]:
+            args: list[Any] = list(self._leaves)
+            for i, value in zip(self._members, members, strict=True):
+                args[i] = value
+            found = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
+            return [found[j] for j in self._indices]
+
+        values, pull = jax.vjp(weights, [self._leaves[i] for i in self._members])
+        return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
+
+    def weighted_sum(self, factors: jax.Array, keep: jax.Array) -> dict[int, jax.Array]:
+        if self._kept is not None:
+            sums = [_contract_rows(g, factors, keep) for g in self._kept]
+        else:
+            dvs = []
+            for site, record, g in zip(self._sites, self._records, self._gs, strict=True):
+                rows = (-1, *(1,) * (g.ndim - 1))
+                scaled = _keep_rows(g.astype(_wide_dtype(g)) * factors.reshape(rows), keep)
+                clean = jax.tree.map(
+                    lambda x: _keep_rows(x, keep) if jnp.issubdtype(x.dtype, jnp.floating) else x, record
+                )
+                dvs.append(site.contract(clean, scaled))
+            sums = self._pull_back()(dvs)
+        return dict(zip(self._members, sums, strict=True))
+
+
+def _axes(site: sites.Site) -> tuple[Any, Any]:
+    """Which axes of the leaf a site's u and w run over."""
+    source = site.source or ()
+    return tuple(source[d] for d in site.rule.row_dims), tuple(source[d] for d in site.rule.col_dims)
+
+
+def _can_factor(component: list[sites.Site]) -> bool:
+    """Whether dV has the norm of the leaf's gradient, and its factors are at hand."""
+    if any(s.source is None or isinstance(s.rule, sites.OnWeight) or len(s.leaves) != 1 for s in component):
+        return False
+    if len(component) == 1:
+        return True
+    first = _axes(component[0])
+    plain = all(s.source and s.rule.row_dims and s.rule.groups == 1 and not s.lengths for s in component)
+    return plain and all(_axes(s) in (first, first[::-1]) for s in component)
+
+
+# Floating-point operations that take as long as moving one byte; only orders of magnitude matter.
+_BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
+
+
+def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
+    """How to get a component's norms and sum: "factors", "keep" (per-example gradients) or "drop" (form them twice)."""
+    balance = _BALANCE.get(jax.default_backend(), 20.0)
+    activations = contract = form = gram = 0.0
+    for site in component:
+        rule = site.rule
+        t, s = rule.positions * site.repeats, rule.groups * site.slices
+        activations += 4.0 * math.prod(site.tap_shape.shape)
+        contract += 2.0 * s * t * rule.rows * rule.cols / balance
+        form += 2.0 * s * t * rule.rows * rule.cols / balance + 8.0 * s * rule.rows * rule.cols
+        if t == 1:
+            gram += 4.0 * s * (rule.rows + rule.cols)
+        else:
+            gram += 2.0 * s * t * t * (rule.rows + rule.cols) / balance + 8.0 * s * t * t
+    reuse = 4.0 * leaf_size * (1 + 2 / balance)
+    if len(component) > 1:
+        gram *= len(component)
+    options = {"drop": form + contract}
+    if keep or 4.0 * leaf_size <= activations:
+        options["keep"] = form + reuse
+    if _can_factor(component):
+        options["factors"] = gram + contract
+    return min(options, key=lambda name: options[name])
+
+
+def refuse_batch_norm(jaxpr: Any) -> None:
+    """Raises ValueError if a jaxpr computes BatchNorm statistics (Flax Linen or NNX)."""
+    for eqn in jaxpr.eqns:
+        traceback = eqn.source_info.traceback
+        names = [frame.function_name for frame in traceback.frames] if traceback else []
+        if any(a == "_compute_stats" and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
+            raise ValueError(
+                "loss_fn uses BatchNorm in batch mode: its output for one example depends on the whole batch, so a "
+                "per-example gradient does not exist and clipping would bound nothing. Use GroupNorm or LayerNorm, or "
+                "freeze the statistics (use_running_average=True)."
+            )
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            refuse_batch_norm(inner)

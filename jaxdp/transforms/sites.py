@@ -1,0 +1,471 @@
+"""How a weight meets data: one rule per primitive, each knowing the gradient with respect to the weight.
+
+At a site, `out = primitive(record, V) + tap`. With g the cotangent of the tap, the gradient of the loss with respect
+to V is a sum of outer products, dV = sum_t u_t w_t^T (u from the record, w from g), summed over the positions t at
+which the weight is applied (tokens, pixels, loop iterations). Hence, for one example,
+
+    ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                          (Gram form)
+
+which never forms dV (Goodfellow 2015, arXiv:1510.01799, for one position; Li et al. 2022, arXiv:2110.05679, for
+sequences; Bu et al. 2023, arXiv:2210.00038, for keeping the book of u and w instead of a second backward pass).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+# Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error; the norm is not reported smaller.
+_CANCELLATION_FLOOR = 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneHot:
+    """Rows of an identity matrix, by index: [..., T] int. A negative index is a row of zeros."""
+
+    index: jax.Array
+
+
+Factor = jax.Array | OneHot
+
+
+class Rule(Protocol):
+    """The geometry of one meeting point; everything is for one example and one iteration of any loop."""
+
+    positions: int  # T, at which the weight is applied
+    rows: int  # entries of u_t
+    cols: int  # entries of w_t
+    groups: int  # S independent blocks of the weight, each with its own u and w
+    row_dims: tuple[int, ...]  # the weight's dimensions that make up u; () if u is not a plain flattening
+    col_dims: tuple[int, ...]
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        """What to remember of the forward pass."""
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        """(parts of u, w): parts are [S, T, rows_k], whose inner products add up; w is [S, T, cols]."""
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        """dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
+    """einsum that accumulates in float32 or wider whatever its inputs are."""
+    kind = jnp.promote_types(jnp.result_type(*xs), jnp.float32)
+    return jnp.einsum(spec, *(x.astype(jnp.result_type(*xs)) for x in xs), preferred_element_type=kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """`dot_general` of data with a weight on either side; batch dimensions of the weight are groups."""
+
+    weight_operand: int
+    data_axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # batch, free, contracted
+    weight_axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    data_shape: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: jex.JaxprEqn, weight_operand: int) -> "Dot":
+        """Reads the geometry off a `dot_general` equation."""
+        contracted, batch = eqn.params["dimension_numbers"]
+        axes, shapes = [], []
+        for i, operand in enumerate(eqn.invars):
+            c, b = tuple(contracted[i]), tuple(batch[i])
+            shapes.append(tuple(operand.aval.shape))
+            axes.append((b, tuple(d for d in range(operand.aval.ndim) if d not in b + c), c))
+        w = weight_operand
+        return cls(w, axes[1 - w], axes[w], shapes[1 - w], shapes[w])
+
+    def _size(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
+        return math.prod(shape[d] for d in dims)
+
+    @property
+    def positions(self) -> int:
+        return self._size(self.data_shape, self.data_axes[1])
+
+    @property
+    def rows(self) -> int:
+        return self._size(self.weight_shape, self.weight_axes[2])
+
+    @property
+    def cols(self) -> int:
+        return self._size(self.weight_shape, self.weight_axes[1])
+
+    @property
+    def groups(self) -> int:
+        return self._size(self.weight_shape, self.weight_axes[0])
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        return self.weight_axes[2]
+
+    @property
+    def col_dims(self) -> tuple[int, ...]:
+        return self.weight_axes[1]
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        return operands[1 - self.weight_operand]
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        batch, free, contracted = self.data_axes
+        u = record.transpose(batch + free + contracted).reshape(self.groups, self.positions, self.rows)
+        n_batch, n_free = len(batch), len(free)
+        if self.weight_operand == 0:  # output dimensions: batch, weight's free, data's free
+            n_cols = len(self.weight_axes[1])
+            order = (*range(n_batch), *range(n_batch + n_cols, g.ndim), *range(n_batch, n_batch + n_cols))
+            assert len(order) == n_batch + n_cols + n_free
+            g = g.transpose(order)
+        return (u,), g.reshape(self.groups, self.positions, self.cols)
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        (u,), w = jax.vmap(self.factors)(record, g)
+        if self.groups == 1:
+            flat_u, flat_w = u.reshape(-1, self.rows), w.reshape(-1, self.cols)
+            grad = _einsum("tp,tq->pq", flat_u, flat_w)
+        else:
+            grad = _einsum("nstp,nstq->spq", u, w)
+        batch, free, contracted = self.weight_axes
+        order = batch + contracted + free
+        grad = grad.reshape([self.weight_shape[d] for d in order])
+        return grad.transpose([order.index(d) for d in range(len(order))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv:
+    """`conv_general_dilated` of data (lhs) with a kernel (rhs): any rank, stride, dilation, padding and groups."""
+
+    numbers: Any  # ConvDimensionNumbers: lhs, rhs and output layouts
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    data_dilation: tuple[int, ...]
+    kernel_dilation: tuple[int, ...]
+    groups: int
+    data_shape: tuple[int, ...]
+    kernel_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    row_dims: tuple[int, ...] = ()
+    col_dims: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, eqn: jex.JaxprEqn) -> "Conv":
+        """Reads the geometry off a `conv_general_dilated` equation."""
+        p = eqn.params
+        return cls(
+            p["dimension_numbers"],
+            tuple(p["window_strides"]),
+            tuple(p["padding"]),
+            tuple(p["lhs_dilation"]),
+            tuple(p["rhs_dilation"]),
+            p["feature_group_count"],
+            *(tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)),
+        )
+
+    @property
+    def _window(self) -> tuple[int, ...]:
+        return tuple(self.kernel_shape[d] for d in self.numbers.rhs_spec[2:])
+
+    @property
+    def positions(self) -> int:
+        out = self.numbers.out_spec
+        return self.out_shape[out[0]] * math.prod(self.out_shape[d] for d in out[2:])
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self._window) * self.kernel_shape[self.numbers.rhs_spec[1]]
+
+    @property
+    def cols(self) -> int:
+        return self.kernel_shape[self.numbers.rhs_spec[0]] // self.groups
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        return operands[0]
+
+    def _patches(self, record: jax.Array) -> list[jax.Array]:
+        """The data that each kernel position sees, [M, *out_spatial, channels], by strided slices.
+
+        `record` is [..., M, *spatial, channels]-like in its own layout; patch-extraction convolutions are slow.
+        """
+        batch, feature, *spatial = self.numbers.lhs_spec
+        x = record.transpose((batch, *spatial, feature))
+        interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        out_spatial = [self.out_shape[d] for d in self.numbers.out_spec[2:]]
+        patches = []
+        for offset in itertools.product(*map(range, self._window)):
+            start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
+            stop = [s + (n - 1) * k + 1 for s, n, k in zip(start, out_spatial, self.strides, strict=True)]
+            patches.append(lax.slice(x, [0, *start, 0], [len(x), *stop, x.shape[-1]], [1, *self.strides, 1]))
+        return patches
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        def split(x: jax.Array) -> jax.Array:  # channels last -> [groups, T, channels per group]
+            return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
+
+        batch, feature, *spatial = self.numbers.out_spec
+        return tuple(map(split, self._patches(record))), split(g.transpose((batch, *spatial, feature)))
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        parts, w = jax.vmap(self.factors)(record, g)
+        if self.groups == 1:
+            u = jnp.concatenate([p.reshape(-1, p.shape[-1]) for p in parts], axis=-1)
+            grad = _einsum("tp,tq->pq", u, w.reshape(-1, self.cols))
+        else:
+            grad = jnp.concatenate([_einsum("nstp,nstq->psq", p, w) for p in parts])
+        grad = grad.reshape(*self._window, -1, self.groups * self.cols)  # [*window, in, out]
+        n = len(self._window)
+        out_feature, in_feature, *spatial = self.numbers.rhs_spec
+        order = (*spatial, in_feature, out_feature)
+        return grad.transpose([order.index(d) for d in range(n + 2)])
+
+    def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
+        """`weight_grad` as the primitive's own transpose: one convolution for the whole batch."""
+        record, g = _wide(record), _wide(g)
+
+        def apply(kernel: jax.Array) -> jax.Array:
+            return jax.vmap(
+                lambda x: lax.conv_general_dilated(
+                    x,
+                    kernel,
+                    self.strides,
+                    self.padding,
+                    lhs_dilation=self.data_dilation,
+                    rhs_dilation=self.kernel_dilation,
+                    dimension_numbers=self.numbers,
+                    feature_group_count=self.groups,
+                )
+            )(record)
+
+        kernel = jax.ShapeDtypeStruct(self.kernel_shape, g.dtype)
+        return jax.linear_transpose(apply, kernel)(g)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """`gather` of whole rows of a table: an embedding."""
+
+    table_shape: tuple[int, ...]
+    index_shape: tuple[int, ...]
+    clip: bool  # out-of-range indices are clipped; otherwise they contribute nothing
+    groups: int = 1
+
+    @classmethod
+    def of(cls, eqn: jex.JaxprEqn) -> "Lookup | None":
+        """The rule for an embedding lookup, or None if the equation gathers anything else."""
+        numbers, table = eqn.params["dimension_numbers"], eqn.invars[0].aval
+        index = tuple(eqn.invars[1].aval.shape)
+        n = len(index) - 1
+        rows = (
+            tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (0,)
+            and not numbers.operand_batching_dims
+            and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
+            and tuple(numbers.offset_dims) == tuple(range(n, n + table.ndim - 1))
+        )
+        if not rows:
+            return None
+        return cls(tuple(table.shape), index, eqn.params["mode"] == lax.GatherScatterMode.CLIP)
+
+    @property
+    def positions(self) -> int:
+        return math.prod(self.index_shape)
+
+    @property
+    def rows(self) -> int:
+        return self.table_shape[0]
+
+    @property
+    def cols(self) -> int:
+        return math.prod(self.table_shape[1:])
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def col_dims(self) -> tuple[int, ...]:
+        return tuple(range(1, len(self.table_shape)))
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        index = operands[1][..., 0]
+        if self.clip:
+            return jnp.clip(index, 0, self.rows - 1)
+        return jnp.where((index >= 0) & (index < self.rows), index, -1)
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        return (OneHot(record.reshape(1, -1)),), g.reshape(1, -1, self.cols)
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        index, g = record.reshape(-1), _wide(g).reshape(-1, *self.table_shape[1:])
+        # A negative index would wrap around: send it out of range, where it is dropped.
+        index = jnp.where(index < 0, self.rows, index)
+        return jnp.zeros(self.table_shape, g.dtype).at[index].add(g, mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnWeight:
+    """The tap sits on the weight itself, its cotangent is dV: broadcast scales and biases, and where no rule fits."""
+
+    size: int
+    positions: int = 1
+    groups: int = 1
+    rows: int = 1
+    row_dims: tuple[int, ...] = ()
+    col_dims: tuple[int, ...] = ()
+
+    @property
+    def cols(self) -> int:
+        return self.size
+
+    def record(self, operands: Sequence[Any]) -> Any:
+        return ()
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        return (jnp.ones((1, 1, 1), g.dtype),), g.reshape(1, 1, -1)
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        return _wide(g).sum(0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """One meeting point of a weight and data.
+
+    Attributes:
+      rule: how they meet.
+      leaves: the trainable leaves behind the weight.
+      source: `walker.Value.source` of the weight.
+      lengths, sliced: of the enclosing scans, outermost first: number of iterations, and whether the weight changes
+        from one iteration to the next.
+      tap: shape and dtype of the tap, without loop axes.
+      weight_shape: shape of the weight, without loop axes.
+    """
+
+    rule: Any
+    leaves: frozenset[int]
+    source: tuple[int, ...] | None
+    lengths: tuple[int, ...]
+    sliced: tuple[bool, ...]
+    tap: jax.ShapeDtypeStruct
+    weight_shape: tuple[int, ...]
+
+    @property
+    def tap_shape(self) -> jax.ShapeDtypeStruct:
+        """Shape of the tap with its loop axes in front."""
+        return jax.ShapeDtypeStruct((*self.lengths, *self.tap.shape), self.tap.dtype)
+
+    @property
+    def repeats(self) -> int:
+        """How often one and the same weight is applied by loops."""
+        return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if not s)
+
+    @property
+    def slices(self) -> int:
+        """How many weights loops over slices make of this one."""
+        return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if s)
+
+    def _by_slice(self, tree: Any) -> Any:
+        """[B, *loops, ...] -> [B, slices, repeats, ...]."""
+        order = sorted(range(len(self.sliced)), key=lambda i: not self.sliced[i])
+
+        def arrange(x: jax.Array) -> jax.Array:
+            n = 1 + len(order)
+            x = x.transpose((0, *(1 + i for i in order), *range(n, x.ndim)))
+            return x.reshape(x.shape[0], self.slices, self.repeats, *x.shape[n:])
+
+        return jax.tree.map(arrange, tree)
+
+    def _loops_in_front(self, grad: jax.Array) -> jax.Array:
+        """[..., slices, *weight] -> [..., *sliced loops, *weight]."""
+        lead = grad.shape[: grad.ndim - len(self.weight_shape) - 1]
+        loops = [n for n, s in zip(self.lengths, self.sliced, strict=True) if s]
+        return grad.reshape(*lead, *loops, *self.weight_shape)
+
+    def contract(self, record: Any, g: jax.Array) -> jax.Array:
+        """dV summed over the batch, [*sliced loops, *weight]; record and g are [B, *loops, ...]."""
+        record, g = self._by_slice((record, g))
+
+        def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
+            return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
+
+        grad = getattr(self.rule, "weight_grad_by_primitive", self.rule.weight_grad)
+        return self._loops_in_front(_vmap_or_squeeze(grad)(*jax.tree.map(together, (record, g))))
+
+    def per_example(self, record: Any, g: jax.Array) -> jax.Array:
+        """dV of every example, [B, *sliced loops, *weight]."""
+        record, g = self._by_slice((record, g))
+        return self._loops_in_front(jax.vmap(_vmap_or_squeeze(self.rule.weight_grad))(record, g))
+
+    def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
+        """Factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], loops included in S and T."""
+        record, g = self._by_slice((record, g))
+        parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
+
+        def merge(
+            x: jax.Array,
+        ) -> jax.Array:  # [B, slices, repeats, S, T, ...] -> [B, slices * S, repeats * T, ...]
+            b, slices, repeats, s, t, *rest = x.shape
+            return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
+
+        return jax.tree.map(merge, (parts, w))
+
+
+def _vmap_or_squeeze(fn: Any) -> Any:
+    """`jax.vmap(fn)`, without a batched contraction where the mapped axis has length one."""
+
+    def mapped(record: Any, g: jax.Array) -> jax.Array:
+        if len(g) == 1:
+            return fn(jax.tree.map(lambda x: x[0], record), g[0])[None]
+        return jax.vmap(fn)(record, g)
+
+    return mapped
+
+
+def _inner(x: Factor, y: Factor) -> jax.Array:
+    """Inner products of all rows, [B, S, T, T']."""
+    if isinstance(x, OneHot) and isinstance(y, OneHot):
+        same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
+        return same.astype(jnp.float32)
+    if isinstance(x, OneHot):
+        return _inner(y, x).swapaxes(-1, -2)
+    if isinstance(y, OneHot):
+        columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
+        picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
+        return _wide(picked)
+    return _einsum("bstp,bsup->bstu", x, y)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(_wide(x))
+
+
+def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
+    """||sum_j sum_t u_jt w_jt^T||^2 of every example, [B], from the factors of one or more sites of one weight.
+
+    Formal guarantees: never less than a fixed fraction of (sum_t |u_t||w_t|)^2, so that cancellation in float32
+    cannot report a norm near zero for a gradient whose computed sum is not.
+    """
+    if len(pairs) == 1:
+        ((parts, w),) = pairs
+        if w.shape[2] == 1 and not any(isinstance(p, OneHot) for p in parts):
+            return (sum(_square(p).sum((2, 3)) for p in parts) * _square(w).sum((2, 3))).sum(1)
+    total, bound = jnp.zeros(()), jnp.zeros(())
+    for j, (parts_j, w_j) in enumerate(pairs):
+        for k, (parts_k, w_k) in enumerate(pairs[: j + 1]):
+            gram_u = sum(_inner(p, q) for p, q in zip(parts_j, parts_k, strict=True))
+            gram_w = _inner(w_j, w_k)
+            total = total + (1 if j == k else 2) * (gram_u * gram_w).sum((1, 2, 3))
+            if j == k:
+                sizes = jnp.diagonal(gram_u, axis1=2, axis2=3) * jnp.diagonal(gram_w, axis1=2, axis2=3)
+                bound = bound + jnp.sqrt(jnp.maximum(sizes, 0)).sum((1, 2))
+    return jnp.maximum(total, _CANCELLATION_FLOOR * jnp.square(bound))

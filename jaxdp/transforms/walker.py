@@ -1,0 +1,348 @@
+"""The jaxpr walker under the book-keeping engine: where does a trainable weight meet data?
+
+A jaxpr of the loss of ONE example is split into two programs:
+
+* `Plan.weights(leaves)`: everything that depends on trainable parameters but on no data (casts, transposes,
+  weight standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
+* `Plan.forward(...)`: the original program with a zero "tap" added where V_j meets data, and with the other
+  operand (the "record") handed out.
+
+The cotangent of tap j together with record j determines dV_j, the gradient of the loss with respect to V_j, and the
+gradient with respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule).
+No weight is ever dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j as it is.
+
+Rules for how a weight meets data are in `jaxdp.transforms.sites`; this module only routes.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import sites
+
+# Primitives whose body is walked in place of the call.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+# Primitives that only move entries around: J is a permutation, so norms pass through unchanged.
+_MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
+_REMATS = frozenset({"remat", "remat2", "checkpoint"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What the walker knows of a variable.
+
+    Attributes:
+      data: it depends on the example.
+      leaves: indices of the trainable leaves it depends on; only tracked while `data` is False.
+      source: if it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or ()
+        once a reshape has mixed them; None if anything else happened to the leaf.
+      sliced: for each enclosing scan, outermost first, whether it changes from one iteration to the next.
+    """
+
+    data: bool
+    leaves: frozenset[int] = frozenset()
+    source: tuple[int, ...] | None = None
+    sliced: tuple[bool, ...] = ()
+
+    @property
+    def is_weight(self) -> bool:
+        return not self.data and bool(self.leaves)
+
+
+_DATA = Value(data=True)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _moved_axes(eqn: jex.JaxprEqn, value: Value) -> tuple[int, ...] | None:
+    """The `source` of the output of a weight-only equation with one weight operand, or None."""
+    name, aval, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
+    if value.source is None or len(eqn.invars) != 1:
+        return None
+    if name == "convert_element_type":
+        return value.source
+    if name == "transpose" and value.source:
+        return tuple(value.source[i] for i in eqn.params["permutation"])
+    if name in _MOVES and math.prod(out.shape) == math.prod(aval.shape):
+        return ()
+    return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """One equation of a plan.
+
+    kind: "bind" (evaluate it), "meet" (its one weight meets data by a rule), "tap" (evaluate it with a tap on each
+    weight operand), "call", "remat" or "scan" (walk its body).
+    """
+
+    kind: str
+    eqn: jex.JaxprEqn
+    without_data: bool = False
+    weights: tuple[int, ...] = ()  # "meet", "tap": operands that are weights; "scan": weights that start a carry
+    inner: "Plan | None" = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """How to evaluate a jaxpr with taps. `sites` lists every meeting point, inner programs included, in order."""
+
+    jaxpr: jex.Jaxpr
+    consts: tuple[Any, ...]
+    steps: tuple[_Step, ...]
+    sites: tuple[sites.Site, ...]
+    closing: tuple[int, ...]  # outputs that are weights and get a tap of their own
+    outputs: tuple[Value, ...]
+    loops: tuple[int, ...]  # lengths of the enclosing scans
+
+    def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Evaluates the program with `taps` added; returns (outputs, records), one record per site."""
+        env, pending, records = _Env(self, args), iter(taps), list[Any]()
+        for step in self.steps:
+            operands = env.read(step.eqn.invars)
+            if step.kind == "meet":
+                records.append(self.sites[len(records)].rule.record(operands))
+                env.write(step.eqn.outvars, [_bind(step.eqn, operands)[0] + next(pending)])
+                continue
+            for i in step.weights:
+                operands[i] = operands[i] + next(pending)
+                records.append(())
+            if step.kind == "tap":  # an operand given twice is tapped once, in both places
+                tapped = {step.eqn.invars[i]: operands[i] for i in step.weights}
+                operands = [
+                    x if isinstance(v, jex.Literal) else tapped.get(v, x)
+                    for v, x in zip(step.eqn.invars, operands, strict=True)
+                ]
+            if step.inner is not None:
+                inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
+                outs, inner_records = _FORWARD[step.kind](step.eqn, step.inner, operands, inner_taps)
+                records += inner_records
+            else:
+                outs = _bind(step.eqn, operands)
+            env.write(step.eqn.outvars, outs)
+        outputs = env.read(self.jaxpr.outvars)
+        for index in self.closing:
+            outputs[index] = outputs[index] + next(pending)
+            records.append(())
+        return outputs, jax.tree.map(lax.stop_gradient, records)
+
+    def weights(self, args: Sequence[Any]) -> list[Any]:
+        """The values V_j of all sites, in float32 or wider; entries of `args` that are data are ignored.
+
+        Low-precision casts of weights are skipped, so that J^T sums in float32 under bf16 compute.
+        """
+        return self._weights(args)[0]
+
+    def _weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        env, found = _Env(self, args), list[Any]()
+        for step in self.steps:
+            operands = env.read(step.eqn.invars)
+            found += [operands[i] for i in step.weights]
+            if step.without_data:
+                env.write(step.eqn.outvars, _bind_wide(step.eqn, operands))
+            elif step.inner is not None and step.kind == "scan":
+                found += _weights_of_scan(step.eqn, step.inner, operands)
+            elif step.inner is not None:
+                inner_found, outs = step.inner._weights(operands)
+                found += inner_found
+                env.write(step.eqn.outvars, outs)
+        outputs = env.read(self.jaxpr.outvars)
+        return found + [outputs[i] for i in self.closing], outputs
+
+
+class _Env:
+    """Variable bindings of one program. A variable not bound reads as None: data, while weights are evaluated."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any]):
+        variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
+        self._values = dict(zip(variables, [*plan.consts, *args], strict=True))
+
+    def read(self, variables: Sequence[Any]) -> list[Any]:
+        return [v.val if isinstance(v, jex.Literal) else self._values.get(v) for v in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        self._values.update(zip(variables, values, strict=True))
+
+
+def _bind(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation, as a program of its own: how to bind a primitive is not a public interface of JAX."""
+    given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
+    program = jex.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects)
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
+
+
+def _widen(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_float(x) else x
+
+
+def _bind_wide(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """`_bind` of an equation without data, floats in float32 or wider."""
+    operands = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in operands]
+    if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
+        return [operands[0].astype(jnp.promote_types(eqn.outvars[0].aval.dtype, jnp.float32))]
+    if eqn.primitive.name in _MOVES:
+        return [_widen(x) for x in _bind(eqn, operands)]
+    declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
+    return [_widen(x) for x in _bind(eqn, declared)]
+
+
+def _forward_call(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
+    return inner.forward(operands, taps)
+
+
+def _forward_remat(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
+    body = jax.checkpoint(inner.forward, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+    return body(operands, taps)
+
+
+def _forward_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
+    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, init, xs = (
+        operands[:n_consts],
+        operands[n_consts : n_consts + n_carry],
+        operands[n_consts + n_carry :],
+    )
+
+    def body(carry: list[Any], step: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        outs, records = inner.forward([*consts, *carry, *step[0]], step[1])
+        return outs[:n_carry], (outs[n_carry:], records)
+
+    loop = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, records) = lax.scan(body, init, (xs, taps), **loop)
+    return [*carry, *ys], records
+
+
+_FORWARD: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
+    "call": _forward_call,
+    "remat": _forward_remat,
+    "scan": _forward_scan,
+}
+
+
+def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
+    """V_j inside a scan body: loop-invariant ones once, those of sliced weights stacked along a leading axis."""
+    first_carry, first_x = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    # What a carry starts from is not what it is later: inside the body every carry is data.
+    operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
+    in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
+    if not inner.sites or all(axis is None for axis in in_axes):
+        return inner.weights(operands)
+    depth = len(inner.loops) - 1
+    out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
+    return jax.vmap(inner.weights, in_axes=(in_axes,), out_axes=out_axes)(operands)
+
+
+def make_plan(
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[Value],
+    *,
+    close: Sequence[int] = (),
+    loops: tuple[int, ...] = (),
+) -> Plan:
+    """Finds where weights meet data.
+
+    Args:
+      jaxpr, consts: the program; its inputs are described by `inputs`.
+      inputs: what is known of each input.
+      close: outputs that must not be weights; those that are get a tap.
+      loops: lengths of the enclosing scans, outermost first.
+    """
+    constant = Value(data=False, sliced=(False,) * len(loops))
+    known = dict.fromkeys(jaxpr.constvars, constant) | dict(zip(jaxpr.invars, inputs, strict=True))
+    steps: list[_Step] = []
+    found: list[sites.Site] = []
+
+    def look(variable: Any) -> Value:
+        return constant if isinstance(variable, jex.Literal) else known[variable]
+
+    def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
+        """A meeting point of the weight `variable`, tapped at `out` by a rule or else at the weight itself."""
+        aval, value = variable.aval, look(variable)
+        tap = jax.ShapeDtypeStruct((out or variable).aval.shape, (out or variable).aval.dtype)
+        rule = rule or sites.OnWeight(math.prod(aval.shape))
+        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap, tuple(aval.shape))
+
+    for eqn in jaxpr.eqns:
+        values = [look(v) for v in eqn.invars]
+        weights = tuple(i for i, v in enumerate(values) if v.is_weight)
+        outs = (_DATA,) * len(eqn.outvars)
+        if eqn.primitive.name in _CALLS and weights:
+            body = eqn.params[_CALLS[eqn.primitive.name]]
+            inner = make_plan(body.jaxpr, body.consts, values, loops=loops)
+            step, outs = _Step("call", eqn, inner=inner), inner.outputs
+        elif not any(v.data for v in values):
+            step, outs = _Step("bind", eqn, without_data=True), _outputs_without_data(eqn, values, loops)
+        elif not weights:
+            step = _Step("bind", eqn)
+        elif eqn.primitive.name in _REMATS:
+            inner = make_plan(eqn.params["jaxpr"], (), values, loops=loops)
+            step, outs = _Step("remat", eqn, inner=inner), inner.outputs
+        elif eqn.primitive.name == "scan":
+            step = _plan_scan(eqn, values, loops)
+            found += [site(eqn.invars[i]) for i in step.weights]
+        elif rule := _rule(eqn, weights):
+            step = _Step("meet", eqn, weights=weights)
+            found.append(site(eqn.invars[weights[0]], rule, eqn.outvars[0]))
+        else:
+            first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
+            step = _Step("tap", eqn, weights=first)
+            found += [site(eqn.invars[i]) for i in first]
+        if step.inner is not None:
+            found += step.inner.sites
+        steps.append(step)
+        known |= dict(zip(eqn.outvars, outs, strict=True))
+
+    closing = tuple(i for i in close if look(jaxpr.outvars[i]).is_weight)
+    found += [site(jaxpr.outvars[i]) for i in closing]
+    outputs = tuple(_DATA if i in closing else look(v) for i, v in enumerate(jaxpr.outvars))
+    return Plan(jaxpr, tuple(consts), tuple(steps), tuple(found), closing, outputs, loops)
+
+
+def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> _Step:
+    first_carry, first_x = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    inner_values = [
+        _DATA if v.data or first_carry <= i < first_x else _enter_loop(v, is_slice=i >= first_x)
+        for i, v in enumerate(values)
+    ]
+    body = eqn.params["jaxpr"]
+    every = range(len(body.jaxpr.outvars))
+    inner = make_plan(body.jaxpr, body.consts, inner_values, close=every, loops=(*loops, eqn.params["length"]))
+    tapped = tuple(i for i in range(first_carry, first_x) if values[i].is_weight)
+    return _Step("scan", eqn, weights=tapped, inner=inner)
+
+
+def _enter_loop(value: Value, *, is_slice: bool) -> Value:
+    # A slice of a stacked leaf has lost the leaf's leading axis: keep only that entries were moved.
+    source = value.source if not is_slice or value.source is None else ()
+    return dataclasses.replace(value, source=source, sliced=(*value.sliced, is_slice))
+
+
+def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> tuple[Value, ...]:
+    sliced = tuple(any(v.sliced[d] for v in values) for d in range(len(loops)))
+    leaves = frozenset[int]().union(*(v.leaves for v in values))
+    constant = Value(data=False, sliced=sliced)
+    if not leaves or eqn.primitive.name == "stop_gradient":
+        return (constant,) * len(eqn.outvars)
+    weight = Value(data=False, leaves=leaves, source=_moved_axes(eqn, values[0]), sliced=sliced)
+    return tuple(weight if _is_float(v.aval) else constant for v in eqn.outvars)
+
+
+def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
+    """The rule by which the weight operand of `eqn` meets data, or None."""
+    if eqn.primitive.name == "dot_general" and len(weights) == 1:
+        return sites.Dot.of(eqn, weights[0])
+    if eqn.primitive.name == "conv_general_dilated" and weights == (1,) and eqn.params["batch_group_count"] == 1:
+        return sites.Conv.of(eqn)
+    if eqn.primitive.name == "gather" and weights == (0,):
+        return sites.Lookup.of(eqn)
+    return None
