@@ -1,0 +1,241 @@
+"""Losses of ONE example, with closed-form gradients.
+
+Every function takes the logits and the label of one example and returns a scalar; `jax.vmap` gives a batch of
+them. Logits of any real dtype are read in float32 (float64 stays float64), so bfloat16 models lose nothing in
+the loss, and the gradient comes back in the dtype of the logits.
+
+Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring instead of what
+differentiation of the forward pass would give. It is stable for any finite logits, and it is what rewriting
+transformations of gradients recognise. The price: reverse mode only, once (`jax.grad`, `jax.vjp`,
+`jax.jacrev`; not `jax.jvp` or `jax.hessian`).
+
+NaN logits or labels give a NaN loss and a NaN gradient, never a plausible number.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["hinge", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_error"]
+
+
+def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Cross-entropy between a label and softmax(logits).
+
+        loss = sum_k y_k (log sum_j exp(z_j) - z_k),     dloss/dz = (sum_k y_k) softmax(z) - y,
+        dloss/dy_k = log sum_j exp(z_j) - z_k
+
+    A class of logit -inf has probability zero; it adds nothing to the loss unless the label puts mass on it.
+
+    Args:
+        logits: [K] with K >= 1.
+        label: an integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed).
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); NaN for an integer class outside 0..K-1.
+
+    Raises:
+        ValueError: if `logits` is not a vector or `label` fits neither form.
+    """
+    logits = _at_least_float32(logits)
+    return _softmax_cross_entropy(logits, _class_weights(logits, label))
+
+
+def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Binary cross-entropy between a label and sigmoid(logits), summed over the logits.
+
+        loss = sum_k max(z_k, 0) - y_k z_k + log(1 + exp(-|z_k|)),
+        dloss/dz = sigmoid(z) - y,     dloss/dy = -z
+
+    Args:
+        logits: [] or [1] for one binary decision, [K] for K of them.
+        label: the probability of the positive class, 0 or 1 or between; shaped like `logits`, or [] for [1].
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    logits = _at_least_float32(logits)
+    return _sigmoid_cross_entropy(logits, _like(label, logits))
+
+
+def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Squared Euclidean distance between a prediction and its target.
+
+        loss = sum_k (z_k - y_k)**2,     dloss/dz = 2 (z - y) = -dloss/dy
+
+    Args:
+        logits: the prediction, of any shape.
+        label: the target, of the same shape, or [] for a prediction of one element.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits): the sum, without a factor 1/2 and not the mean.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    logits = _at_least_float32(logits)
+    return _squared_error(logits, _like(label, logits))
+
+
+def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Hinge loss with margin 1, binary for one logit and of Crammer and Singer (2001) for several.
+
+        one logit:      loss = max(0, 1 - s z),                       dloss/dz = -s [loss > 0]
+        K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),    dloss/dz = (e_j - e_y) [loss > 0]
+
+    where s is 1 if label > 0 and -1 otherwise, j the first of the classes other than y with the largest
+    logit, and e_k a unit vector. On the kinks this is one of the subgradients.
+
+    Args:
+        logits: [] or [1] (binary), or [K] (multi-class).
+        label: binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or
+            a one-hot vector [K], of which the largest entry counts.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); NaN for an integer class outside 0..K-1. The label has
+        no gradient.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    logits = _at_least_float32(logits)
+    if logits.size == 1:
+        label = _like(label, logits)
+        sign = jnp.where(label > 0, 1.0, -1.0).astype(logits.dtype)
+        return _binary_hinge(logits, jnp.where(jnp.isnan(label), label, sign))
+    return _multiclass_hinge(logits, jax.lax.stop_gradient(_class_weights(logits, label)))
+
+
+@jax.custom_vjp
+def _softmax_cross_entropy(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return _weighted_sum(weights, jax.nn.logsumexp(logits) - logits)
+
+
+def _softmax_cross_entropy_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    return _softmax_cross_entropy(logits, weights), (logits, weights)
+
+
+def _softmax_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits, weights = residuals
+    d_logits = weights.sum() * jax.nn.softmax(logits) - weights
+    return cotangent * d_logits, cotangent * (jax.nn.logsumexp(logits) - logits)
+
+
+_softmax_cross_entropy.defvjp(_softmax_cross_entropy_fwd, _softmax_cross_entropy_bwd)
+
+
+@jax.custom_vjp
+def _sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits))))
+
+
+def _sigmoid_cross_entropy_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
+    return _sigmoid_cross_entropy(logits, label), (logits, label)
+
+
+def _sigmoid_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits, label = residuals
+    return cotangent * (jax.nn.sigmoid(logits) - label), cotangent * -logits
+
+
+_sigmoid_cross_entropy.defvjp(_sigmoid_cross_entropy_fwd, _sigmoid_cross_entropy_bwd)
+
+
+@jax.custom_vjp
+def _squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(logits - label))
+
+
+def _squared_error_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
+    return _squared_error(logits, label), logits - label
+
+
+def _squared_error_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d_logits = cotangent * 2 * residuals
+    return d_logits, -d_logits
+
+
+_squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
+
+
+@jax.custom_vjp
+def _binary_hinge(logits: jax.Array, sign: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.maximum(0, 1 - sign * logits))
+
+
+def _binary_hinge_fwd(logits: jax.Array, sign: jax.Array) -> tuple[jax.Array, Any]:
+    loss = _binary_hinge(logits, sign)
+    return loss, (loss, sign)
+
+
+def _binary_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    loss, sign = residuals
+    return cotangent * _active(loss) * -sign, None
+
+
+_binary_hinge.defvjp(_binary_hinge_fwd, _binary_hinge_bwd)
+
+
+@jax.custom_vjp
+def _multiclass_hinge(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return _multiclass_hinge_fwd(logits, weights)[0]
+
+
+def _multiclass_hinge_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    true = jax.nn.one_hot(jnp.argmax(weights), logits.size, dtype=logits.dtype)
+    others = jnp.where(true > 0, -jnp.inf, logits)
+    rival = jax.nn.one_hot(jnp.argmax(others), logits.size, dtype=logits.dtype)
+    margin = jnp.max(others) - _weighted_sum(true, logits)
+    # argmax and one_hot would turn a NaN into an ordinary class.
+    nan = jnp.where(jnp.isnan(weights).any() | jnp.isnan(logits).any(), jnp.nan, 0.0).astype(logits.dtype)
+    loss = jnp.maximum(0, 1 + margin) + nan
+    return loss, (loss, rival - true)
+
+
+def _multiclass_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    loss, direction = residuals
+    return cotangent * _active(loss) * direction, None
+
+
+_multiclass_hinge.defvjp(_multiclass_hinge_fwd, _multiclass_hinge_bwd)
+
+
+def _active(loss: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(loss), loss, (loss > 0).astype(loss.dtype))
+
+
+def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
+    # A zero weight ignores even an infinite value (a class of probability zero), where 0 * inf would be NaN.
+    return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values))
+
+
+def _at_least_float32(logits: jax.Array) -> jax.Array:
+    logits = jnp.asarray(logits)
+    return logits if logits.dtype == jnp.float64 else logits.astype(jnp.float32)
+
+
+def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Return the label as weights [K]; NaN for an integer class that does not exist."""
+    label = jnp.asarray(label)
+    if logits.ndim != 1:
+        raise ValueError(f"logits must be the vector [K] of one example, got {logits.shape}; use jax.vmap")
+    if label.shape == () and jnp.issubdtype(label.dtype, jnp.integer):
+        exists = (label >= 0) & (label < logits.size)
+        return jnp.where(exists, jax.nn.one_hot(label, logits.size, dtype=logits.dtype), jnp.nan)
+    if label.shape != logits.shape:
+        raise ValueError(
+            f"label must be an integer class of shape () or class probabilities of shape {logits.shape},"
+            f" got {label.dtype} of shape {label.shape}"
+        )
+    return label.astype(logits.dtype)
+
+
+def _like(label: jax.Array, logits: jax.Array) -> jax.Array:
+    label = jnp.asarray(label).astype(logits.dtype)
+    if label.shape != logits.shape and not (label.shape == () and logits.size == 1):
+        raise ValueError(f"label has shape {label.shape}, needs that of the logits, {logits.shape}")
+    return label.reshape(logits.shape)
