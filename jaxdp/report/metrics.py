@@ -1,0 +1,170 @@
+"""Metrics of a run as JSON lines: one object per line, appended, safe to kill at any instant.
+
+A line is an object with "step" (integer), "time" (seconds since the epoch) and the metrics. Lines are strict
+JSON (RFC 8259), so every reader takes them: finite numbers are numbers, and the three floats that JSON lacks
+are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` turns back into floats.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsWriter:
+    """Appends metrics to a JSON-lines file.
+
+        with MetricsWriter(workdir / "metrics.jsonl") as metrics:
+            metrics.truncate_after(restored_step)   # on resume: forget what the crash left beyond the
+            checkpoint metrics.write(step, accuracy=0.93, epsilon=1.2)
+
+    Opening repairs the file: a last line torn by a crash is cut off. One writer per file at a time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
+        """Open `path` for appending; create it and its folder if needed.
+
+        Args:
+            path: the file.
+            fsync: also force each line to the disk, so that it survives a power failure; without it a line
+              survives
+                the death of the process, not of the machine.
+
+        Raises:
+            ValueError: if a line other than the last is not a JSON object with a step: the file is not ours
+              to repair.
+        """
+        self.path = Path(path)
+        self._fsync = fsync
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = sum(len(line) for line, _ in _lines(self.path))
+        self._file = self._open()
+        self._file.truncate(whole)
+
+    def write(self, step: int, /, **metrics: Any) -> None:
+        """Append one line.
+
+        Args:
+            step: step of the run to which the metrics belong.
+            **metrics: numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
+
+        Raises:
+            TypeError: if a value has no JSON form.
+            ValueError: if a metric is called "step" or "time", or an array is not a scalar.
+        """
+        reserved = {"step", "time"} & set(metrics)
+        if reserved:
+            raise ValueError(f"metrics named {sorted(reserved)} would hide the line's own; rename them")
+        record = {"step": int(step), "time": time.time(), **{k: _to_json(k, v) for k, v in metrics.items()}}
+        # One write of one line: a crash tears at most the last line, which the next opening cuts off.
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        if self._fsync:
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Drop every line of a later step, so that a run resumed at `step` does not write them twice.
+
+        The file is replaced in one rename: a crash leaves the old one or the new one.
+
+        Returns:
+            The number of lines dropped.
+        """
+        lines = list(_lines(self.path))
+        kept = [line for line, record in lines if record["step"] <= step]
+        if len(kept) == len(lines):
+            return 0
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        with open(temporary, "wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file.close()
+        os.replace(temporary, self.path)
+        self._file = self._open()
+        return len(lines) - len(kept)
+
+    def _open(self) -> BinaryIO:
+        return open(self.path, "ab")
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is a ValueError."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the lines of a metrics file in order; a torn last line (a run killed or still writing) is left
+    out.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if another line is not a JSON object with a step.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no metrics at {path}; has the run started?")
+    return [_from_json(record) for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each whole line and what it holds; stop before a torn last one."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+                if not isinstance(record["step"], int):
+                    raise TypeError("step is not an integer")
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"line {number} of {path} is not a metrics line ({error}); move the file away or mend the line"
+                ) from error
+            yield line, record
+
+
+def _to_json(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(name, item) for item in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if not isinstance(value, float):
+        array = np.asarray(value)
+        if array.ndim != 0:
+            raise ValueError(f"metric {name!r} is an array of shape {array.shape}; reduce it or pass a list")
+        value = array.item()
+        if not isinstance(value, (bool, int, float)):
+            raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form")
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    return value

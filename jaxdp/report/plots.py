@@ -1,0 +1,178 @@
+"""Figures, drawn without a display and without matplotlib's global state.
+
+Matplotlib is imported when a figure is drawn. Colours are from Okabe and Ito's palette, which colour-blind
+readers tell apart; every line carries its name beside it, so that no legend has to be matched by colour.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BLUE, _VERMILION, _GREEN, _INK, _GREY = "#0072B2", "#D55E00", "#009E73", "#222222", "#6E6E6E"
+_REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
+_FONT = 11.5
+
+
+def plot_training(
+    path: str | os.PathLike[str],
+    *,
+    accuracy: Sequence[tuple[int, float]],
+    epsilon: Sequence[tuple[int, float]],
+    budget: float,
+    delta: float,
+    dataset: str,
+    references: Mapping[str, float] | None = None,
+) -> Path:
+    """Draw the figure of one private training run: accuracy above, privacy spent below, over steps.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        accuracy: (step, accuracy) pairs in step order, accuracies in 0..1; non-finite ones leave a gap.
+        epsilon: (step, epsilon spent so far) pairs in step order; non-finite ones leave a gap.
+        budget: the epsilon that must not be passed; `math.inf` draws no line.
+        delta: the delta at which every epsilon holds.
+        dataset: name of the data set, for the title.
+        references: name to final accuracy of the runs to compare with, e.g. {"no privacy": 0.98}.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if one of the two curves is empty.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    if not accuracy or not epsilon:
+        raise ValueError("accuracy and epsilon need at least one (step, value) pair each; did the run log any?")
+    references = dict(references or {})
+    final_accuracy, final_epsilon = accuracy[-1][1], epsilon[-1][1]
+
+    figure = Figure(figsize=(7.6, 6.6), dpi=160, facecolor="white")
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [2.0, 1.0], "hspace": 0.24})
+    figure.subplots_adjust(left=0.085, right=0.97, top=0.825, bottom=0.095)
+    for axes in (upper, lower):
+        _style(axes)
+
+    labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
+    for (name, value), colour in zip(references.items(), _cycle(_REFERENCE_COLOURS, len(references)), strict=True):
+        upper.axhline(value, color=colour, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
+        labels.append((value, f"{name}  {_percent(value)}", colour))
+    _curve(upper, accuracy)
+    shown = [value for value in (*(v for _, v in accuracy), *references.values()) if math.isfinite(value)]
+    low, high = min(shown, default=0.0), max(shown, default=1.0)
+    margin = max(0.08 * (high - low), 0.01)
+    upper.set_ylim(max(0.0, low - margin), min(1.0, high + margin) + 0.004)
+    upper.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
+    upper.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    _panel_title(upper, "Test accuracy")
+    _label_right(upper, labels)
+
+    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE)]
+    if math.isfinite(budget):
+        lower.axhline(budget, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
+        labels.append((budget, f"budget  {_number(budget)}", _INK))
+    _curve(lower, epsilon)
+    steps, values = _arrays(epsilon)
+    lower.fill_between(steps, values, color=_BLUE, alpha=0.12, linewidth=0)
+    if not any(math.isfinite(v) for v in values):
+        note = lower.text(0.5, 0.5, "no finite ε holds for this run", transform=lower.transAxes)
+        note.set(color=_GREY, fontsize=_FONT, ha="center", va="center")
+    top = max([v for v in (*values, budget) if math.isfinite(v)], default=1.0)
+    lower.set_ylim(0, 1.12 * top if top > 0 else 1.0)
+    lower.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+    lower.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+    last = max(accuracy[-1][0], epsilon[-1][0], 1)
+    lower.set_xlim(0, last)
+    lower.set_xlabel("step", fontsize=_FONT, color=_INK)
+    _panel_title(lower, f"Privacy spent: ε at δ = {_power(delta)}")
+    _label_right(lower, labels)
+
+    title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
+    figure.text(0.085, 0.955, title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    subtitle = f"Private training at δ = {_power(delta)}" + "".join(
+        f", {_gap(final_accuracy - value)} {name}" for name, value in references.items()
+    )
+    figure.text(0.085, 0.91, subtitle, fontsize=_FONT, color=_GREY, va="center")
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # "tight" widens the page to hold the names to the right of the panels, whatever their length.
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
+    return path
+
+
+def _curve(axes: "Axes", points: Sequence[tuple[int, float]]) -> None:
+    steps, values = _arrays(points)
+    marker = "o" if len(points) <= 40 else None
+    axes.plot(steps, values, color=_BLUE, linewidth=2.4, marker=marker, markersize=4.5, zorder=3, clip_on=False)
+
+
+def _arrays(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [v if math.isfinite(v) else math.nan for _, v in points]
+
+
+def _style(axes: "Axes") -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#B0B0B0")
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.9)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=_FONT - 1, labelcolor=_GREY, pad=5)
+
+
+def _panel_title(axes: "Axes", text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
+
+
+def _label_right(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
+    """Name each line at its right end, moved apart where two would overlap."""
+    bottom, top = axes.get_ylim()
+    labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
+    heights = [(value - bottom) / (top - bottom) for value, _, _ in labels]
+    gap = 1.5 * _FONT / (axes.get_window_extent().height / axes.figure.dpi * 72)
+    for _ in range(100):
+        for i in range(1, len(heights)):
+            overlap = gap - (heights[i] - heights[i - 1])
+            if overlap > 0:
+                heights[i - 1] -= overlap / 2
+                heights[i] += overlap / 2
+    for height, (_, text, colour) in zip(heights, labels, strict=True):
+        name = axes.text(1.025, height, text, transform=axes.transAxes, va="center")
+        name.set(color=colour, fontsize=_FONT, fontweight="bold")
+
+
+def _cycle(colours: Sequence[str], count: int) -> list[str]:
+    return [colours[i % len(colours)] for i in range(count)]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%" if math.isfinite(value) else "unknown"
+
+
+def _number(value: float) -> str:
+    """Write an epsilon with three significant digits, rounded up: a report must not understate the cost."""
+    if not math.isfinite(value):
+        return "∞" if value == math.inf else "unknown"
+    if value <= 0:
+        return f"{value:g}"
+    scale = 10.0 ** (2 - math.floor(math.log10(value)))
+    return f"{math.ceil(round(value * scale, 6)) / scale:g}"
+
+
+def _gap(difference: float) -> str:
+    points = round(100 * difference, 1)
+    if points == 0:
+        return "level with"
+    return f"{abs(points):.1f} points {'above' if points > 0 else 'below'}"
+
+
+def _power(value: float) -> str:
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"

@@ -1,0 +1,70 @@
+"""Tables for terminals and for Markdown documents."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, Literal
+
+
+def format_table(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    *,
+    style: Literal["plain", "markdown"] = "plain",
+    digits: int = 4,
+) -> str:
+    """Lay out rows as a table with aligned columns: text to the left, numbers to the right.
+
+    Args:
+        rows: one mapping per row, from column key to value; a missing key or None is an empty cell.
+        columns: which keys, in which order; a mapping gives their headings as well. None takes every key in
+          order
+            of first appearance.
+        style: "plain" for terminals; "markdown" for a pipe table that also reads well as plain text.
+        digits: significant digits of floats; integers, and booleans as yes or no, are written in full.
+
+    Returns:
+        The table as lines without a final newline.
+
+    Raises:
+        ValueError: if `style` is unknown or there is no column.
+    """
+    if style not in ("plain", "markdown"):
+        raise ValueError(f"style={style!r} is unknown; use 'plain' or 'markdown'")
+    if columns is None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+    headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
+    if not headings:
+        raise ValueError("the table has no columns; name them in columns=")
+    texts = [list(headings.values())]
+    texts += [[_cell(row.get(key), digits) for key in headings] for row in rows]
+    if style == "markdown":
+        texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]
+    widths = [max(3, *(len(line[i]) for line in texts)) for i in range(len(headings))]
+    numeric = [all(_is_number(row.get(key)) for row in rows) and bool(rows) for key in headings]
+
+    def layout(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return f"| {' | '.join(aligned)} |" if style == "markdown" else "  ".join(aligned).rstrip()
+
+    if style == "markdown":
+        rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
+    else:
+        rule = ["-" * width for width in widths]
+    return "\n".join([layout(texts[0]), layout(rule), *(layout(line) for line in texts[1:])])
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return f"{float(value):.{digits}g}"
+    return str(value).replace("\n", " ")
