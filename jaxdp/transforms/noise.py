@@ -82,9 +82,7 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
         ValueError: if `seed` is short, `purpose` empty, or `impl` unknown.
     """
     if not isinstance(seed, bytes):
-        raise TypeError(
-            f"seed must be bytes, got {type(seed).__name__}; use jaxdp.transforms.noise.new_seed()"
-        )
+        raise TypeError(f"seed must be bytes, got {type(seed).__name__}; use jaxdp.transforms.noise.new_seed()")
     if len(seed) < _SEED_BYTES:
         raise ValueError(f"seed has {len(seed)} bytes, needs at least {_SEED_BYTES}; use new_seed()")
     if not isinstance(purpose, str):
@@ -265,9 +263,7 @@ def privatize(
             infinite clip norm.
     """
     if isinstance(clipped_or_sensitivity, HasSensitivity):
-        clip_norm = _check_number(
-            "sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove")
-        )
+        clip_norm = _check_number("sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove"))
     else:
         clip_norm = _check_number("clipped_or_sensitivity", clipped_or_sensitivity)
     if not callable(noise_multiplier):
@@ -276,9 +272,7 @@ def privatize(
     if divisor == 0 or math.isinf(divisor):
         raise ValueError(f"divisor={divisor} must be positive and finite, e.g. the expected batch size")
     if math.isinf(clip_norm) and noise_multiplier != 0:
-        raise ValueError(
-            "the clip norm is infinite, no finite noise hides one example; clip to a finite norm"
-        )
+        raise ValueError("the clip norm is infinite, no finite noise hides one example; clip to a finite norm")
     if key is not None:
         _check_key(key)
     mechanism = _GaussianMechanism(clip_norm, noise_multiplier, divisor, key)
@@ -401,20 +395,14 @@ def _check_key(key: Any) -> None:
             " use stream(seed, purpose), jax.random.key, or jax.random.wrap_key_data"
         )
     if key.shape != ():
-        raise ValueError(
-            f"key has shape {key.shape}, needs one key of shape (); use jax.random.fold_in per use"
-        )
+        raise ValueError(f"key has shape {key.shape}, needs one key of shape (); use jax.random.fold_in per use")
 
 
 def _check_number(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{name} is traced; privacy parameters are public constants, build outside jit")
     value = jax.device_get(value)
-    if (
-        not isinstance(value, (int, float, np.ndarray, np.generic))
-        or np.ndim(value)
-        or np.iscomplexobj(value)
-    ):
+    if not isinstance(value, (int, float, np.ndarray, np.generic)) or np.ndim(value) or np.iscomplexobj(value):
         raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
     number = float(value)
     if math.isnan(number) or number < 0:
