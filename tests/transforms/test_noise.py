@@ -1,7 +1,7 @@
 """Noise: right law, right scale, independent streams, and `privatize` as a private optimizer.
 
 Statistical tests use fixed keys, so they are deterministic; their thresholds are set so that a correct
-implementation fails with probability below 1e-6 per test over the choice of key, and one whose scale is off
+implementation fails with probability below 1e-5 per test over the choice of key, and one whose scale is off
 by 0.7 or 1.3 is rejected with a p-value below 1e-12.
 """
 
