@@ -22,14 +22,12 @@ computed in floating point. Both are outside what the (epsilon, delta) of the le
   (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021): about 2**46
   combinations for 2**32 floats, and tails that fade out smoothly. The price is one more draw per value.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et
-al.,
-  "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and
-  floating-point attacks", 2022). This is NOT mitigated: rounding values to a grid before the noise, as a
-  proof needs, raises the sensitivity with the square root of the number of parameters. Publish at reduced
-  precision if the adversary reads raw bits.
+  al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and
+  floating-point attacks", 2022). This is NOT mitigated: rounding values to a grid before the noise, as a proof
+  needs, raises the sensitivity with the square root of the number of parameters. Publish at reduced precision
+  if the adversary reads raw bits.
 * *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when
-one
-  example changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
+  one example changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
 * *Time.* Noise takes the same operations for every key; nothing else about timing is promised.
 """
 
