@@ -73,6 +73,33 @@ class Source:
         """
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
+    def only_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
+        """Returns the source of the examples with one of the given labels, relabelled 0, 1, ... in that order.
+
+        Which examples belong depends on their own label only, so two sources of disjoint classes are disjoint parts of
+        the data. Their sizes are then taken to be public.
+
+        Args:
+          classes: at least two different labels in [0, num_classes).
+          name: name of the new source; by default the name of this one.
+
+        Raises:
+          ValueError: for other classes.
+        """
+        if len(set(classes)) != len(classes) or len(classes) < 2 or not set(classes) <= set(range(self.num_classes)):
+            raise ValueError(f"classes must be two or more different labels below {self.num_classes}, got {classes}")
+        new_label = np.full(self.num_classes, -1, np.int32)
+        new_label[list(classes)] = np.arange(len(classes))
+        label = new_label[self.arrays["label"]]
+        rows = np.arange(len(label)) if self.rows is None else self.rows
+        return dataclasses.replace(
+            self,
+            arrays={**self.arrays, "label": label},
+            num_classes=len(classes),
+            rows=rows[label[rows] >= 0],
+            name=name or self.name,
+        )
+
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 

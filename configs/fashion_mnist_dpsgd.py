@@ -1,0 +1,48 @@
+"""DP-SGD on Fashion-MNIST with a small CNN and bounded activations, no pre-training.
+
+    python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion --config.data.data_dir=DIR
+
+DIR is a directory of prepared TFDS data; without it TFDS's usual one is read.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "init_seed": 0,
+            "references": True,
+            "data": {
+                "source": "tfds",
+                "name": "fashion_mnist",
+                "train_split": "train",
+                "test_split": "test",
+                "data_dir": "",
+                "public_name": "",
+                "public_split": "",
+                "public_classes": (),
+                "mean": 0.286,
+                "std": 0.353,
+                "crop_padding": 0,
+                "flip": False,
+            },
+            "model": {"name": "cnn", "options": {"widths": (16, 32), "dense": 32}},
+            "pretrain": {"weights": "", "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
+            "no_privacy": {"steps": 1000, "batch_size": 128, "learning_rate": 1e-3},
+            "private": {
+                "epsilon": 3.0,
+                "delta": 1e-5,
+                "batch_size": 1024,
+                "physical_batch_size": 512,
+                "steps": 600,
+                "clip_norm": 1.0,
+                "learning_rate": 2.0,
+                "momentum": 0.9,
+                "schedule": "cosine",
+                "augmult": 0,
+                "ema_decay": 0.0,
+                "checkpoint_every": 50,
+            },
+        }
+    )

@@ -1,0 +1,209 @@
+"""DP-SGD (Abadi et al. 2016, Algorithm 1) with Poisson sampling and the image recipe of De et al. 2022.
+
+One step, in the order of the algorithm:
+
+    1. L_t: every example joins with probability q, independently              `PoissonSampler`
+    2. g_i = grad of the loss of example i (mean over K augmented views)       `clipped_grad`, `group`
+    3. g_i <- g_i * min(1, C / ||g_i||_2), summed over L_t                     `clipped_grad`
+    4. g~ = (sum_i g_i + sigma C N(0, I)) / (q n)                              `privatize`
+    5. theta <- optimizer(theta, g~); moving average of theta                  post-processing
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp.data import PoissonSampler, Source, pad_to_physical
+from jaxdp.privacy import ComposedDpEvent, DpEvent, SelfComposedDpEvent
+from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
+from jaxdp.transforms.noise import Privatizer, PrivatizeState, new_seed, privatize, stream
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes.
+
+    Attributes:
+      step: int32 scalar, steps done.
+      params: current parameters.
+      opt_state: of the optimizer.
+      ema: moving average of params, or None.
+      noise: key and step of the noise stream. Secret: who learns the key can subtract the noise.
+      key: of augmentation and stochastic losses.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    ema: Any
+    noise: PrivatizeState
+    key: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrivateTrainer:
+    """DP-SGD as pure steps; made by `dp_sgd`, which documents it."""
+
+    gradient: ClippedGrad
+    privatizer: Privatizer
+    optimizer: optax.GradientTransformation
+    sampler: PoissonSampler
+    physical_batch_size: int
+    augment: Callable[[jax.Array, Any], Any] | None
+    augmult: int
+    ema_decay: float | None
+    stochastic: bool
+    accumulate: Callable[..., Any] = dataclasses.field(init=False)
+    update: Callable[..., Any] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accumulate", jax.jit(self._accumulate))
+        object.__setattr__(self, "update", jax.jit(self._update))
+
+    def init(self, params: Any) -> TrainState:
+        """The state before the first step, with noise and augmentation keys from OS entropy."""
+        moving = self.gradient.trainable_params(params)
+        ema = jax.tree.map(jnp.asarray, params) if self.ema_decay is not None else None
+        key = stream(new_seed(), "augmentation", impl="threefry2x32")
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(step, params, self.optimizer.init(moving), ema, self.privatizer.init(moving), key)
+
+    def step(
+        self, state: TrainState, source: Source, *, sampler: PoissonSampler | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step of DP-SGD on the batch that the sampler draws for it from `source`.
+
+        `sampler` replaces the trainer's own by one that differs in its seed only. The metrics are functions of the
+        released gradient: they cost nothing beyond the step's event.
+        """
+        drawn = (sampler or self.sampler).batch(int(jax.device_get(state.step)))
+        indices, masks = pad_to_physical(drawn, self.physical_batch_size)
+        sums = None
+        for part, (rows, mask) in enumerate(zip(indices, masks, strict=True)):
+            batch = jax.device_put((source.gather(rows), mask, jnp.uint32(part)))
+            sums = self.accumulate(state, sums, *batch)
+        return self.update(state, sums)
+
+    def event(self, first: int, last: int) -> DpEvent:
+        """The privacy event of steps first, ..., last - 1."""
+        if not 0 <= first <= last:
+            raise ValueError(f"event needs 0 <= first <= last, got first={first}, last={last}.")
+        if not callable(self.privatizer.noise_multiplier):
+            return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
+        return ComposedDpEvent([self.sampler.event(self.privatizer.event_at(t)) for t in range(first, last)])
+
+    def lowered_text(self, state: TrainState, source: Source) -> str:
+        """The compiled steps as StableHLO: equal text, data and keys give equal results on equal devices."""
+        rows, masks = pad_to_physical(jnp.zeros(0, jnp.int32), self.physical_batch_size)
+        batch = (source.gather(rows[0]), masks[0], jnp.uint32(0))
+        first = self.accumulate.lower(state, None, *batch)
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first.out_info)
+        return first.as_text() + self.accumulate.lower(state, sums, *batch).as_text() + self.update.lower(state, sums).as_text()
+
+    def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
+        augment_key, loss_key = jax.random.split(key)
+        if self.augment is not None:
+            batch = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), batch)
+        added = self.gradient(state.params, batch, mask, key=loss_key if self.stochastic else None).grads
+        return added if sums is None else jax.tree.map(jnp.add, sums, added)
+
+    def _views(self, key: jax.Array, example: Any) -> Any:
+        assert self.augment is not None
+        return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), example)
+
+    def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        mean, noise = self.privatizer.update(sums, state.noise)
+        moving = self.gradient.trainable_params(state.params)
+        updates, opt_state = self.optimizer.update(mean, state.opt_state, moving)
+        params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
+        ema = state.ema
+        if self.ema_decay is not None:
+            # De et al. 2022, appendix C: the average forgets its start, decay_t = min(decay, (1 + t) / (10 + t)).
+            t = state.step.astype(jnp.float32)
+            decay = jnp.minimum(self.ema_decay, (1 + t) / (10 + t))
+            ema = jax.tree.map(lambda old, new: _average(old, new, decay), ema, params)
+        metrics = {"released_gradient_norm": optax.global_norm(mean)}
+        return TrainState(state.step + 1, params, opt_state, ema, noise, state.key), metrics
+
+
+def _apply(param: Any, update: Any) -> Any:
+    return param if update is None else (param + update).astype(jnp.result_type(param))
+
+
+def _average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(jnp.result_type(new), jnp.floating):
+        return new
+    return (decay * old + (1 - decay) * new).astype(old.dtype)
+
+
+def dp_sgd(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    sampler: PoissonSampler,
+    clip_norm: float,
+    noise_multiplier: float | Callable[[Any], Any],
+    physical_batch_size: int,
+    augment: Callable[[jax.Array, Any], Any] | None = None,
+    augmult: int = 1,
+    ema_decay: float | None = None,
+    stochastic: bool = False,
+    engine: Engine = "auto",
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> PrivateTrainer:
+    """DP-SGD for a per-example loss, any optimizer and any Poisson sampler.
+
+        sampler = jaxdp.data.PoissonSampler(len(source), 256 / len(source))
+        trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
+                                        noise_multiplier=1.1, physical_batch_size=256)
+        state = trainer.init(params)
+        with ledger.spend("my data", trainer.event(0, 100), label="dp-sgd"):
+            for _ in range(100):
+                state, metrics = trainer.step(state, source)
+
+    `jaxdp.finetune.fit` is this loop with the ledger, checkpoints, crash recovery and evaluation.
+
+    Args:
+      loss_fn: `loss_fn(params, example) -> scalar`; called with `key=` if `stochastic`.
+      optimizer: any optax optimizer, with any schedule; it sees the noisy mean gradient: post-processing.
+      sampler: draws the batches and knows their event; its expected batch size q * n is the divisor.
+      clip_norm: C, the L2 norm to which each example's gradient is clipped.
+      noise_multiplier: sigma, the noise standard deviation over C; or a public schedule step -> sigma.
+      physical_batch_size: examples per compiled call. A sampled batch of any size is cut into as many calls as it
+        needs and padded: nothing is truncated and nothing recompiles.
+      augment: `augment(key, example) -> example`, jittable, of one example.
+      augmult: K, augmented views per example; their mean loss is what is differentiated and clipped (De et al. 2022).
+      ema_decay: decay of a moving average of the parameters, kept in `state.ema`; None for none.
+      stochastic: `loss_fn` takes `key=` (dropout).
+      engine, trainable: as in `jaxdp.clipped_grad`.
+
+    Raises:
+      ValueError: an argument is out of range; see also `clipped_grad` and `privatize`.
+
+    Formal guarantees:
+      Step t satisfies `trainer.event(t, t + 1)` with respect to the sampler's data set for every adjacency for which
+      that event has a meaning: PoissonSampled(q, Gaussian(sigma)), since the clipped sum moves by at most C when one
+      example joins or leaves the batch, noise of standard deviation sigma * C is added whatever the batch (the empty
+      one included), and the divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
+      post-processing of what was released.
+    """
+    if physical_batch_size < 1:
+        raise ValueError(f"physical_batch_size must be at least 1, got {physical_batch_size}.")
+    if augmult < 1 or (augment is None and augmult != 1):
+        raise ValueError(f"augmult must be at least 1, and 1 without augment; got {augmult}.")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay must be in [0, 1) or None, got {ema_decay}.")
+    if not math.isfinite(clip_norm):
+        raise ValueError(f"clip_norm must be finite, got {clip_norm}: noise cannot hide an unbounded gradient.")
+    gradient = clipped_grad(
+        loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None
+    )
+    privatizer = privatize(gradient, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
+    return PrivateTrainer(
+        gradient, privatizer, optimizer, sampler, physical_batch_size, augment, augmult, ema_decay, stochastic
+    )

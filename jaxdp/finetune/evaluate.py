@@ -1,0 +1,80 @@
+"""Accuracy: free on public or held-out data, paid for on private data."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.data import Source, pad_to_physical
+from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.transforms import noise
+
+Predict = Callable[[Any, jax.Array], jax.Array]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.Array:
+    inputs = batch["image"] if "image" in batch else batch["features"]
+    return ((predict(params, inputs).argmax(-1) == batch["label"]) & mask).sum()
+
+
+def _count_correct(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
+    parts = zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True)
+    return sum(int(_correct(predict, params, *jax.device_put((source.gather(rows), mask)))) for rows, mask in parts)
+
+
+def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
+    """Fraction of examples whose largest logit is at their label.
+
+    Nothing is charged: `source` must be public, or held out and never used for training or selection that is claimed
+    to be private. For private data use `charged_accuracy`.
+
+    Args:
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
+      params: of `predict`.
+      source: examples with an "image" or "features", and a "label".
+      batch_size: examples per call.
+    """
+    return _count_correct(predict, params, source, batch_size) / len(source)
+
+
+def charged_accuracy(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    ledger: Ledger,
+    dataset: str,
+    noise_multiplier: float,
+    key: jax.Array | None = None,
+    batch_size: int = 500,
+) -> float:
+    """Accuracy on private data: a noisy count of correct answers over the public number of examples.
+
+    Args:
+      predict, params, source, batch_size: as in `accuracy`.
+      ledger, dataset: the account that pays.
+      noise_multiplier: standard deviation of the noise on the count (one example changes the count by at most 1).
+      key: typed noise key; default OS entropy.
+
+    Returns:
+      The estimate, clipped to [0, 1]; its standard deviation is noise_multiplier / len(source).
+
+    Raises:
+      BudgetExceeded: before the data is read.
+      ValueError: noise_multiplier is not positive.
+
+    Formal guarantees:
+      GaussianDpEvent(noise_multiplier), charged before the count is computed; clipping is post-processing. The number
+      of examples is taken to be public.
+    """
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier must be positive, got {noise_multiplier}; use accuracy() on public data.")
+    with ledger.spend(dataset, GaussianDpEvent(noise_multiplier), label="accuracy"):
+        count = jnp.float32(_count_correct(predict, params, source, batch_size))
+        key = noise.stream(noise.new_seed(), "accuracy") if key is None else key
+        noisy = float(count + noise.gaussian(key, count, noise_multiplier))
+    return min(max(noisy / len(source), 0.0), 1.0)

@@ -1,0 +1,302 @@
+"""One fine-tuning experiment from a config: public pre-training, private fine-tuning, references, figure.
+
+The config is an `ml_collections.ConfigDict` as in `configs/digits_dpsgd.py`, whose comments say what each field means.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp import data, models
+from jaxdp.finetune.dp_sgd import PrivateTrainer, dp_sgd
+from jaxdp.finetune.evaluate import accuracy
+from jaxdp.finetune.loop import fit
+from jaxdp.finetune.plain import train_without_privacy
+from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
+from jaxdp.report import format_table, plot_training, read_metrics
+from jaxdp.transforms import losses
+
+Params = Any
+
+
+def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Runs the experiment, or what is left of it, and returns its result.
+
+    Args:
+      config: the experiment.
+      workdir: its directory, made if needed. A finished experiment is not run again; an interrupted one resumes, and
+        charges nothing for steps it repeats. It holds afterwards:
+          result.json       accuracies, epsilon, noise multiplier
+          training.png      accuracy and epsilon over steps
+          params.safetensors  the private model
+          ledger.sqlite     what the private data paid (`python -m launch.ledger`)
+          private/          metrics.jsonl and checkpoints of the private run
+          references/       the runs it is compared with, and their own ledger
+
+    Raises:
+      ValueError: the workdir belongs to an experiment with another config, or the config is inconsistent.
+      FileNotFoundError: a data set is not there; the message says how to get it.
+    """
+    root = pathlib.Path(workdir)
+    finished = root / "result.json"
+    _same_config(config, root / "config.json")
+    if finished.exists():
+        result = json.loads(finished.read_text())
+        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(config, result)}")
+        return result
+    task = _Task.of(config)
+    print(task.describe(), flush=True)
+    result = _run(config, task, root)
+    _write_json(finished, result)
+    for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
+        secret.unlink()
+    print(f"\n{_summary(config, result)}\n\nWritten to {root}: result.json, training.png, params.safetensors, ledger.sqlite")
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Data and model of an experiment."""
+
+    public: data.Source | None
+    private: data.Source
+    test: data.Source
+    model: Any
+    mean: Any
+    std: Any
+
+    @classmethod
+    def of(cls, config: Any) -> "_Task":
+        public, private, test = _sources(config.data)
+        model = models.create(config.model.name, num_classes=private.num_classes, **dict(config.model.options))
+        return cls(public, private, test, model, config.data.mean, config.data.std)
+
+    def describe(self) -> str:
+        public = f"{len(self.public)} public examples ({self.public.name}), " if self.public else ""
+        return f"{public}{len(self.private)} private ({self.private.name}), {len(self.test)} test ({self.test.name})."
+
+    def init(self, source: data.Source, seed: int) -> Params:
+        """Fresh parameters, with a head for the classes of `source`."""
+        image = source[0]["image"][None]
+        model = self.model.clone(num_classes=source.num_classes)
+        return model.init(jax.random.key(seed), jnp.zeros_like(image))["params"]
+
+    def logits(self, params: Params, images: jax.Array) -> jax.Array:
+        head = params["head"]["bias"].shape[0]
+        images = data.normalise(images, self.mean, self.std)
+        return self.model.clone(num_classes=head).apply({"params": params}, images)
+
+    def loss(self, params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
+        """Cross entropy of one example."""
+        return losses.softmax_cross_entropy(self.logits(params, example["image"][None])[0], example["label"])
+
+
+def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
+    backbone = _pretrained(config, task, root / "pretrained.safetensors") if task.public else None
+    fresh = task.init(task.private, config.init_seed)
+    start = models.merge_pretrained(fresh, backbone, exclude=("head",)) if backbone is not None else fresh
+    multiplier = _noise_multiplier(config.private, len(task.private))
+
+    account = task.private.name
+    ledger = _ledger(root / "ledger.sqlite", account, config.private)
+    train = functools.partial(_finetune, config, task, multiplier)
+    params = train(start, root / "private", ledger, account, "private")
+    models.save_params(root / "params.safetensors", params)
+
+    references: dict[str, float] = {}
+    if config.references:
+        references["no privacy"] = _reference_without_privacy(config, task, start, root / "references")
+        if backbone is not None:
+            apart = _ledger(root / "references" / "ledger.sqlite", account, config.private)
+            scratch = train(fresh, root / "references" / "no_pretraining", apart, account, "no pre-training")
+            references["no pre-training"] = accuracy(task.logits, scratch, task.test)
+    rows = read_metrics(root / "private" / "metrics.jsonl")
+    result = {
+        "private": accuracy(task.logits, params, task.test),
+        **references,
+        "epsilon": ledger.epsilon(account, delta=config.private.delta),
+        "delta": config.private.delta,
+        "noise_multiplier": multiplier,
+        "steps": config.private.steps,
+        "dataset": account,
+    }
+    plot_training(
+        root / "training.png",
+        accuracy=[(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
+        epsilon=[(0, 0.0)] + [(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
+        budget=config.private.epsilon,
+        delta=config.private.delta,
+        dataset=account,
+        references=references,
+    )
+    return result
+
+
+def _pretrained(config: Any, task: _Task, path: pathlib.Path) -> Params:
+    """The backbone: a given file of public weights, or one trained here on the public examples."""
+    if config.pretrain.weights:
+        return models.load_params(config.pretrain.weights)
+    if not path.exists():
+        assert task.public is not None
+        params = task.init(task.public, config.init_seed)
+        trained = _without_privacy(config, task, params, task.public, config.pretrain, "public pre-training")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        models.save_params(path, trained)
+    return models.load_params(path)
+
+
+def _without_privacy(config: Any, task: _Task, params: Params, source: data.Source, how: Any, label: str) -> Params:
+    optimizer = optax.adam(optax.cosine_decay_schedule(how.learning_rate, how.steps))
+    return train_without_privacy(
+        task.loss,
+        params,
+        source,
+        optimizer,
+        steps=how.steps,
+        batch_size=how.batch_size,
+        seed=config.init_seed.to_bytes(16, "little"),
+        augment=_augment(config.data),
+        label=label,
+    )
+
+
+def _augment(config: Any) -> Callable[[jax.Array, Any], Any] | None:
+    """Random crops after padding, and flips where the config says that they mean the same."""
+    if not config.crop_padding:
+        return None
+
+    def augment(key: jax.Array, example: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        crop = data.augment if config.flip else data.random_crop
+        return {**example, "image": crop(key, example["image"], padding=config.crop_padding)}
+
+    return augment
+
+
+def _noise_multiplier(private: Any, num_examples: int) -> float:
+    """The smallest noise with which `steps` steps cost at most the target epsilon."""
+    sampler = data.PoissonSampler(num_examples, private.batch_size / num_examples)
+
+    def event(noise_multiplier: float) -> Any:
+        return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), private.steps)
+
+    return calibrate_noise(event, epsilon=private.epsilon, delta=private.delta)
+
+
+def _trainer(config: Any, task: _Task, noise_multiplier: float) -> PrivateTrainer:
+    private, n = config.private, len(task.private)
+    schedule = optax.constant_schedule(private.learning_rate)
+    if private.schedule == "cosine":
+        schedule = optax.cosine_decay_schedule(private.learning_rate, private.steps)
+    augment = _augment(config.data) if private.augmult else None
+    return dp_sgd(
+        task.loss,
+        optax.sgd(schedule, momentum=private.momentum or None),
+        sampler=data.PoissonSampler(n, private.batch_size / n),
+        clip_norm=private.clip_norm,
+        noise_multiplier=noise_multiplier,
+        physical_batch_size=private.physical_batch_size,
+        augment=augment,
+        augmult=private.augmult if augment else 1,
+        ema_decay=private.ema_decay or None,
+    )
+
+
+def _finetune(
+    config: Any, task: _Task, noise_multiplier: float, start: Params, workdir: pathlib.Path, ledger: Ledger, account: str, label: str
+) -> Params:
+    state = fit(
+        _trainer(config, task, noise_multiplier),
+        start,
+        task.private,
+        steps=config.private.steps,
+        ledger=ledger,
+        dataset=account,
+        workdir=workdir,
+        checkpoint_every=config.private.checkpoint_every,
+        evaluate=lambda params: {"accuracy": accuracy(task.logits, params, task.test)},
+        label=label,
+    )
+    return state.params if state.ema is None else state.ema
+
+
+def _reference_without_privacy(config: Any, task: _Task, start: Params, folder: pathlib.Path) -> float:
+    path = folder / "no_privacy.json"
+    if not path.exists():
+        trained = _without_privacy(config, task, start, task.private, config.no_privacy, "no privacy")
+        _write_json(path, {"accuracy": accuracy(task.logits, trained, task.test)})
+    return json.loads(path.read_text())["accuracy"]
+
+
+def _ledger(path: pathlib.Path, account: str, private: Any) -> Ledger:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(path)
+    ledger.register(account, adjacency="add_remove", unit="example", epsilon=private.epsilon, delta=private.delta)
+    return ledger
+
+
+def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]:
+    """(public, private, test) examples; which is which never depends on other records."""
+    if config.source == "bundled":
+        train, test = data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=config.split_seed)
+    elif config.source == "tfds":
+        read = functools.partial(data.from_tfds, config.name, data_dir=config.data_dir or None)
+        train, test = read(config.train_split), read(config.test_split)
+    else:
+        raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
+    if config.public_classes:
+        public = train.only_classes(config.public_classes, name=f"{config.name}/public")
+        private = train.only_classes(config.private_classes, name=f"{config.name}/private")
+        return public, private, test.only_classes(config.private_classes, name=f"{config.name}/test")
+    if config.get("public_name"):
+        public = data.from_tfds(config.public_name, config.public_split, data_dir=config.data_dir or None)
+        return public, train, test
+    return None, train, test
+
+
+def _same_config(config: Any, path: pathlib.Path) -> None:
+    """Refuses to mix two experiments in one workdir."""
+    given = json.loads(config.to_json())
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_json(path, given)
+        return
+    stored = json.loads(path.read_text())
+    if stored != given:
+        names = sorted(k for k in {*_flat(stored), *_flat(given)} if _flat(stored).get(k) != _flat(given).get(k))
+        raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _summary(config: Any, result: Mapping[str, Any]) -> str:
+    spent = f"{result['epsilon']:.3f}"
+    rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
+    paid = {"no privacy": "inf", "no pre-training": spent}
+    rows += [{"model": n, "test accuracy": result[n], "epsilon": e} for n, e in paid.items() if n in result]
+    text = format_table(rows)
+    text += f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']} (add/remove one example)."
+    if len(rows) > 1:
+        text += (
+            "\nThe other models are references: they used the private examples too. Publishing them would cost their own"
+            "\nepsilon on top; set --config.references=False where the data is really private."
+        )
+    return text

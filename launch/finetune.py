@@ -1,0 +1,21 @@
+"""Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits."""
+
+from absl import app, flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="The experiment; override fields with --config.x.y=...")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; an interrupted run in it is resumed.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs the experiment."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
+    from jaxdp import finetune
+
+    finetune.run(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
