@@ -1,0 +1,54 @@
+"""Privacy accounting: events, epsilon, noise calibration and the ledger. Needs dp_accounting, never JAX."""
+
+from jaxdp.privacy.accounting import delta, epsilon
+from jaxdp.privacy.calibration import calibrate_noise
+from jaxdp.privacy.events import (
+    ComposedDpEvent,
+    DiscreteLaplaceDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+    SingleEpochTreeAggregationDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+    UnprovenDpEvent,
+    ZCDpEvent,
+    unproven,
+)
+from jaxdp.privacy.ledger import BudgetExceeded, Ledger, Spend
+
+__all__ = [
+    "BudgetExceeded",
+    "ComposedDpEvent",
+    "DiscreteLaplaceDpEvent",
+    "DpEvent",
+    "GaussianDpEvent",
+    "LaplaceDpEvent",
+    "Ledger",
+    "MixtureOfGaussiansDpEvent",
+    "NoOpDpEvent",
+    "NonPrivateDpEvent",
+    "PoissonSampledDpEvent",
+    "PureDpEvent",
+    "RandomizedResponseDpEvent",
+    "RepeatAndSelectDpEvent",
+    "SampledWithoutReplacementDpEvent",
+    "SelfComposedDpEvent",
+    "SingleEpochTreeAggregationDpEvent",
+    "Spend",
+    "TruncatedSubsampledGaussianDpEvent",
+    "UnprovenDpEvent",
+    "ZCDpEvent",
+    "calibrate_noise",
+    "delta",
+    "epsilon",
+    "unproven",
+]

@@ -1,0 +1,126 @@
+"""The smallest noise that meets a privacy target."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+from jaxdp.privacy.accounting import Adjacency, epsilon_of_counts, rdp_epsilon_of_counts
+from jaxdp.privacy.events import DpEvent, composition
+
+_LARGEST = 2.0**40
+_SMALLEST = 2.0**-20
+_ROUGH_ORDERS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 1024.0)
+
+
+def calibrate_noise(
+    make_event: Callable[[float], DpEvent],
+    *,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency = "add_remove",
+    tol: float = 1e-4,
+) -> float:
+    """Returns the smallest noise multiplier whose epsilon is at most the target.
+
+    Args:
+        make_event: maps a noise multiplier (float > 0) to everything that will be released, for example
+            ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z)), steps)`` or a schedule of many
+            events. More noise must never cost more epsilon. Called about twenty times.
+        epsilon: the target, > 0 and finite.
+        delta: the target's delta, in [0, 1); 0 only for releases that are all pure.
+        adjacency: "add_remove", "replace_one" or "zero_out".
+        tol: relative tolerance, in (0, 0.1]. The result is at most (1 + tol) times the smallest feasible multiplier.
+
+    Returns:
+        A multiplier z that was verified: `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon`, never above.
+
+    Raises:
+        ValueError: an impossible argument; an event without an accounting rule; a target that no noise up to 2^40
+            meets, or that 2^-20 meets already; an epsilon that rises with the noise.
+    """
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
+    if not 0 < tol <= 0.1:
+        raise ValueError(f"tol must be in (0, 0.1], got {tol!r}")
+
+    if not 0 <= delta < 1:
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+
+    costs: dict[float, float] = {}
+
+    @functools.cache
+    def cost(multiplier: float) -> float:
+        counts = composition(make_event(multiplier))
+        costs[multiplier] = epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method="auto")
+        _check_monotone(costs)
+        return costs[multiplier]
+
+    @functools.cache
+    def rough_cost(multiplier: float) -> float:
+        counts = composition(make_event(multiplier))
+        return rdp_epsilon_of_counts(counts, delta=delta, adjacency=adjacency, orders=_ROUGH_ORDERS)
+
+    # A rough bracket by RDP costs milliseconds and saves most PLDs; the result does not depend on it.
+    low, high = _bracket(rough_cost, epsilon, 1.0, 2.0)
+    start = _refine(rough_cost, epsilon, low, high, tol=0.01) if low > 0 and high < math.inf else 1.0
+    low, high = _bracket(cost, epsilon, start, 1.1)
+    if high == math.inf:
+        raise ValueError(
+            f"epsilon={epsilon!r} at delta={delta!r} cannot be met: at the noise multiplier {low:.3g} these releases "
+            f"still cost {costs[low]:.6g}. Some of them do not depend on it; give them less, or raise the target"
+        )
+    if low == 0:
+        raise ValueError(
+            f"epsilon={epsilon!r} at delta={delta!r} is met by the noise multiplier {high:.3g} already: the releases "
+            "do not depend on it, or need no noise at this delta"
+        )
+    return _refine(cost, epsilon, low, high, tol=tol)
+
+
+def _check_monotone(costs: dict[float, float]) -> None:
+    ordered = sorted(costs.items())
+    for (less, before), (more, after) in itertools.pairwise(ordered):
+        if after > before * 1.002 + 1e-9:  # Rounding of PLDs stays far below.
+            raise ValueError(
+                f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier {less:.6g}, but "
+                f"{after:.6g} at {more:.6g}; more noise must not cost more"
+            )
+
+
+def _bracket(cost: Callable[[float], float], target: float, start: float, factor: float) -> tuple[float, float]:
+    """Returns multipliers (low, high) with cost(low) > target >= cost(high); low = 0 or high = inf if out of range."""
+    low, high = 0.0, math.inf
+    multiplier = start
+    while _SMALLEST <= multiplier <= _LARGEST:
+        if cost(multiplier) <= target:
+            high = multiplier
+        else:
+            low = multiplier
+        if low > 0 and high < math.inf:
+            break
+        multiplier = multiplier * factor if high == math.inf else multiplier / factor
+        factor *= factor
+    return low, high
+
+
+def _refine(cost: Callable[[float], float], target: float, low: float, high: float, *, tol: float) -> float:
+    """Shrinks a bracket to high <= (1 + tol) low and returns high.
+
+    Epsilon is close to a power of the multiplier, so a secant in logarithms lands near the root. The new point goes a
+    little beyond the root, on the side whose end is farther away, so both ends close in; every fourth step bisects,
+    so that the search always ends.
+    """
+    cost_low, cost_high, step = cost(low), cost(high), 0
+    while high > low * (1 + tol):
+        step += 1
+        guess = math.sqrt(low * high)
+        if step % 4 and 0 < cost_high < cost_low < math.inf:
+            root = low * (high / low) ** (math.log(cost_low / target) / math.log(cost_low / cost_high))
+            aim = root * (1 + tol / 3) if root / low < high / root else root / (1 + tol / 3)
+            guess = aim if low < aim < high else guess
+        if cost(guess) <= target:
+            high, cost_high = guess, cost(guess)
+        else:
+            low, cost_low = guess, cost(guess)
+    return high

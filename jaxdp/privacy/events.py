@@ -1,0 +1,393 @@
+"""The vocabulary of private releases: dp_accounting's `DpEvent`s, three of our own, and their one text form.
+
+An event says everything that accounting needs to know about one release, and nothing else. One convention
+holds everywhere: **`noise_multiplier` is the standard deviation (Gaussian) or scale (Laplace) of the noise over
+the norm of ONE record's contribution**, `noise_std / clip_norm`, whatever the adjacency of the dataset. Replacing
+a record moves a sum by up to twice that norm; `jaxdp.privacy.accounting` charges the factor, the event does not
+hold it. `PureDpEvent` and `ZCDpEvent` state a guarantee, not a mechanism: they are read as a guarantee FOR the
+adjacency of the dataset they are spent on.
+
+Unknown classes, unknown JSON and impossible parameters raise; nothing is ever guessed or pickled.
+"""
+
+import dataclasses
+import json
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DiscreteLaplaceDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+    SingleEpochTreeAggregationDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+    ZCDpEvent,
+)
+
+__all__ = [
+    "ComposedDpEvent",
+    "DiscreteLaplaceDpEvent",
+    "DpEvent",
+    "GaussianDpEvent",
+    "LaplaceDpEvent",
+    "MixtureOfGaussiansDpEvent",
+    "NoOpDpEvent",
+    "NonPrivateDpEvent",
+    "PoissonSampledDpEvent",
+    "PureDpEvent",
+    "RandomizedResponseDpEvent",
+    "RepeatAndSelectDpEvent",
+    "SampledWithoutReplacementDpEvent",
+    "SelfComposedDpEvent",
+    "SingleEpochTreeAggregationDpEvent",
+    "TruncatedSubsampledGaussianDpEvent",
+    "UnprovenDpEvent",
+    "ZCDpEvent",
+    "compose",
+    "composition",
+    "describe",
+    "from_json",
+    "to_json",
+    "unproven",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class PureDpEvent(DpEvent):
+    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset it is spent on.
+
+    For example a Laplace vector, Cauchy noise scaled to a smooth sensitivity, or k-ary randomised response. It is
+    accounted by the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
+
+    Attributes:
+        epsilon: finite, >= 0.
+    """
+
+    epsilon: float
+
+
+@dataclasses.dataclass(frozen=True)
+class UnprovenDpEvent(DpEvent):
+    """A release whose privacy nobody has proved; it makes every epsilon that includes it infinite.
+
+    Attributes:
+        reason: what is missing, shown in reports. Never put data in it.
+    """
+
+    reason: str
+
+
+def unproven(reason: str) -> UnprovenDpEvent:
+    """Returns the event of a release with empirical privacy only; `reason` is shown in the ledger's report."""
+    return _validated(UnprovenDpEvent(reason))
+
+
+def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Callable[[Any], float]:
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"must be a Python or NumPy real number, got {type(value).__name__}")
+        number = float(value) + 0.0  # -0.0 and 0.0 must give the same text.
+        if not low <= number <= high or (math.isinf(number) and not allow_inf):
+            raise ValueError(f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got {number!r}")
+        return number
+
+    return check
+
+
+def _integer(low: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"must be an integer, got {type(value).__name__}")
+        if value < low:
+            raise ValueError(f"must be an integer >= {low}, got {int(value)}")
+        return int(value)
+
+    return check
+
+
+def _sequence(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def check_all(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise TypeError(f"must be a sequence, got {type(value).__name__}")
+        items = tuple(check(item) for item in value)
+        if not items:
+            raise ValueError("must not be empty")
+        return items
+
+    return check_all
+
+
+def _step_counts(value: Any) -> Any:
+    return _integer(1)(value) if isinstance(value, numbers.Integral) else _sequence(_integer(1))(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be a non-empty string, got {value!r}")
+    return value
+
+
+def _event(value: Any) -> DpEvent:
+    return compose(composition(value))
+
+
+_FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
+    NoOpDpEvent: {},
+    NonPrivateDpEvent: {},
+    GaussianDpEvent: {"noise_multiplier": _real(0)},
+    LaplaceDpEvent: {"noise_multiplier": _real(0)},
+    DiscreteLaplaceDpEvent: {"noise_parameter": _real(0), "sensitivity": _integer(1)},
+    RandomizedResponseDpEvent: {"noise_parameter": _real(0, 1), "num_buckets": _integer(1)},
+    MixtureOfGaussiansDpEvent: {
+        "standard_deviation": _real(0),
+        "sensitivities": _sequence(_real(0)),
+        "sampling_probs": _sequence(_real(0, 1)),
+    },
+    PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
+    SampledWithoutReplacementDpEvent: {
+        "source_dataset_size": _integer(1),
+        "sample_size": _integer(0),
+        "event": _event,
+    },
+    TruncatedSubsampledGaussianDpEvent: {
+        "dataset_size": _integer(0),
+        "sampling_probability": _real(0, 1),
+        "truncated_batch_size": _integer(0),
+        "noise_multiplier": _real(0),
+    },
+    SingleEpochTreeAggregationDpEvent: {"noise_multiplier": _real(0), "step_counts": _step_counts},
+    RepeatAndSelectDpEvent: {"event": _event, "mean": _real(1), "shape": _real(0, allow_inf=True)},
+    ZCDpEvent: {"rho": _real(0), "xi": _real(0)},
+    PureDpEvent: {"epsilon": _real(0)},
+    UnprovenDpEvent: {"reason": _text},
+}
+_NAMES: Mapping[type[DpEvent], str] = {cls: cls.__name__.removesuffix("DpEvent") for cls in _FIELDS}
+_CLASSES: Mapping[str, type[DpEvent]] = {name: cls for cls, name in _NAMES.items()}
+
+
+def _validated(event: Any) -> Any:
+    """Returns an equal event of the vocabulary with checked, hashable, plain Python fields."""
+    cls = type(event)
+    if cls not in _FIELDS:
+        raise ValueError(
+            f"event of type {cls.__module__}.{cls.__qualname__} is not in the vocabulary of jaxdp.privacy.events; "
+            "use one of its events, PureDpEvent(epsilon) for a release with a pure proof, ZCDpEvent(rho) for one "
+            "with a concentrated proof, or unproven(reason)"
+        )
+    values = {}
+    for name, check in _FIELDS[cls].items():
+        try:
+            values[name] = check(getattr(event, name))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{cls.__name__}.{name}: {error}") from error
+    if isinstance(event, MixtureOfGaussiansDpEvent):
+        probabilities = values["sampling_probs"]
+        if len(probabilities) != len(values["sensitivities"]) or abs(math.fsum(probabilities) - 1) > 1e-9:
+            raise ValueError(
+                "MixtureOfGaussiansDpEvent.sampling_probs: must have one probability per sensitivity and sum to 1"
+            )
+    if isinstance(event, SampledWithoutReplacementDpEvent) and values["sample_size"] > values["source_dataset_size"]:
+        raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size")
+    return cls(**values)
+
+
+def composition(event: DpEvent) -> dict[DpEvent, int]:
+    """Flattens an event into {leaf event: how many times}, the form that accounting and the ledger work on.
+
+    `ComposedDpEvent` and `SelfComposedDpEvent` are unrolled by counting, `NoOpDpEvent` disappears, and events that
+    are the same release get the same leaf: Poisson sampling with probability 1 is dropped, a composition of
+    Gaussians on one Poisson sample is the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample (one sample
+    is one draw: splitting it into independently sampled events would under-count), and a mechanism without noise is
+    `NonPrivateDpEvent`.
+
+    Args:
+        event: any event of this module's vocabulary.
+
+    Returns:
+        A dictionary from validated, hashable leaf events to counts >= 1, ordered by the leaves' JSON.
+
+    Raises:
+        ValueError, TypeError: an unknown event class or a parameter out of range, named in the message.
+    """
+    counts: dict[DpEvent, int] = {}
+
+    def add(node: DpEvent, count: int) -> None:
+        if count == 0:
+            return
+        if isinstance(node, ComposedDpEvent):
+            for child in node.events:
+                add(child, count)
+        elif isinstance(node, SelfComposedDpEvent):
+            try:
+                times = _integer(0)(node.count)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"SelfComposedDpEvent.count: {error}") from error
+            add(node.event, count * times)
+        else:
+            leaf = _normal_form(_validated(node))
+            if isinstance(leaf, ComposedDpEvent | SelfComposedDpEvent):
+                add(leaf, count)
+            elif not isinstance(leaf, NoOpDpEvent):
+                counts[leaf] = counts.get(leaf, 0) + count
+
+    add(event, 1)
+    return dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0]))))
+
+
+# Squares of smaller multipliers underflow; their epsilon is beyond 1e200 anyway.
+_NO_NOISE = 1e-100
+
+
+def _normal_form(leaf: DpEvent) -> DpEvent:
+    match leaf:
+        case (
+            GaussianDpEvent(noise_multiplier=scale)
+            | LaplaceDpEvent(noise_multiplier=scale)
+            | SingleEpochTreeAggregationDpEvent(noise_multiplier=scale)
+            | DiscreteLaplaceDpEvent(noise_parameter=scale)
+        ):
+            return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
+        case MixtureOfGaussiansDpEvent():
+            if not any(leaf.sensitivities):
+                return NoOpDpEvent()
+            return NonPrivateDpEvent() if leaf.standard_deviation < _NO_NOISE else leaf
+        case RandomizedResponseDpEvent():
+            if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
+                return NoOpDpEvent()
+            return NonPrivateDpEvent() if leaf.noise_parameter == 0 else leaf
+        case TruncatedSubsampledGaussianDpEvent():
+            if leaf.sampling_probability == 0 or leaf.truncated_batch_size == 0 or leaf.dataset_size == 0:
+                return NoOpDpEvent()
+            return NonPrivateDpEvent() if leaf.noise_multiplier < _NO_NOISE else leaf
+        case PureDpEvent(epsilon=0.0) | ZCDpEvent(rho=0.0, xi=0.0):
+            return NoOpDpEvent()
+        case PoissonSampledDpEvent():
+            inner = _merge_gaussians(leaf.event)
+            if leaf.sampling_probability == 0 or isinstance(inner, NoOpDpEvent):
+                return NoOpDpEvent()
+            if leaf.sampling_probability == 1 or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
+                return inner
+            return PoissonSampledDpEvent(leaf.sampling_probability, inner)
+        case SampledWithoutReplacementDpEvent():
+            inner = _merge_gaussians(leaf.event)
+            if leaf.sample_size == 0 or isinstance(inner, NoOpDpEvent):
+                return NoOpDpEvent()
+            if leaf.sample_size == leaf.source_dataset_size or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
+                return inner
+            return SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, inner)
+        case RepeatAndSelectDpEvent(event=NoOpDpEvent() | NonPrivateDpEvent() | UnprovenDpEvent()):
+            return leaf.event
+    return leaf
+
+
+def _merge_gaussians(event: DpEvent) -> DpEvent:
+    """Returns one Gaussian for a composition of Gaussians on the same records, any other event as it is."""
+    parts = composition(event)
+    if sum(parts.values()) <= 1 or not all(isinstance(part, GaussianDpEvent) for part in parts):
+        return event
+    # Divide twice: squaring a tiny multiplier would raise OverflowError.
+    precision = math.fsum(count / part.noise_multiplier / part.noise_multiplier for part, count in parts.items())
+    return _normal_form(GaussianDpEvent(precision**-0.5))
+
+
+def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
+    """Returns the one hashable event that a `composition` flattens from: its inverse."""
+    parts = [leaf if count == 1 else SelfComposedDpEvent(leaf, count) for leaf, count in counts.items()]
+    if not parts:
+        return NoOpDpEvent()
+    return parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
+
+
+def to_json(event: DpEvent) -> str:
+    """Returns the canonical text of an event: equal releases give equal text, floats are exact (`repr`).
+
+    The event is written as its `composition`, so the nesting and the order of a composition do not show.
+
+    Raises:
+        ValueError, TypeError: as `composition`.
+    """
+    return _dumps(_encode(compose(composition(event))))
+
+
+def from_json(text: str) -> DpEvent:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        ValueError, TypeError: `text` is not JSON, names an unknown event or field, or holds an impossible value.
+    """
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"event JSON holds {constant}, which no event writes")
+
+    return _decode(json.loads(text, parse_constant=refuse))
+
+
+def describe(event: DpEvent) -> str:
+    """Returns an event as one short line for people, e.g. "PoissonSampled(0.01, Gaussian(1.1)) x 500"."""
+    match event:
+        case ComposedDpEvent():
+            return " + ".join(describe(child) for child in event.events)
+        case SelfComposedDpEvent():
+            return f"{describe(event.event)} x {event.count}"
+    values = (getattr(event, field) for field in _FIELDS[type(event)])
+    parts = (
+        describe(value) if isinstance(value, DpEvent) else f"{value:.6g}" if isinstance(value, float) else str(value)
+        for value in values
+    )
+    return f"{_NAMES[type(event)]}({', '.join(parts)})"
+
+
+def _dumps(node: Any) -> str:
+    return json.dumps(node, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _encode(value: Any) -> Any:
+    match value:
+        case ComposedDpEvent():
+            return {"type": "Composed", "events": [_encode(child) for child in value.events]}
+        case SelfComposedDpEvent():
+            return {"type": "SelfComposed", "event": _encode(value.event), "count": value.count}
+        case DpEvent():
+            cls = type(value)
+            fields = {name: _encode(getattr(value, name)) for name in _FIELDS[cls]}
+            return {"type": _NAMES[cls], **fields}
+        case tuple():
+            return [_encode(item) for item in value]
+        case float() if math.isinf(value):
+            return "inf"
+    return value
+
+
+def _decode(node: Any) -> DpEvent:
+    if not isinstance(node, dict) or not isinstance(node.get("type"), str):
+        raise ValueError("event JSON must be an object with a 'type'")
+    name = node["type"]
+    values = {key: value for key, value in node.items() if key != "type"}
+    if name == "Composed" and set(values) == {"events"} and isinstance(values["events"], list):
+        return _event(ComposedDpEvent([_decode(child) for child in values["events"]]))
+    if name == "SelfComposed" and set(values) == {"event", "count"}:
+        return _event(SelfComposedDpEvent(_decode(values["event"]), values["count"]))
+    if name not in _CLASSES:
+        raise ValueError(f"event JSON has the unknown type {name!r}; a newer jaxdp may have written it")
+    cls = _CLASSES[name]
+    if set(values) != set(_FIELDS[cls]):
+        raise ValueError(
+            f"event JSON of type {name!r} must have the fields {sorted(_FIELDS[cls])}, got {sorted(values)}"
+        )
+    if "event" in values:
+        values["event"] = _decode(values["event"])
+    if values.get("shape") == "inf":
+        values["shape"] = math.inf
+    return _validated(cls(**values))

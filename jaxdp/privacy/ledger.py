@@ -1,0 +1,879 @@
+"""The ledger: one durable account of everything that was released about each private dataset.
+
+    ledger = Ledger("ledger.sqlite")
+    ledger.register("cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5)
+    with ledger.spend("cifar10/train", event, label="dp-sgd epoch 3"):
+        ...  # touch the private data here
+    ledger.epsilon("cifar10/train")
+
+It stores events, not epsilons, and recomputes epsilon from their counts. `spend` reserves on disk before the body
+runs and commits after it, so whatever ran is charged, whatever happens: an exception or a kill -9 leaves the
+reservation spent. Checks and reservation are one SQLite transaction (WAL, synchronous=FULL), so several threads and
+processes on one machine share a file and never overspend its budgets together. Keep the file on a local disk:
+SQLite's locks do not hold on most network file systems.
+
+Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly
+(`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
+
+* ``accounting="pld"`` or ``"rdp"``: the sequence of events is fixed in advance. Each mechanism may use all earlier
+  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events themselves - noise, sampling,
+  number of steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what
+  it saw, quote the planned total (the budget), not the smaller number spent. Budgets stop overspending in either
+  case, but the proof behind them needs fixed events.
+* ``accounting="renyi_filter"``: events may be chosen fully adaptively. One Renyi order is fixed at registration and
+  spending stops before the sum of Renyi losses at that order passes the bound that converts to (epsilon, delta)
+  (Feldman and Zrnic 2021, arXiv 2008.11193; Lecuyer 2021, arXiv 2103.01379). What holds is the registered
+  budget, so that is what `Ledger.epsilon` reports once anything was spent: a sum of adaptively chosen losses is not
+  itself a bound.
+* Partitions. `spend(..., partition="a")` says that the release reads only part "a" of a fixed division of the
+  dataset into disjoint parts; the dataset's epsilon is then the maximum over parts of (releases on everything plus
+  releases on that part). This needs that a record's part does not depend on other records (its content, its
+  identity or its arrival time decide, not a rank or a cluster). Under "replace_one" it also needs that a record and
+  its replacement lie in the same part: assign parts by something public that stays (slot, arrival time, hospital), and
+  read the guarantee as hiding a record's content, not its part. Otherwise a replacement changes two parts at once;
+  spend with `partition=None`, which composes with everything.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import secrets
+import sqlite3
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxdp.privacy.accounting import (
+    RELATIONS,
+    Adjacency,
+    Method,
+    check_rules,
+    default_renyi_order,
+    epsilon_of_counts,
+    rdp_epsilon_of_counts,
+    rdp_of_counts,
+    renyi_bound,
+    renyi_epsilon,
+)
+from jaxdp.privacy.events import DpEvent, UnprovenDpEvent, compose, composition, describe, from_json, to_json
+from jaxdp.version import __version__
+
+Accounting = Literal["pld", "rdp", "renyi_filter"]
+Counts = Mapping[DpEvent, int]
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x6A647031  # "jdp1", so that `file` and we can tell a ledger from another SQLite file.
+_BUSY_SECONDS = 60.0
+# 3 * 0.1 is 0.30000000000000004 in binary: a budget of 0.3 must still buy three spends of 0.1.
+_ROUNDING = 1e-12
+_REMEMBERED = 64
+_TERMS = "id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven"
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE datasets (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    adjacency TEXT NOT NULL,
+    unit TEXT NOT NULL,
+    epsilon REAL,
+    delta REAL,
+    accounting TEXT NOT NULL,
+    renyi_order REAL,
+    allow_unproven INTEGER NOT NULL,
+    created_at TEXT NOT NULL
+);
+CREATE TABLE events (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE);
+CREATE TABLE spends (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    partition TEXT NOT NULL,
+    event INTEGER NOT NULL REFERENCES events (id),
+    label TEXT NOT NULL,
+    token TEXT,
+    status TEXT NOT NULL CHECK (status IN ('reserved', 'committed', 'failed')),
+    run TEXT NOT NULL,
+    version TEXT NOT NULL,
+    reserved_at TEXT NOT NULL,
+    finished_at TEXT
+);
+CREATE UNIQUE INDEX spends_token ON spends (dataset, token) WHERE token IS NOT NULL;
+CREATE INDEX spends_open ON spends (dataset) WHERE status <> 'committed';
+CREATE TABLE totals (
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    partition TEXT NOT NULL,
+    event INTEGER NOT NULL REFERENCES events (id),
+    spends INTEGER NOT NULL,
+    first_at TEXT NOT NULL,
+    last_at TEXT NOT NULL,
+    first_label TEXT NOT NULL,
+    last_label TEXT NOT NULL,
+    PRIMARY KEY (dataset, partition, event)
+) WITHOUT ROWID;
+"""
+
+
+class BudgetExceeded(RuntimeError):
+    """A spend that its dataset's budget does not allow; nothing ran and nothing was charged.
+
+    Attributes:
+        dataset: the dataset's name.
+        budget: (epsilon, delta) as registered.
+        would_spend: epsilon at the budget's delta with this spend included.
+    """
+
+    def __init__(self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float):
+        super().__init__(message)
+        self.dataset = dataset
+        self.budget = budget
+        self.would_spend = would_spend
+
+
+@dataclasses.dataclass(frozen=True)
+class Spend:
+    """What `Ledger.spend` yields.
+
+    Attributes:
+        id: number of the reservation in this ledger.
+        dataset: the dataset's name.
+        event: the canonical event that is charged.
+        replay: True if the token was already paid for, so nothing new was charged.
+    """
+
+    id: int
+    dataset: str
+    event: DpEvent
+    replay: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dataset:
+    id: int
+    name: str
+    adjacency: Adjacency
+    unit: str
+    epsilon: float | None
+    delta: float | None
+    accounting: Accounting
+    renyi_order: float | None
+    allow_unproven: bool
+
+    @property
+    def method(self) -> Method:
+        """The method of `jaxdp.privacy.accounting` behind this dataset's numbers."""
+        return "auto" if self.accounting == "pld" else "rdp"
+
+    @property
+    def renyi_bound(self) -> float:
+        """The largest Renyi loss at the fixed order that converts to the budget."""
+        assert self.epsilon is not None and self.delta is not None and self.renyi_order is not None
+        return renyi_bound(self.epsilon, self.delta, self.renyi_order)
+
+
+class Ledger:
+    """The account of all releases about the datasets registered in it; see the module's text for its guarantees.
+
+    Safe to share between threads, and between processes by opening the same path in each.
+
+    Args:
+        path: the SQLite file; created if it does not exist, its directory must.
+        run: an identifier of this run, stored with every spend; random by default.
+
+    Raises:
+        ValueError: the file is not a ledger, or a newer jaxdp wrote it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, run: str | None = None):
+        self._path = os.fspath(path)
+        self._run = run or secrets.token_hex(8)
+        self._lock = threading.RLock()
+        self._budgets: dict[int, _BudgetCheck] = {}
+        if self._path != ":memory:" and not Path(self._path).absolute().parent.is_dir():
+            raise ValueError(f"path {self._path!r} lies in a directory that does not exist; create the directory first")
+        self._open()
+
+    @classmethod
+    def in_memory(cls, *, run: str | None = None) -> "Ledger":
+        """Returns a ledger that lives and dies with this process, for notebooks and tests."""
+        return cls(":memory:", run=run)
+
+    def close(self) -> None:
+        """Closes the file; the ledger cannot be used afterwards."""
+        with self._lock:
+            self._close()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- Datasets and spending ----------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: str,
+        *,
+        adjacency: Adjacency,
+        unit: str,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        accounting: Accounting = "pld",
+        renyi_order: float | None = None,
+        allow_unproven: bool = False,
+    ) -> None:
+        """Registers a private dataset; registering it again with the same terms does nothing.
+
+        Args:
+            name: the dataset's name in this ledger.
+            adjacency: which datasets are neighbours: "add_remove" one unit, "replace_one" by another, or "zero_out"
+                one (replace it by the zero or null record).
+            unit: what one neighbour differs in, in words: "example", "user", "patient".
+            epsilon: the budget; None records spends without limiting them.
+            delta: the budget's delta, and the default delta of queries. 0 allows pure releases only.
+            accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp", or "renyi_filter" for a budget that
+                holds under fully adaptive choice of events; see the module's text.
+            renyi_order: for "renyi_filter", the order > 1 fixed for this dataset's life. By default the order that
+                admits most of a mechanism whose Renyi loss is proportional to the order, as the Gaussian's is.
+            allow_unproven: let `privacy.unproven(...)` releases through although there is a budget. They turn the
+                headline epsilon into infinity; the budget then limits the proven part.
+
+        Raises:
+            ValueError: an argument is impossible, or the dataset is registered on other terms.
+        """
+        if not name or not isinstance(name, str):
+            raise ValueError(f"name must be a non-empty string, got {name!r}")
+        if not unit or not isinstance(unit, str):
+            raise ValueError(f"unit must be a non-empty string such as 'example' or 'user', got {unit!r}")
+        if adjacency not in RELATIONS:
+            raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}")
+        if accounting not in ("pld", "rdp", "renyi_filter"):
+            raise ValueError(f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {accounting!r}")
+        if delta is not None and not 0 <= delta < 1:
+            raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+        if epsilon is not None and (not 0 < epsilon < math.inf or delta is None):
+            raise ValueError(
+                f"a budget needs a finite epsilon > 0 and a delta (0.0 for pure releases), got {epsilon=}, {delta=}"
+            )
+        if accounting == "renyi_filter":
+            if epsilon is None or not delta:
+                raise ValueError(f"accounting='renyi_filter' needs a budget with delta > 0, got {epsilon=}, {delta=}")
+            renyi_order = default_renyi_order(epsilon, delta) if renyi_order is None else float(renyi_order)
+            if not 1 < renyi_order < math.inf or renyi_bound(epsilon, delta, renyi_order) <= 0:
+                raise ValueError(
+                    f"renyi_order={renyi_order!r} leaves nothing to spend of epsilon={epsilon!r} at delta={delta!r}; "
+                    "use a larger order, or leave it out"
+                )
+        elif renyi_order is not None:
+            raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'")
+        terms = {
+            "adjacency": adjacency,
+            "unit": unit,
+            "epsilon": None if epsilon is None else float(epsilon),
+            "delta": None if delta is None else float(delta),
+            "accounting": accounting,
+            "renyi_order": renyi_order,
+            "allow_unproven": bool(allow_unproven),
+        }
+        with self._transaction() as db:
+            existing = _find_dataset(db, name)
+            if existing is None:
+                db.execute(
+                    "INSERT INTO datasets (name, adjacency, unit, epsilon, delta, accounting, renyi_order, "
+                    "allow_unproven, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (name, *terms.values(), _now()),
+                )
+                return
+            different = [
+                f"{key} {getattr(existing, key)!r}, not {value!r}"
+                for key, value in terms.items()
+                if getattr(existing, key) != value
+            ]
+            if different:
+                raise ValueError(
+                    f"dataset {name!r} is already registered with {'; '.join(different)}. Terms never change: what "
+                    "was spent was promised under them. Use the same terms, or another name for other data"
+                )
+
+    @contextlib.contextmanager
+    def spend(
+        self,
+        name: str,
+        event: DpEvent,
+        *,
+        partition: str | None = None,
+        label: str = "",
+        token: str | None = None,
+    ) -> Iterator[Spend]:
+        """Reserves `event` on a dataset, runs the body of the `with`, and commits.
+
+        The budget check and the reservation are one transaction, on disk before the body runs. If the body raises or
+        the process dies the reservation stays spent: nobody can tell what was seen before.
+
+        Args:
+            name: a registered dataset.
+            event: what the body releases, in the vocabulary of `jaxdp.privacy.events`.
+            partition: the part of the dataset that the body reads, if the dataset has a fixed division into disjoint
+                parts (see the module's text); None for all of it.
+            label: for people who read the report. Never put data in it.
+            token: makes a retry after a crash free. A second spend with the same dataset and token is not charged
+                again and yields `replay=True`, whatever became of the first. The token must therefore determine the
+                released value bit for bit - program, inputs, noise key, hardware: for example a hash of a checkpoint
+                that holds the key, with the step number. Fresh noise needs a fresh token.
+
+        Yields:
+            A `Spend`.
+
+        Raises:
+            BudgetExceeded: before anything runs or is charged.
+            ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
+                token that was used for another event or partition.
+        """
+        record = self._reserve(name, event, partition, label, token)
+        try:
+            yield record
+        except BaseException:
+            self._finish(record, "failed")
+            raise
+        self._finish(record, "committed")
+
+    # --- Questions ----------------------------------------------------------------------------------------------
+
+    def epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
+        """Returns epsilon of everything reserved so far, as (epsilon, delta)-DP under the dataset's adjacency.
+
+        Args:
+            name: a registered dataset.
+            delta: by default the registered one.
+            partition: only for the units of this part; by default the maximum over all parts.
+
+        Returns:
+            Epsilon >= 0; `math.inf` if some release is unproven or not private, or delta is 0 and not all are pure.
+
+        Raises:
+            ValueError: unknown dataset, or no delta is given or registered.
+        """
+        return self._epsilon(name, delta, partition, proven_only=False)
+
+    def proven_epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
+        """Returns `epsilon` of the releases that have a proof, leaving the unproven ones out. Never the headline."""
+        return self._epsilon(name, delta, partition, proven_only=True)
+
+    def remaining(self, name: str, *, partition: str | None = None) -> float:
+        """Returns the budget's epsilon less what is spent, at the budget's delta; infinite without a budget.
+
+        Epsilons do not add up, so the next event may cost less than its own epsilon. For a "renyi_filter" dataset it is
+        the share of the Renyi bound that is left, times the budget's epsilon. Unproven releases do not count.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = _dataset(db, name)
+            compositions = _compositions(db, dataset, partition)
+        if dataset.epsilon is None or dataset.delta is None:
+            return math.inf
+        proven = [_proven(counts) for counts in compositions]
+        if dataset.accounting == "renyi_filter":
+            spent = max(_renyi_spent(dataset, counts) for counts in proven) / dataset.renyi_bound * dataset.epsilon
+        else:
+            spent = max(_epsilon_of(dataset, counts, dataset.delta) for counts in proven)
+        return max(0.0, dataset.epsilon - spent)
+
+    def events(self, name: str) -> dict[str | None, DpEvent]:
+        """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute(
+                "SELECT partition, json, spends FROM totals JOIN events ON events.id = event WHERE dataset = ?",
+                (_dataset(db, name).id,),
+            ).fetchall()
+        counts: dict[str, dict[DpEvent, int]] = {}
+        for partition, text, spends in rows:
+            counts[partition] = _sum(counts.get(partition, {}), composition(from_json(text)), spends)
+        return {partition or None: compose(part) for partition, part in counts.items()}
+
+    def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
+        """Returns the whole account as plain data, ready for JSON.
+
+        Args:
+            delta: used for datasets that have none registered.
+
+        Returns:
+            {"path", "schema_version", "datasets": [...]}. Each dataset has its terms; at its `delta` the `headline`
+            (text) and `proven_epsilon` and `remaining` (numbers, None for infinity); the number of `partitions`;
+            `spends`, one row per partition and event, at most 1000 of `rows` in all; and `open`, at most 1000 spends
+            that did not commit (running, failed or killed): they count in full.
+        """
+        with self._transaction("DEFERRED") as db:
+            datasets = [_Dataset(**row) for row in db.execute(f"SELECT {_TERMS} FROM datasets ORDER BY name")]
+            entries = [_report_of(db, dataset, delta) for dataset in datasets]
+        for entry in entries:  # Outside the transaction: this may compute PLDs.
+            epsilon = self.epsilon(entry["name"], delta=entry["delta"])
+            entry["headline"] = "inf (empirical only)" if entry.pop("unproven") else f"{epsilon:.6g}"
+            entry["proven_epsilon"] = _finite(self.proven_epsilon(entry["name"], delta=entry["delta"]))
+            entry["remaining"] = _finite(self.remaining(entry["name"]))
+        return {"path": self._path, "schema_version": SCHEMA_VERSION, "datasets": entries}
+
+    def report_text(self, *, delta: float = 1e-5) -> str:
+        """Returns `report` for people."""
+        report = self.report(delta=delta)
+        lines = [f"Ledger {report['path']}: {len(report['datasets'])} dataset(s)"]
+        for entry in report["datasets"]:
+            lines += ["", *_render(entry)]
+        return "\n".join(lines)
+
+    # --- Inside -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        self._db = db
+        self._close = weakref.finalize(self, db.close)
+        try:
+            _prepare(db, self._path)
+        except BaseException:
+            self._close()
+            raise
+
+    @contextlib.contextmanager
+    def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """Yields the connection inside one transaction; IMMEDIATE takes the write lock first."""
+        with self._lock:
+            if self._pid != os.getpid():
+                if self._path == ":memory:":
+                    raise RuntimeError(
+                        "an in-memory ledger cannot be shared with a forked process; open a file instead"
+                    )
+                self._close.detach()  # The parent owns the inherited connection: SQLite forbids touching it here.
+                self._inherited = self._db
+                self._open()
+            db = self._db
+            db.execute(f"BEGIN {mode}")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    def _reserve(self, name: str, event: DpEvent, partition: str | None, label: str, token: str | None) -> Spend:
+        step = composition(event)
+        canonical = compose(step)
+        text = to_json(canonical)
+        for key, value in (("partition", partition), ("token", token)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
+        if not isinstance(label, str):
+            raise ValueError(f"label must be a string, got {label!r}")
+        while True:
+            with self._transaction() as db:
+                dataset = _dataset(db, name)
+                paid = _find_token(db, dataset, token)
+                if paid is not None:
+                    if paid["json"] != text or paid["partition"] != (partition or ""):
+                        raise ValueError(
+                            f"token {token!r} of dataset {name!r} paid for {describe(from_json(paid['json']))} on "
+                            f"partition {paid['partition'] or None!r}, not for {describe(canonical)} on {partition!r}; "
+                            "a token stands for one release: use a fresh one"
+                        )
+                    return Spend(paid["id"], name, canonical, replay=True)
+                before = _compositions(db, dataset, partition)
+                after = [_sum(counts, step) for counts in before]
+                for counts in after:
+                    check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
+                check = self._budgets.setdefault(dataset.id, _BudgetCheck(dataset))
+                if check.refuses_unproven(step):
+                    break
+                verdicts = [check.known(counts) for counts in after]
+                if all(verdicts):
+                    return Spend(
+                        _insert(db, dataset, partition, text, label, token, self._run), name, canonical, replay=False
+                    )
+                if any(verdict is False for verdict in verdicts):
+                    break
+            # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
+            for counts, verdict in zip(after, verdicts, strict=True):
+                if verdict is None:
+                    with self._lock:
+                        check.decide(counts, step)
+        raise check.exceeded(before, after, canonical)
+
+    def _finish(self, spend: Spend, status: Literal["committed", "failed"]) -> None:
+        with self._transaction() as db:
+            db.execute("UPDATE spends SET status = ?, finished_at = ? WHERE id = ?", (status, _now(), spend.id))
+
+    def _epsilon(self, name: str, delta: float | None, partition: str | None, *, proven_only: bool) -> float:
+        with self._transaction("DEFERRED") as db:
+            dataset = _dataset(db, name)
+            compositions = _compositions(db, dataset, partition)
+        delta = dataset.delta if delta is None else delta
+        if delta is None:
+            raise ValueError(f"delta is needed: dataset {name!r} has none registered")
+        if proven_only:
+            compositions = [_proven(counts) for counts in compositions]
+        return max(_epsilon_of(dataset, counts, delta) for counts in compositions)
+
+
+class _BudgetCheck:
+    """Decides whether compositions fit a dataset's budget, computing a PLD as seldom as it can.
+
+    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few
+    compositions known to fit or not answer most questions; and RDP, when it is enough, is cheap.
+    """
+
+    def __init__(self, dataset: _Dataset):
+        self._dataset = dataset
+        self._fitting: list[Counts] = []
+        self._exceeding: list[Counts] = []
+
+    def refuses_unproven(self, step: Counts) -> bool:
+        """Returns whether `step` is unproven on a dataset whose budget stands for proofs only."""
+        limited = self._dataset.epsilon is not None and not self._dataset.allow_unproven
+        return limited and any(isinstance(leaf, UnprovenDpEvent) for leaf in step)
+
+    def known(self, counts: Counts) -> bool | None:
+        """Returns whether `counts` fit, or None if that needs a PLD."""
+        dataset, counts = self._dataset, _proven(counts)
+        if dataset.epsilon is None or dataset.delta is None:
+            return True
+        if dataset.accounting == "renyi_filter":
+            return _renyi_spent(dataset, counts) <= dataset.renyi_bound * (1 + _ROUNDING)
+        if any(_covers(fitting, counts) for fitting in self._fitting):
+            return True
+        if any(_covers(counts, exceeding) for exceeding in self._exceeding):
+            return False
+        rdp = rdp_epsilon_of_counts(counts, delta=dataset.delta, adjacency=dataset.adjacency)
+        if rdp <= dataset.epsilon * (1 + _ROUNDING):
+            return True
+        return False if dataset.accounting == "rdp" else None
+
+    def decide(self, counts: Counts, step: Counts) -> None:
+        """Makes `counts` known, and so many further steps that a loop of equal spends rarely comes back."""
+        counts, step = _proven(counts), _proven(step)
+        if not self._computed(counts) or not step:
+            return
+        ahead = min(counts[leaf] // times for leaf, times in step.items())
+        # Doubling reaches the budget, halving then closes in on it: about 2 log2(n) PLDs for n spends.
+        while ahead and self.known(_sum(counts, step, ahead)) is False:
+            ahead //= 2
+        if ahead:
+            self._computed(_sum(counts, step, ahead))
+
+    def _computed(self, counts: Counts) -> bool:
+        dataset = self._dataset
+        assert dataset.epsilon is not None and dataset.delta is not None
+        fits = _epsilon_of(dataset, counts, dataset.delta) <= dataset.epsilon * (1 + _ROUNDING)
+        if fits:
+            self._fitting = [counts, *(old for old in self._fitting if not _covers(counts, old))][:_REMEMBERED]
+        else:
+            self._exceeding = [counts, *(old for old in self._exceeding if not _covers(old, counts))][:_REMEMBERED]
+        return fits
+
+    def exceeded(self, before: Sequence[Counts], after: Sequence[Counts], event: DpEvent) -> BudgetExceeded:
+        """Returns the error for a refused spend."""
+        dataset = self._dataset
+        assert dataset.epsilon is not None and dataset.delta is not None
+        what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
+        budget = (dataset.epsilon, dataset.delta)
+        if self.refuses_unproven(composition(event)):
+            return BudgetExceeded(
+                f"{what}: {describe(event)} has no proof, so its epsilon is infinite. Nothing was run or charged. "
+                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy",
+                dataset=dataset.name,
+                budget=budget,
+                would_spend=math.inf,
+            )
+        if dataset.accounting == "renyi_filter":
+            share = dataset.epsilon / dataset.renyi_bound
+            spent, would = (
+                max(_renyi_spent(dataset, _proven(part)) for part in parts) * share for parts in (before, after)
+            )
+            what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
+        else:
+            spent, would = (
+                max(_epsilon_of(dataset, _proven(part), dataset.delta) for part in parts) for parts in (before, after)
+            )
+        return BudgetExceeded(
+            f"{what}: {spent:.6g} is spent and {describe(event)} would make it {would:.6g}. Nothing was run or "
+            "charged. Use more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
+            dataset=dataset.name,
+            budget=budget,
+            would_spend=would,
+        )
+
+
+# --- Compositions -----------------------------------------------------------------------------------------------
+
+
+def _sum(counts: Counts, step: Counts, times: int = 1) -> dict[DpEvent, int]:
+    total = dict(counts)
+    for leaf, count in step.items():
+        total[leaf] = total.get(leaf, 0) + times * count
+    return total
+
+
+def _covers(large: Counts, small: Counts) -> bool:
+    return all(count <= large.get(leaf, 0) for leaf, count in small.items())
+
+
+def _proven(counts: Counts) -> Counts:
+    return {leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)}
+
+
+def _renyi_spent(dataset: _Dataset, counts: Counts) -> float:
+    assert dataset.renyi_order is not None
+    return rdp_of_counts(counts, order=dataset.renyi_order, adjacency=dataset.adjacency)
+
+
+def _epsilon_of(dataset: _Dataset, counts: Counts, delta: float) -> float:
+    if dataset.accounting != "renyi_filter":
+        return _cached_epsilon(frozenset(counts.items()), delta, dataset.adjacency, dataset.method)
+    spent = _renyi_spent(dataset, counts)
+    if spent == 0 or math.isinf(spent):
+        return spent
+    assert dataset.renyi_order is not None
+    return math.inf if delta == 0 else renyi_epsilon(dataset.renyi_bound, delta, dataset.renyi_order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_epsilon(
+    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
+) -> float:
+    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
+
+
+# --- The file ---------------------------------------------------------------------------------------------------
+
+
+def _prepare(db: sqlite3.Connection, path: str) -> None:
+    """Checks that the file is a ledger that we can read, and makes a new file one."""
+    db.row_factory = sqlite3.Row
+    try:
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute("PRAGMA synchronous = FULL")
+        version, application = _pragma(db, "user_version"), _pragma(db, "application_id")
+        if (version, application) == (0, 0):
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("BEGIN IMMEDIATE")  # Two processes may create the same ledger: the second finds it made.
+            version, application = _pragma(db, "user_version"), _pragma(db, "application_id")
+            if (version, application) == (0, 0) and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for statement in _SCHEMA.split(";"):
+                    db.execute(statement)
+                for key, value in (("created_at", _now()), ("created_by", f"jaxdp {__version__}")):
+                    db.execute("INSERT INTO meta VALUES (?, ?)", (key, value))
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                version, application = SCHEMA_VERSION, _APPLICATION_ID
+            db.execute("COMMIT")
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"path {path!r} cannot be opened as a ledger: {error}") from error
+    if application != _APPLICATION_ID:
+        raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
+            "upgrade jaxdp to use it"
+        )
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+def _find_dataset(db: sqlite3.Connection, name: str) -> _Dataset | None:
+    row = db.execute(f"SELECT {_TERMS} FROM datasets WHERE name = ?", (name,)).fetchone()
+    return None if row is None else _Dataset(**row)
+
+
+def _dataset(db: sqlite3.Connection, name: str) -> _Dataset:
+    dataset = _find_dataset(db, name)
+    if dataset is None:
+        known = [row[0] for row in db.execute("SELECT name FROM datasets ORDER BY name LIMIT 20")]
+        raise ValueError(f"dataset {name!r} is not registered (registered: {known}); call ledger.register first")
+    return dataset
+
+
+def _find_token(db: sqlite3.Connection, dataset: _Dataset, token: str | None) -> sqlite3.Row | None:
+    return db.execute(
+        "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event "
+        "WHERE dataset = ? AND token = ?",
+        (dataset.id, token),
+    ).fetchone()
+
+
+def _insert(
+    db: sqlite3.Connection,
+    dataset: _Dataset,
+    partition: str | None,
+    text: str,
+    label: str,
+    token: str | None,
+    run: str,
+) -> int:
+    """Writes a reservation and its running total, in the caller's transaction."""
+    part, now = partition or "", _now()
+    db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (text,))
+    event = db.execute("SELECT id FROM events WHERE json = ?", (text,)).fetchone()[0]
+    cursor = db.execute(
+        "INSERT INTO spends (dataset, partition, event, label, token, status, run, version, reserved_at) "
+        "VALUES (?, ?, ?, ?, ?, 'reserved', ?, ?, ?)",
+        (dataset.id, part, event, label, token, run, __version__, now),
+    )
+    db.execute(
+        "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+        "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
+        (dataset.id, part, event, now, now, label, label),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def _compositions(db: sqlite3.Connection, dataset: _Dataset, partition: str | None) -> list[Counts]:
+    """Returns the distinct compositions that the dataset's units bear: the releases on everything, plus one part's.
+
+    One composition for a named partition; otherwise one for each different history of a part, and that of a unit in
+    no part. Parts with equal histories are merged in SQL, so a million parts cost little.
+    """
+    parsed: dict[int, Counts] = {}
+
+    def parse(history: str) -> dict[DpEvent, int]:
+        counts: dict[DpEvent, int] = {}
+        for item in filter(None, history.split(",")):
+            event, spends = map(int, item.split(":"))
+            if event not in parsed:
+                parsed[event] = composition(
+                    from_json(db.execute("SELECT json FROM events WHERE id = ?", (event,)).fetchone()[0])
+                )
+            counts = _sum(counts, parsed[event], spends)
+        return counts
+
+    query = (
+        "SELECT DISTINCT history FROM (SELECT group_concat(event || ':' || spends) AS history FROM "
+        "(SELECT partition, event, spends FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) "
+        "GROUP BY partition)"
+    )
+    whole = db.execute(query.format("partition = ''"), (dataset.id,)).fetchone()
+    common = parse(whole[0]) if whole else {}
+    if partition is None:
+        rows = db.execute(query.format("partition <> ''"), (dataset.id,)).fetchall()
+        return [common, *(_sum(common, parse(row[0])) for row in rows)]
+    rows = db.execute(query.format("partition = ?"), (dataset.id, partition)).fetchall()
+    return [_sum(common, parse(rows[0][0]))] if rows else [common]
+
+
+# --- The report -------------------------------------------------------------------------------------------------
+
+
+def _report_of(db: sqlite3.Connection, dataset: _Dataset, default_delta: float) -> dict[str, Any]:
+    totals = db.execute(
+        "SELECT partition, event, json, spends, first_at, last_at, first_label, last_label "
+        "FROM totals JOIN events ON events.id = event WHERE dataset = ? ORDER BY first_at, partition, event LIMIT 1000",
+        (dataset.id,),
+    ).fetchall()
+    unfinished = {
+        (row["partition"], row["event"]): row["open"]
+        for row in db.execute(
+            "SELECT partition, event, count(*) AS open FROM spends WHERE dataset = ? AND status <> 'committed' "
+            "GROUP BY partition, event",
+            (dataset.id,),
+        )
+    }
+    rows, partitions = db.execute(
+        "SELECT count(*), count(DISTINCT nullif(partition, '')) FROM totals WHERE dataset = ?", (dataset.id,)
+    ).fetchone()
+    unproven = db.execute(
+        "SELECT 1 FROM totals JOIN events ON events.id = event WHERE dataset = ? "
+        'AND json LIKE \'%"type":"Unproven"%\' LIMIT 1',
+        (dataset.id,),
+    ).fetchone()
+    still_open = db.execute(
+        "SELECT id, partition, label, status, run, version, reserved_at FROM spends "
+        "WHERE dataset = ? AND status <> 'committed' ORDER BY id LIMIT 1000",
+        (dataset.id,),
+    ).fetchall()
+    return {
+        "name": dataset.name,
+        "adjacency": dataset.adjacency,
+        "unit": dataset.unit,
+        "accounting": dataset.accounting,
+        "renyi_order": dataset.renyi_order,
+        "allow_unproven": dataset.allow_unproven,
+        "budget": dataset.epsilon,
+        "delta": default_delta if dataset.delta is None else dataset.delta,
+        "unproven": unproven is not None,
+        "partitions": partitions,
+        "rows": rows,
+        "spends": [
+            {
+                "partition": row["partition"] or None,
+                "event": json.loads(row["json"]),
+                "description": describe(from_json(row["json"])),
+                "spends": row["spends"],
+                "open": unfinished.get((row["partition"], row["event"]), 0),
+                "first_at": row["first_at"],
+                "last_at": row["last_at"],
+                "first_label": row["first_label"],
+                "last_label": row["last_label"],
+            }
+            for row in totals
+        ],
+        "open": [{**dict(row), "partition": row["partition"] or None} for row in still_open],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _render(entry: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of one dataset's report."""
+    budget = "none" if entry["budget"] is None else f"epsilon {entry['budget']:g} at delta {entry['delta']:g}"
+    order = "" if entry["renyi_order"] is None else f" at order {entry['renyi_order']:g}"
+    proven = "inf" if entry["proven_epsilon"] is None else f"{entry['proven_epsilon']:.6g}"
+    lines = [
+        entry["name"],
+        f"  adjacency    {entry['adjacency']}, unit {entry['unit']}, accounting {entry['accounting']}{order}",
+        f"  budget       {budget}" + ("" if entry["remaining"] is None else f", remaining {entry['remaining']:.6g}"),
+        f"  epsilon      {entry['headline']} at delta {entry['delta']:g}",
+    ]
+    if entry["headline"] == "inf (empirical only)":
+        lines.append(f"  proven part  {proven} at delta {entry['delta']:g}")
+    if entry["partitions"]:
+        lines.append(f"  partitions   {entry['partitions']} disjoint parts; epsilon is the maximum over them")
+    table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
+    for row in entry["spends"]:
+        labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
+        table.append(
+            [
+                str(row["spends"]),
+                str(row["open"]),
+                row["partition"] or "(all)",
+                row["description"],
+                " .. ".join(labels) or "-",
+                row["first_at"][:19],
+                row["last_at"][:19],
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if len(table) > 1:
+        lines += [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+    if entry["rows"] > len(entry["spends"]):
+        lines.append(f"  ... {entry['rows'] - len(entry['spends'])} more rows")
+    for row in entry["open"][:20]:
+        lines.append(
+            f"  not committed, counted in full: #{row['id']} {row['status']} {row['label'] or '-'} (run {row['run']})"
+        )
+    if len(entry["open"]) > 20:
+        lines.append(f"  ... {len(entry['open']) - 20} or more not committed")
+    return lines
