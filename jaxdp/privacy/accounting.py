@@ -288,7 +288,7 @@ def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float)
     """
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
     floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
-    return 2.0 ** math.floor(math.log2(max(wanted, floor)))
+    return 2.0 ** round(math.log2(max(wanted, floor)))
 
 
 def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.PrivacyLossDistribution:

@@ -45,7 +45,7 @@ import secrets
 import sqlite3
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -373,9 +373,9 @@ class Ledger:
         """
         with self._transaction("DEFERRED") as db:
             dataset = _dataset(db, name)
+            if dataset.epsilon is None or dataset.delta is None:
+                return math.inf
             compositions = _compositions(db, dataset, partition)
-        if dataset.epsilon is None or dataset.delta is None:
-            return math.inf
         proven = [_proven(counts) for counts in compositions]
         if dataset.accounting == "renyi_filter":
             spent = max(_renyi_spent(dataset, counts) for counts in proven) / dataset.renyi_bound * dataset.epsilon
@@ -386,14 +386,10 @@ class Ledger:
     def events(self, name: str) -> dict[str | None, DpEvent]:
         """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
         with self._transaction("DEFERRED") as db:
-            rows = db.execute(
-                "SELECT partition, json, spends FROM totals JOIN events ON events.id = event WHERE dataset = ?",
-                (_dataset(db, name).id,),
-            ).fetchall()
-        counts: dict[str, dict[DpEvent, int]] = {}
-        for partition, text, spends in rows:
-            counts[partition] = _sum(counts.get(partition, {}), composition(from_json(text)), spends)
-        return {partition or None: compose(part) for partition, part in counts.items()}
+            parse = _history_parser(db)
+            rows = db.execute(_HISTORY.format("1"), (_dataset(db, name).id,)).fetchall()
+            composed = {history: compose(parse(history)) for history in {row["history"] for row in rows}}
+        return {row["partition"] or None: composed[row["history"]] for row in rows}
 
     def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
         """Returns the whole account as plain data, ready for JSON.
@@ -736,37 +732,46 @@ def _insert(
     return cursor.lastrowid
 
 
-def _compositions(db: sqlite3.Connection, dataset: _Dataset, partition: str | None) -> list[Counts]:
-    """Returns the distinct compositions that the dataset's units bear: the releases on everything, plus one part's.
+# One row per part: what it went through, as "event:spends,event:spends,...", the same text for the same history.
+_HISTORY = (
+    "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, event, spends "
+    "FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) GROUP BY partition"
+)
 
-    One composition for a named partition; otherwise one for each different history of a part, and that of a unit in
-    no part. Parts with equal histories are merged in SQL, so a million parts cost little.
-    """
-    parsed: dict[int, Counts] = {}
+
+def _history_parser(db: sqlite3.Connection) -> Callable[[str], dict[DpEvent, int]]:
+    parsed: dict[str, Counts] = {}
 
     def parse(history: str) -> dict[DpEvent, int]:
         counts: dict[DpEvent, int] = {}
-        for item in filter(None, history.split(",")):
-            event, spends = map(int, item.split(":"))
+        for item in history.split(","):
+            event, spends = item.split(":")
             if event not in parsed:
-                parsed[event] = composition(
-                    from_json(db.execute("SELECT json FROM events WHERE id = ?", (event,)).fetchone()[0])
-                )
-            counts = _sum(counts, parsed[event], spends)
+                row = db.execute("SELECT json FROM events WHERE id = ?", (int(event),)).fetchone()
+                parsed[event] = composition(from_json(row["json"]))
+            counts = _sum(counts, parsed[event], int(spends))
         return counts
 
-    query = (
-        "SELECT DISTINCT history FROM (SELECT group_concat(event || ':' || spends) AS history FROM "
-        "(SELECT partition, event, spends FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) "
-        "GROUP BY partition)"
-    )
-    whole = db.execute(query.format("partition = ''"), (dataset.id,)).fetchone()
-    common = parse(whole[0]) if whole else {}
-    if partition is None:
-        rows = db.execute(query.format("partition <> ''"), (dataset.id,)).fetchall()
-        return [common, *(_sum(common, parse(row[0])) for row in rows)]
-    rows = db.execute(query.format("partition = ?"), (dataset.id, partition)).fetchall()
-    return [_sum(common, parse(rows[0][0]))] if rows else [common]
+    return parse
+
+
+def _compositions(db: sqlite3.Connection, dataset: _Dataset, partition: str | None) -> list[Counts]:
+    """Returns the compositions that the dataset's units bear: the releases on everything, plus one part's.
+
+    One composition for a named partition; otherwise every maximal one. Parts with equal histories are merged in SQL, so
+    that a million parts cost little.
+    """
+    parse = _history_parser(db)
+    whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
+    common = parse(whole["history"]) if whole else {}
+    parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
+    query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
+    candidates = [_sum(common, parse(row["history"])) for row in db.execute(query, (dataset.id, *values)).fetchall()]
+    maximal: list[Counts] = []
+    for counts in sorted(candidates, key=lambda part: sum(part.values()), reverse=True):
+        if not any(_covers(larger, counts) for larger in maximal):
+            maximal.append(counts)
+    return maximal or [common]
 
 
 # --- The report -------------------------------------------------------------------------------------------------
