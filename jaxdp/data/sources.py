@@ -73,33 +73,6 @@ class Source:
         """
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
-    def only_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
-        """Returns the source of the examples with one of the given labels, relabelled 0, 1, ... in that order.
-
-        Which examples belong depends on their own label only, so two sources of disjoint classes are disjoint parts of
-        the data. Their sizes are then taken to be public.
-
-        Args:
-          classes: at least two different labels in [0, num_classes).
-          name: name of the new source; by default the name of this one.
-
-        Raises:
-          ValueError: for other classes.
-        """
-        if len(set(classes)) != len(classes) or len(classes) < 2 or not set(classes) <= set(range(self.num_classes)):
-            raise ValueError(f"classes must be two or more different labels below {self.num_classes}, got {classes}")
-        new_label = np.full(self.num_classes, -1, np.int32)
-        new_label[list(classes)] = np.arange(len(classes))
-        label = new_label[self.arrays["label"]]
-        rows = np.arange(len(label)) if self.rows is None else self.rows
-        return dataclasses.replace(
-            self,
-            arrays={**self.arrays, "label": label},
-            num_classes=len(classes),
-            rows=rows[label[rows] >= 0],
-            name=name or self.name,
-        )
-
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 
@@ -366,7 +339,7 @@ def _prepare(tfds: Any, name: str, data_dir: str | None) -> None:
         # ArrayRecord is the format that TFDS can read without TensorFlow.
         tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
     except ImportError as error:
-        # Writing many data sets needs TensorFlow once, to encode the images.
+        # TFDS needs TensorFlow to encode images, and importlib_resources, but depends on neither.
         raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
 
 
@@ -387,7 +360,7 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
         f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either "
         "prepare it, on a machine with network access and in an environment of its own, because TFDS may need "
         "TensorFlow to write (never to read):\n"
-        f"    pip install tensorflow-datasets tensorflow array-record\n    {build}\n"
+        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
         "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable "
         "TFDS_DATA_DIR"
     )
@@ -400,7 +373,7 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any]) -> list[s
         if isinstance(image, tfds.features.Image):
             if image.np_dtype != np.uint8 or None in image.shape:
                 raise ValueError(
-                    f"data set {name!r} has images of shape {image.shape} and dtype {image.np_dtype.__name__}; "
+                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}; "
                     "only uint8 images of one fixed shape are handled: resize them and use from_arrays"
                 )
             return ["image", "label"]

@@ -1,0 +1,245 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from jaxdp.data import Source, bundled, from_arrays
+
+
+def pixels(count: int = 12) -> Source:
+    image = np.random.default_rng(0).integers(0, 256, (count, 4, 5, 3), dtype=np.uint8)
+    return from_arrays(image=image, label=np.arange(count) % 3, num_classes=3, name="pixels")
+
+
+def test_images_are_stored_as_uint8_and_gathered_as_floats():
+    source = pixels()
+    assert source.arrays["image"].dtype == np.uint8
+    indices = np.array([3, 0, 3])
+    batch = source.gather(indices)
+    assert batch["image"].dtype == np.float32 and batch["image"].shape == (3, 4, 5, 3)
+    assert batch["label"].dtype == np.int32
+    np.testing.assert_allclose(batch["image"], source.arrays["image"][indices] / 255, rtol=1e-6)
+    np.testing.assert_array_equal(batch["label"], indices % 3)
+    assert source.gather(np.arange(12))["image"].max() <= 1
+
+
+def test_indexing_gives_one_example_or_a_batch():
+    source = pixels()
+    example = source[5]
+    assert example["image"].shape == (4, 5, 3) and example["label"].shape == ()
+    np.testing.assert_array_equal(example["image"], source[np.array([5])]["image"][0])
+    assert len(list(source)) == len(source) == 12
+
+
+def test_an_empty_batch_is_legal():
+    batch = pixels().gather(np.zeros(0, np.int64))
+    assert batch["image"].shape == (0, 4, 5, 3) and batch["label"].shape == (0,)
+    assert len(pixels().take([])) == 0
+
+
+@pytest.mark.parametrize("index", [-1, 12, np.array([0, 12]), np.array([-1])])
+def test_indices_outside_the_source_are_refused(index):
+    with pytest.raises(IndexError, match=r"indices must be in \[0, 12\) for source 'pixels'"):
+        pixels()[index]
+
+
+@pytest.mark.parametrize("index", [0.5, np.ones(12, bool), np.zeros((2, 2), int)])
+def test_indices_that_are_not_integer_vectors_are_refused(index):
+    with pytest.raises(TypeError, match="indices must be"):
+        pixels()[index]
+
+
+def test_take_composes_and_copies_nothing():
+    source = pixels()
+    part = source.take([9, 4, 7]).take([2, 0], name="part")
+    assert part.name == "part" and len(part) == 2 and part.num_classes == 3
+    assert part.arrays is source.arrays
+    np.testing.assert_array_equal(part.gather([0, 1])["image"], source.gather([7, 9])["image"])
+    with pytest.raises(IndexError):
+        part.gather([2])
+
+
+def test_splits_are_disjoint_and_depend_on_positions_alone():
+    source = pixels(10)
+    parts = source.split([0.5, 0.3], seed=1)
+    assert [len(part) for part in parts] == [5, 3]
+    assert [part.name for part in parts] == ["pixels[0]", "pixels[1]"]
+    rows = np.concatenate([part.rows for part in parts])
+    assert len(np.unique(rows)) == 8
+    other = from_arrays(features=np.zeros((10, 2)), label=np.ones(10, int), num_classes=2)
+    for mine, theirs in zip(parts, other.split([0.5, 0.3], seed=1), strict=True):
+        np.testing.assert_array_equal(mine.rows, theirs.rows)
+    assert not np.array_equal(source.split([0.5], seed=2)[0].rows, parts[0].rows)
+    assert [len(part) for part in source.split([1 / 3, 1 / 3, 1 / 3], seed=0)] == [3, 4, 3]
+
+
+def test_splits_never_change():
+    """Known answer: a split that moved with a library version would leak test examples into training."""
+    assert pixels(10).split([1.0], seed=0)[0].rows.tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+
+
+def test_a_split_is_uniform():
+    source = pixels(6)
+    counts = np.zeros((6, 6))
+    for seed in range(600):
+        counts[np.arange(6), source.split([1.0], seed=seed)[0].rows] += 1
+    assert np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6  # chi-square, 25 degrees of freedom, 0.1 %
+
+
+@pytest.mark.parametrize("fractions", [[], [0.5, 0.0], [-0.1], [0.8, 0.3]])
+def test_impossible_splits_are_refused(fractions):
+    with pytest.raises(ValueError, match="fractions must be positive and sum to at most 1"):
+        pixels().split(fractions, seed=0)
+
+
+def test_the_fingerprint_is_of_the_content():
+    source = pixels()
+    assert source.fingerprint == pixels().fingerprint
+    image, label = source.arrays["image"], source.arrays["label"]
+    changed = image.copy()
+    changed[-1, -1, -1, -1] ^= 1
+    prints = {
+        source.fingerprint,
+        from_arrays(image=changed, label=label, num_classes=3).fingerprint,
+        from_arrays(image=image, label=(label + 1) % 3, num_classes=3).fingerprint,
+        from_arrays(image=image, label=label, num_classes=4).fingerprint,
+        from_arrays(image=image.transpose(0, 2, 1, 3), label=label, num_classes=3).fingerprint,
+        source.take(np.arange(11)).fingerprint,
+        source.take(np.arange(12)[::-1]).fingerprint,
+    }
+    assert len(prints) == 7
+    assert from_arrays(image=image, label=label, num_classes=3, name="other").fingerprint == source.fingerprint
+    assert source.take(np.arange(12)).fingerprint == source.fingerprint
+
+
+def test_the_fingerprint_follows_its_description():
+    source = from_arrays(features=np.array([[1.5, -2.0]]), label=np.array([1]), num_classes=2)
+    text = b'["features", "<f4", [1, 2], 2]\n' + np.array([1.5, -2.0], "<f4").tobytes()
+    text += b'["label", "<i4", [1], 2]\n' + np.array([1], "<i4").tobytes()
+    assert source.fingerprint == hashlib.sha256(text).hexdigest()
+
+
+def test_a_fingerprint_spans_chunks():
+    many = from_arrays(features=np.arange(9000.0)[:, None], label=np.zeros(9000, int), num_classes=2)
+    swapped = np.arange(9000)
+    swapped[[4095, 4096]] = swapped[[4096, 4095]]
+    assert many.take(swapped).fingerprint != many.fingerprint
+    assert many.take(np.arange(9000)).fingerprint == many.fingerprint
+
+
+def test_grey_images_get_a_channel_and_floats_stay():
+    image = np.linspace(0, 1, 24).reshape(2, 3, 4)
+    source = from_arrays(image=image, label=np.array([0, 1]), num_classes=2)
+    assert source[1]["image"].shape == (3, 4, 1) and source[1]["image"].dtype == np.float32
+    np.testing.assert_allclose(source[1]["image"][..., 0], image[1], rtol=1e-6)
+
+
+def test_the_stored_arrays_are_read_only_and_the_callers_stay_writable():
+    image = np.zeros((2, 3, 3, 1), np.uint8)
+    source = from_arrays(image=image, label=np.array([0, 1]), num_classes=2)
+    assert not source.arrays["image"].flags.writeable
+    assert image.flags.writeable
+
+
+LABEL = np.array([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"label": LABEL}, ValueError, "exactly one of"),
+        ({"label": LABEL, "image": np.zeros((2, 3, 3)), "features": np.zeros((2, 1))}, ValueError, "exactly one"),
+        ({"label": LABEL, "features": np.zeros(2)}, ValueError, r"features must have shape \[n, d\]"),
+        ({"label": LABEL, "features": np.array([["a"], ["b"]])}, TypeError, "features must be real numbers"),
+        ({"label": LABEL, "image": np.zeros((2, 3))}, ValueError, "image must have shape"),
+        ({"label": LABEL, "image": np.zeros((2, 3, 3), int)}, TypeError, "image must be uint8"),
+        ({"label": LABEL, "image": np.full((2, 3, 3), 255.0)}, ValueError, "divide by the largest possible"),
+        ({"label": np.array([0, 7]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
+        ({"label": np.array([-1, 0]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
+        ({"label": np.array([0.0, 1.0]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
+        ({"label": np.zeros((2, 1), int), "features": np.zeros((2, 1))}, ValueError, "label must have shape"),
+        ({"label": LABEL, "features": np.zeros((3, 1))}, ValueError, "must have one length, got 3 and 2"),
+    ],
+)
+def test_unusable_arrays_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        from_arrays(num_classes=2, **arguments)
+
+
+def test_refusals_do_not_show_records():
+    with pytest.raises(ValueError) as caught:
+        from_arrays(features=np.zeros((2, 1)), label=np.array([0, 987654]), num_classes=2)
+    assert "987654" not in str(caught.value)
+    assert "array(" not in repr(pixels())
+
+
+def test_num_classes_is_declared():
+    with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
+        from_arrays(features=np.zeros((2, 1)), label=np.zeros(2, int), num_classes=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "classes", "key", "shape"),
+    [
+        ("digits", 1797, 10, "image", (8, 8, 1)),
+        ("breast_cancer", 569, 2, "features", (30,)),
+        ("blobs", 1000, 4, "features", (2,)),
+    ],
+)
+def test_bundled_data_sets(name, size, classes, key, shape):
+    source = bundled(name)
+    assert (len(source), source.num_classes, source.name) == (size, classes, name)
+    batch = source.gather(np.arange(size))
+    assert batch[key].shape == (size, *shape) and batch[key].dtype == np.float32
+    assert set(np.unique(batch["label"])) == set(range(classes))
+    assert bundled(name).fingerprint == source.fingerprint
+
+
+def test_digits_are_the_real_ones_in_the_unit_interval():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    batch = bundled("digits").gather(np.arange(1797))
+    np.testing.assert_array_equal(batch["image"][..., 0] * 16, digits.images)
+    np.testing.assert_array_equal(batch["label"], digits.target)
+
+
+def test_breast_cancer_is_scaled_by_public_constants():
+    """Each feature is an affine map of the raw one with round constants: no statistic of the rows, no clipping."""
+    from sklearn.datasets import load_breast_cancer
+
+    raw = load_breast_cancer().data
+    scaled = bundled("breast_cancer").gather(np.arange(569))["features"].astype(np.float64)
+    assert np.all(np.abs(scaled) <= 1)
+    for k in range(30):
+        slope, intercept = np.polyfit(raw[:, k], scaled[:, k], 1)
+        np.testing.assert_allclose(scaled[:, k], slope * raw[:, k] + intercept, atol=1e-5)
+        low, high = (-1 - intercept) / slope, (1 - intercept) / slope
+        for bound in (low, high):
+            # Two significant digits at most: not read off the rows.
+            assert bound == pytest.approx(float(f"{bound:.2g}"), rel=1e-3, abs=1e-4)
+
+
+def test_bundled_features_are_worth_learning_from():
+    """A linear model reaches the usual accuracy, so rows and labels belong together."""
+    from sklearn.linear_model import LogisticRegression
+
+    for name, accuracy in (("breast_cancer", 0.93), ("blobs", 0.93)):
+        train, test = bundled(name).split([0.7, 0.3], seed=0)
+        fit, held_out = train.gather(np.arange(len(train))), test.gather(np.arange(len(test)))
+        model = LogisticRegression(C=10.0, max_iter=1000).fit(fit["features"], fit["label"])
+        assert model.score(held_out["features"], held_out["label"]) > accuracy
+
+
+def test_an_unknown_bundled_name_is_refused():
+    with pytest.raises(ValueError, match="'digits', 'breast_cancer', 'blobs', got 'mnist'"):
+        bundled("mnist")
+
+
+def test_importing_the_package_is_light(run_in_subprocess):
+    code = (
+        "import sys, jaxdp.data\n"
+        "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'jax_privacy', 'dp_accounting', 'flax'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    run_in_subprocess(code)

@@ -1,0 +1,172 @@
+"""TFDS sources: a tiny data set prepared on the spot, and the real ones where a directory is given."""
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdp.data import from_tfds, sources
+
+EXPECTED = {
+    ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
+    ("cifar10", "test"): (10000, 10, (32, 32, 3)),
+    ("cifar100_subset", "train"): (8000, 100, (32, 32, 3)),
+    ("usps", "test"): (2007, 10, (16, 16, 1)),
+    ("pneumonia_mnist", "val"): (524, 2, (28, 28, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> str:
+    """A TFDS directory with the data sets tiny_image, tiny_text and tiny_ragged, prepared without TensorFlow."""
+    import PIL.Image
+    import tensorflow_datasets as tfds
+
+    directory = str(tmp_path_factory.mktemp("tfds"))
+    label = tfds.features.ClassLabel(num_classes=3)
+
+    def picture(height, width, value):
+        return PIL.Image.fromarray(np.full((height, width, 3), value, np.uint8))
+
+    def prepare(name, features, examples):
+        class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+            VERSION = tfds.core.Version("1.0.0")
+
+            def _info(self):
+                return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+            def _split_generators(self, dl_manager):
+                return {"train": enumerate(examples)}
+
+            def _generate_examples(self):
+                raise AssertionError("never called")
+
+        Builder.name = name
+        # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend on.
+        Builder.__module__ = "__main__"
+        Builder(data_dir=directory, file_format="array_record").download_and_prepare()
+
+    image = tfds.features.Image(shape=(4, 5, 3))
+    prepare(
+        "tiny_image",
+        {"image": image, "label": label, "id": tfds.features.Text()},
+        [{"image": picture(4, 5, 10 * k), "label": k % 3, "id": str(k)} for k in range(7)],
+    )
+    prepare("tiny_unlabelled", {"image": image, "label": label}, [{"image": picture(4, 5, 0), "label": -1}])
+    prepare("tiny_text", {"sentence": tfds.features.Text(), "label": label}, [{"sentence": "a", "label": 0}])
+    ragged = tfds.features.Image(shape=(None, None, 3))
+    prepare(
+        "tiny_ragged",
+        {"image": ragged, "label": label},
+        [{"image": picture(2 + k, 5, 0), "label": 0} for k in range(2)],
+    )
+    return directory
+
+
+def test_a_prepared_image_data_set_is_read_without_tensorflow(data_dir):
+    source = from_tfds("tiny_image", "train", data_dir=data_dir)
+    assert (len(source), source.num_classes, source.name) == (7, 3, "tiny_image/train")
+    assert source.arrays["image"].dtype == np.uint8
+    batch = source.gather(np.arange(7))
+    values = np.rint(batch["image"] * 255)
+    np.testing.assert_array_equal(values, np.broadcast_to(values[:, :1, :1, :1], (7, 4, 5, 3)))
+    order = values[:, 0, 0, 0] / 10
+    assert sorted(order) == list(range(7))
+    np.testing.assert_array_equal(batch["label"], order % 3)
+    assert len(from_tfds("tiny_image", "train[:3]", data_dir=data_dir)) == 3
+    assert "tensorflow" not in sys.modules
+
+
+def test_the_directory_comes_from_the_environment(data_dir, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", data_dir)
+    assert len(from_tfds("tiny_image", "train")) == 7
+
+
+def test_download_keeps_what_is_prepared(data_dir):
+    assert len(from_tfds("tiny_image", "train", data_dir=data_dir, download=True)) == 7
+
+
+@pytest.mark.parametrize("name", ["cifar10", "no_such_data_set"])
+def test_a_data_set_that_is_not_there_is_a_clear_error(name, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(FileNotFoundError) as caught:
+        from_tfds(name, "train", data_dir=str(tmp_path))
+    message = str(caught.value)
+    assert f"'{name}' is not prepared" in message and str(tmp_path) in message
+    assert f"tfds build {name} --file_format=array_record --data_dir={tmp_path}" in message
+    assert "data_dir=" in message and "TFDS_DATA_DIR" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_download_that_lacks_tensorflow_says_how_to_prepare_elsewhere(tmp_path, monkeypatch):
+    import tensorflow_datasets as tfds
+
+    def lacks_tensorflow(*args, **kwargs):
+        raise ModuleNotFoundError("No module named 'tensorflow'")
+
+    monkeypatch.setattr(tfds, "data_source", lacks_tensorflow)
+    with pytest.raises(FileNotFoundError, match="pip install tensorflow-datasets tensorflow"):
+        from_tfds("cifar10", "train", data_dir=str(tmp_path), download=True)
+
+
+def test_an_unknown_split_is_refused(data_dir):
+    with pytest.raises(ValueError, match=r"split 'test' of data set 'tiny_image' .* \['train'\]"):
+        from_tfds("tiny_image", "test", data_dir=data_dir)
+
+
+def test_data_sets_that_are_not_handled_are_refused(data_dir):
+    with pytest.raises(ValueError, match=r"features \['label', 'sentence'\].*text is not.*from_arrays"):
+        from_tfds("tiny_text", "train", data_dir=data_dir)
+    with pytest.raises(ValueError, match="one fixed shape are handled: resize them and use from_arrays"):
+        from_tfds("tiny_ragged", "train", data_dir=data_dir)
+    with pytest.raises(ValueError, match="has no labels"):
+        from_tfds("tiny_unlabelled", "train", data_dir=data_dir)
+
+
+def test_harmless_log_lines_are_dropped_and_others_kept(caplog):
+    logger = logging.getLogger("absl")
+    with sources._quiet_array_record():
+        logger.error("File %s was created with group size %s", "a", 64)
+        logger.error("something else")
+    logger.error("File %s was created with group size %s", "b", 64)
+    assert [record.getMessage() for record in caplog.records] == [
+        "something else",
+        "File b was created with group size 64",
+    ]
+
+
+@pytest.mark.download
+@pytest.mark.parametrize(("name", "split"), EXPECTED)
+def test_real_image_data_sets(name, split):
+    directory = os.environ["JAXDP_DATA_DIR"]
+    if not (Path(directory) / name).is_dir():
+        pytest.skip(f"{name} is not in JAXDP_DATA_DIR")
+    size, classes, shape = EXPECTED[name, split]
+    source = from_tfds(name, split, data_dir=directory)
+    assert (len(source), source.num_classes) == (size, classes)
+    example = source[size - 1]
+    assert example["image"].shape == shape and 0 <= example["image"].min() <= example["image"].max() <= 1
+
+
+@pytest.mark.download
+def test_adult_is_encoded_with_public_constants():
+    from sklearn.linear_model import LogisticRegression
+
+    directory = os.environ["JAXDP_DATA_DIR"]
+    if not (Path(directory) / "adult").is_dir():
+        pytest.skip("adult is not in JAXDP_DATA_DIR")
+    train, test = (from_tfds("adult", split, data_dir=directory) for split in ("train[:8000]", "test[:4000]"))
+    fit, held_out = train.gather(np.arange(8000)), test.gather(np.arange(4000))
+    features = fit["features"]
+    assert features.shape == (8000, 107)
+    assert features.min() >= 0 and features.max() <= 1
+    np.testing.assert_array_equal(features[:, 5:].sum(axis=1), 8)
+    model = LogisticRegression(max_iter=2000).fit(features, fit["label"])
+    assert model.score(held_out["features"], held_out["label"]) > 0.83
