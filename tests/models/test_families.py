@@ -1,0 +1,244 @@
+"""Each family against an independent NumPy float64 forward pass, and as a function of one example at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from jaxdp import models
+
+TINY = {
+    "mlp": ("mlp", {"hidden": (7, 5)}),
+    "cnn": ("cnn", {"widths": (4, 8), "dense": 6}),
+    "cnn group": ("cnn", {"widths": (4, 8), "dense": 0, "norm": "group", "groups": 2}),
+    "resnet": ("resnet20", {"depth": 8}),
+    "resnet frozen": ("resnet20", {"depth": 8, "norm": "frozen_batch", "shortcut": "conv"}),
+    "resnet plain": ("resnet20", {"depth": 8, "norm": None}),
+    "wide resnet": ("wrn_16_4", {"depth": 10, "width": 1}),
+    "vit": ("vit_tiny", {"width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}),
+    "vit mean": ("vit_tiny", {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12, "pool": "mean"}),
+}
+IMAGES = np.random.default_rng(0).random((3, 8, 8, 2), np.float32)
+
+
+def build(kind: str, dtype=None):
+    """The tiny model of a kind and variables whose every leaf is moved off its initial value."""
+    name, attributes = TINY[kind]
+    model = models.create(name, num_classes=5, dtype=dtype, **attributes)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 2)))
+    rng = np.random.default_rng(1)
+
+    def leaf(path, shape):
+        names = [entry.key for entry in path]
+        centre = 1.0 if names[-1] in ("scale", "gain", "var") else 0.0
+        fan_in = np.prod(shape.shape[:-1]) if names[-1] == "kernel" else 25
+        return np.asarray(centre + rng.normal(0, 1 / np.sqrt(fan_in), shape.shape), np.float32)
+
+    variables = jax.tree_util.tree_map_with_path(leaf, shapes)
+    if "batch_stats" in variables:
+        variables["batch_stats"] = jax.tree.map(np.abs, variables["batch_stats"])
+    return model, variables
+
+
+def conv(x, kernel, stride=1, padding=None):
+    """Cross-correlation, NHWC by HWIO; padding None is "SAME" (the odd pixel below and to the right)."""
+    size = kernel.shape[0]
+    height, width = (-(-extent // stride) for extent in x.shape[1:3])
+    pads = []
+    for extent, out in zip(x.shape[1:3], (height, width), strict=True):
+        total = max((out - 1) * stride + size - extent, 0)
+        pads.append((total // 2, total - total // 2) if padding is None else (padding, padding))
+    x = np.pad(x, ((0, 0), *pads, (0, 0)))
+    rows, columns = ((extent - size) // stride + 1 for extent in x.shape[1:3])
+    y = np.zeros((x.shape[0], rows, columns, kernel.shape[-1]))
+    for i in range(size):
+        for j in range(size):
+            window = x[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+            y += window @ kernel[i, j]
+    return y
+
+
+def ws_conv(x, p, stride=1):
+    kernel = p["kernel"]
+    flat = kernel.reshape(-1, kernel.shape[-1])
+    scale = p["gain"] / np.sqrt(np.maximum(flat.var(axis=0) * flat.shape[0], 1e-4))
+    return conv(x, (kernel - flat.mean(axis=0)) * scale, stride) + p["bias"]
+
+
+def group_norm(x, p, groups):
+    out = np.empty_like(x)
+    size = x.shape[-1] // groups
+    for b in range(x.shape[0]):
+        for g in range(groups):
+            part = x[b, ..., g * size : (g + 1) * size]
+            out[b, ..., g * size : (g + 1) * size] = (part - part.mean()) / np.sqrt(part.var() + 1e-5)
+    return out * p["scale"] + p["bias"]
+
+
+def layer_norm(x, p):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+
+def dense(x, p):
+    return x @ p["kernel"] + p["bias"]
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def halve(x):
+    return (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) / 4
+
+
+def attention(x, p, heads):
+    out = np.zeros_like(x)
+    size = x.shape[-1] // heads
+    q, k, v = (dense(x, p[name]) for name in ("query", "key", "value"))
+    for b in range(x.shape[0]):
+        for h in range(heads):
+            part = slice(h * size, (h + 1) * size)
+            scores = q[b, :, part] @ k[b, :, part].T / np.sqrt(size)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[b, :, part] = weights / weights.sum(axis=1, keepdims=True) @ v[b, :, part]
+    return dense(out, p["out"])
+
+
+def reference(kind, x, variables):
+    p, stats = variables["params"], variables.get("batch_stats")
+    attributes = TINY[kind][1]
+    if kind == "mlp":
+        x = x.reshape(len(x), -1)
+        return dense(relu(dense(relu(dense(x, p["dense_0"])), p["dense_1"])), p["head"])
+    if kind.startswith("cnn"):
+        for k in range(2):
+            x = conv(x, p[f"conv_{k}"]["kernel"]) + p[f"conv_{k}"]["bias"]
+            x = halve(np.tanh(group_norm(x, p[f"norm_{k}"], 2) if "norm" in attributes else x))
+        x = x.reshape(len(x), -1)
+        x = np.tanh(dense(x, p["dense"])) if attributes["dense"] else x
+        return dense(x, p["head"])
+    if kind.startswith("resnet"):
+
+        def norm(name, x):
+            if kind == "resnet plain":
+                return x
+            if stats is None:
+                return group_norm(x, p[name], 8)
+            mean, var = stats[name]["mean"], stats[name]["var"]
+            return (x - mean) / np.sqrt(var + 1e-5) * p[name]["scale"] + p[name]["bias"]
+
+        def convolve(name, x, stride=1):
+            kernel = p[name]["kernel"]
+            return conv(x, kernel, stride, kernel.shape[0] // 2) + p[name].get("bias", 0)
+
+        x = relu(norm("norm", convolve("conv", x)))
+        for k in range(3):
+            name, stride = f"stage_{k}_block_0", 1 if k == 0 else 2
+            y = relu(norm(f"{name}_norm_0", convolve(f"{name}_conv_0", x, stride)))
+            y = norm(f"{name}_norm_1", convolve(f"{name}_conv_1", y))
+            if k and "shortcut" in attributes:
+                x = norm(f"{name}_shortcut_norm", convolve(f"{name}_shortcut", x, stride))
+            elif k:
+                zeros = np.zeros((*y.shape[:3], x.shape[-1] // 2))
+                x = np.concatenate([zeros, x[:, ::2, ::2], zeros], axis=-1)
+            x = relu(x + y)
+        return dense(x.mean(axis=(1, 2)), p["head"])
+    if kind == "wide resnet":
+
+        def branch(name, x, stride=1):
+            return ws_conv(group_norm(relu(x), p[f"{name}_norm"], 16), p[f"{name}_conv"], stride)
+
+        x = ws_conv(x, p["conv"])
+        for k in range(3):
+            name, stride = f"stage_{k}_block_0", 1 if k == 0 else 2
+            x = branch(f"{name}_skip", x, stride) + branch(f"{name}_1", branch(f"{name}_0", x, stride))
+        return dense(group_norm(relu(x), p["norm"], 16).mean(axis=(1, 2)), p["head"])
+    patches = x.reshape(len(x), 2, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4, 5).reshape(len(x), 4, 32)
+    x = patches @ p["embed"]["kernel"].reshape(32, -1) + p["embed"]["bias"]
+    if kind == "vit":
+        x = np.concatenate([np.broadcast_to(p["class_token"], (len(x), 1, 8)), x], axis=1)
+    x = x + p["positions"]
+    for k in range(attributes["depth"]):
+        block = p[f"block_{k}"]
+        x = x + attention(layer_norm(x, block["norm_0"]), block["attention"], 2)
+        y = dense(layer_norm(x, block["norm_1"]), block["mlp_0"])
+        x = x + dense(y * (1 + special.erf(y / np.sqrt(2))) / 2, block["mlp_1"])
+    x = layer_norm(x, p["norm"])
+    return dense(x[:, 0] if kind == "vit" else x.mean(axis=1), p["head"])
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(kind):
+    model, variables = build(kind)
+    apply = jax.jit(model.apply)
+    logits = apply(variables, IMAGES)
+    assert logits.shape == (3, 5) and logits.dtype == jnp.float32
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables)
+    expected = reference(kind, IMAGES.astype(np.float64), wide)
+    assert expected.std() > 0.01
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
+    # The other examples of the batch do not matter, not even when they are not numbers.
+    poisoned = IMAGES.copy()
+    poisoned[1:] = np.nan
+    np.testing.assert_allclose(apply(variables, poisoned)[0], logits[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
+    model, variables = build(kind, jnp.bfloat16)
+    logits = jax.eval_shape(model.apply, variables, IMAGES)
+    assert logits.dtype == jnp.float32
+    fresh = jax.eval_shape(model.init, jax.random.key(0), IMAGES)
+    assert {leaf.dtype for leaf in jax.tree.leaves(fresh)} == {jnp.dtype("float32")}
+    text = str(jax.make_jaxpr(model.apply)(variables, IMAGES))
+    assert "bf16" in text
+    if kind in ("mlp", "wide resnet", "vit"):
+        exact = build(kind)[0].apply(variables, IMAGES)
+        np.testing.assert_allclose(jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["resnet", "wide resnet", "vit", "cnn group"])
+def test_every_parameter_receives_a_gradient(kind):
+    model, variables = build(kind)
+    target = np.eye(5, dtype=np.float32)[[0]]
+
+    def loss(params):
+        return jnp.sum(model.apply({**variables, "params": params}, IMAGES[:1]) * target)
+
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(variables["params"])):
+        name = jax.tree_util.keystr(path)
+        if "'key']['bias'" in name:
+            continue  # softmax does not see a shift that all keys share
+        assert np.abs(gradient).max() > 1e-6, name
+
+
+def test_frozen_statistics_are_constants():
+    model, variables = build("resnet frozen")
+    _, state = model.apply(variables, IMAGES, mutable=["batch_stats"])
+    for before, after in zip(
+        jax.tree.leaves(variables["batch_stats"]), jax.tree.leaves(state["batch_stats"]), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+    assert set(variables["params"]["norm"]) == {"scale", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "message"),
+    [
+        ("resnet20", {"depth": 21}, "depth must be 6 n \\+ 2"),
+        ("resnet20", {"norm": "batch"}, "batch statistics mix the examples"),
+        ("resnet20", {"groups": 5}, "groups must divide the number of channels 16, got groups=5"),
+        ("resnet20", {"shortcut": "none"}, "shortcut must be 'pad' or 'conv'"),
+        ("wrn_16_4", {"depth": 17}, "depth must be 6 n \\+ 4"),
+        ("vit_tiny", {"patch_size": 3}, "patch_size must divide the image 8x8, got 3"),
+        ("vit_tiny", {"num_heads": 5}, "num_heads must divide the width 64, got 5"),
+        ("vit_tiny", {"pool": "max"}, "pool must be 'token' or 'mean'"),
+        ("cnn", {"widths": (4, 4, 4, 4)}, "too small to halve again at 1x1"),
+    ],
+)
+def test_impossible_models_are_refused(name, attributes, message):
+    model = models.create(name, num_classes=5, **attributes)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.init, jax.random.key(0), IMAGES)
