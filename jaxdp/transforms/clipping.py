@@ -34,6 +34,8 @@ Adjacency = Literal["add_remove", "zero_out", "replace_one"]
 
 # Stability constant of automatic clipping (Bu et al. 2023, arXiv:2206.07136, their gamma).
 _AUTOMATIC_STABILITY = 0.01
+# Smaller gradient norms may be reported as 0, because their squares underflow float32.
+_SMALLEST_CLIP_NORM = 1e-12
 
 
 @jax.tree_util.register_dataclass
@@ -168,8 +170,8 @@ def clipped_grad(
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`; with `has_aux` it returns `(scalar, aux)`; if the result is called
         with `key=`, so is `loss_fn`. Any JAX function: plain, Linen's `apply`, NNX `merge`, Equinox modules.
-      clip_norm: C >= 0, in the units of the gradient; inf does not clip, 0 removes every gradient. May be traced:
-        a negative or NaN traced value counts as 0.
+      clip_norm: C >= 0, in the units of the gradient; inf does not clip, 0 (and below 1e-12, where squares underflow)
+        removes every gradient. May be traced: a negative or NaN traced value counts as 0.
       engine: "auto", "bookkeeping" or "vmap"; equal results, different time and memory.
       clip_rule: "global" scales by min(1, C/||g||); "automatic" by C/(||g|| + 0.01), "normalisation" that makes every
         example count alike (Bu et al. 2023, arXiv:2206.07136). Both bound every contribution by C.
@@ -188,10 +190,11 @@ def clipped_grad(
       ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode.
 
     Formal guarantees:
-      `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding, a relative
-      1e-5 or so), each a function of params and its own example only; an example whose gradient is NaN or infinite
-      contributes exactly zero. So adding, removing or zeroing out one example moves `grads` by at most clip_norm and
-      replacing it by at most 2 * clip_norm. The sum is not divided: a divisor must be public, and is the caller's.
+      `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding: a relative
+      1e-5 or so, at most 1e-2 where the terms of one gradient all but cancel), each a function of params and its own
+      example only; an example whose gradient is NaN or infinite contributes exactly zero. So adding, removing or
+      zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm. The sum is
+      not divided: a divisor must be public, and is the caller's.
 
     | edge case | result |
     |---|---|
@@ -201,7 +204,10 @@ def clipped_grad(
     | squared norm overflows float32 | counts as non-finite |
     | bf16 parameters or compute | norms, clipping and summation in float32; `grads` float32 |
     | integer leaves of params | frozen |
+    | leaves of params that are no arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
+    if jnp.shape(clip_norm) != ():
+        raise ValueError(f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}.")
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
         raise ValueError(f"clip_norm must be at least 0, got {clip_norm}; use float('inf') for no clipping.")
     if engine not in ("auto", "bookkeeping", "vmap"):
@@ -219,7 +225,8 @@ def _paths(params: Any) -> list[tuple[str, Any]]:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic, float, int))
+    # Python scalars are settings (Equinox keeps dropout rates and flags among a module's leaves), not parameters.
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -237,20 +244,20 @@ def _clipped_sum(
     leaves = [s if a is None else a for s, a in zip(static, arrays, strict=True)]
     moving = [x for x, t in zip(leaves, trainable, strict=True) if t]
 
-    def loss(moving: Sequence[Any], example: Any, present: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    def loss(moving: Sequence[Any], example: Any, present: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
         rest = iter(moving)
         params = jax.tree.unflatten(structure, [next(rest) if t else x for x, t in zip(leaves, trainable, strict=True)])
         return _group_loss(f, params, example, present, key) if f.group else _loss(f, params, example, key)
 
     size = len(mask)
     keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(size))
-    batch = (batch, jnp.broadcast_to(mask, _group_shape(batch)) if f.group else mask, keys)
+    batch = (batch, mask if mask.ndim == 2 else None, keys)
     unmasked = mask.any(1) if mask.ndim == 2 else mask
     step = functools.partial(_chunk_sum, f, loss, moving, clip_norm)
-    if f.microbatch_size is None or f.microbatch_size >= size > 0:
+    if f.microbatch_size is None or f.microbatch_size >= size:
         sums, per_example, nonfinite = step(batch, unmasked)
     else:
-        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size or 1)
+        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size)
     rest = iter(sums)
     grads = jax.tree.unflatten(structure, [next(rest) if t else None for t in trainable])
     norms, losses, aux = per_example
@@ -269,15 +276,16 @@ def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> t
     return value, aux
 
 
-def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array, key: jax.Array | None) -> Any:
-    members = jnp.arange(len(present))
+def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None) -> Any:
+    members = jnp.arange(len(jax.tree.leaves(group)[0]))
     keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(members)
+    if present is not None:  # the gradient at padding may be NaN, even times zero: look at a True member instead
+        shown = jnp.where(present, members, jnp.argmax(present))
+        group = jax.tree.map(lambda x: x[shown], group)
     losses, aux = jax.vmap(functools.partial(_loss, f, params))(group, keys)
+    if present is None:
+        return losses.mean(), aux
     return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(losses.dtype), aux
-
-
-def _group_shape(batch: Any) -> tuple[int, int]:
-    return jax.tree.leaves(batch)[0].shape[:2]
 
 
 def _chunk_sum(
@@ -288,8 +296,9 @@ def _chunk_sum(
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
         value, aux = jax.eval_shape(loss, moving, *one)
         empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
-        sums = [jnp.zeros(jnp.shape(x), _wide_dtype(x)) for x in moving]
-        return sums, (jnp.zeros(0), jnp.zeros(0, value.dtype), empty), jnp.zeros((), jnp.int32)
+        sums = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in moving]
+        per_example = (jnp.zeros(0, sites.wide_dtype(*moving)), jnp.zeros(0, value.dtype), empty)
+        return sums, per_example, jnp.zeros((), jnp.int32)
     engine = _vmap if f.engine == "vmap" else functools.partial(_bookkeeping, keep=f.engine == "auto")
     result = engine(loss, moving, batch)
     finite = jnp.isfinite(result.squared_norms)
@@ -304,7 +313,8 @@ def _chunk_sum(
 def _clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any) -> jax.Array:
     """[B] factors with factor * norm <= clip_norm."""
     bound = jnp.asarray(clip_norm, norms.dtype)
-    bound = jnp.where(bound > 0, bound, 0)  # negative or NaN: release nothing rather than an unbounded sum
+    # Negative, NaN or below what norms resolve: release nothing rather than an unbounded sum.
+    bound = jnp.where(bound > _SMALLEST_CLIP_NORM, bound, 0)
     if rule == "automatic":
         return jnp.where(jnp.isinf(bound), 1, bound / (norms + _AUTOMATIC_STABILITY))
     return jnp.where(norms > bound, bound / jnp.where(norms > 0, norms, 1), 1)
@@ -332,10 +342,6 @@ def _in_chunks(
     return sums, per_example, nonfinite
 
 
-def _wide_dtype(x: Any) -> Any:
-    return jnp.promote_types(jnp.result_type(x), jnp.float32)
-
-
 def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Zero where an example is left out: 0 * NaN would not be."""
     return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
@@ -346,16 +352,22 @@ def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array) -> jax.Arr
     return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep))
 
 
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    return jnp.square(x).sum(tuple(range(1, x.ndim)))
+def _total(terms: Sequence[jax.Array], kind: Any) -> jax.Array:
+    return sum((x.astype(kind) for x in terms), jnp.zeros((), kind))
+
+
+def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
+    """[B] squared norms of gradients [B, ...], in the widest of their dtypes."""
+    return _total([jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads))
 
 
 def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    refuse_batch_norm(jax.make_jaxpr(loss)(moving, *one).jaxpr)
     gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
     (losses, aux), grads = gradient(moving, *batch)
-    grads = [g.astype(_wide_dtype(g)) for g in grads]
-    squared = sum((_sum_of_squares(g) for g in grads), jnp.zeros(len(losses)))
-    return _PerExample(losses, aux, squared, lambda c, keep: [_contract_rows(g, c, keep) for g in grads])
+    grads = [g.astype(sites.wide_dtype(g)) for g in grads]
+    return _PerExample(losses, aux, _sum_of_squares(grads), lambda c, keep: [_contract_rows(g, c, keep) for g in grads])
 
 
 def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, keep: bool) -> _PerExample:
@@ -378,12 +390,12 @@ def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, kee
     backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
     (losses, (aux, records)), cotangents = backward(taps, jax.tree.leaves(batch))
 
-    wide = [jnp.asarray(x, _wide_dtype(x)) for x in moving]
+    wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     components = [
         _Component(plan, wide, indices, [records[j] for j in indices], [cotangents[j] for j in indices], keep)
         for indices in _connected(plan.sites)
     ]
-    squared = sum((c.squared_norms for c in components), jnp.zeros(len(losses)))
+    squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
 
     def weighted_sum(factors: jax.Array, keep: jax.Array) -> list[jax.Array]:
         sums = [jnp.zeros(x.shape, x.dtype) for x in wide]  # a leaf that meets no data has no gradient
@@ -421,11 +433,14 @@ class _Component:
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
-        columns = zip(self._sites, records, gs, strict=True)
+        columns = list(zip(self._sites, records, gs, strict=True))
         grads = jax.vmap(self._pull_back())([site.per_example(r, g) for site, r, g in columns])
-        self.squared_norms = sum(map(_sum_of_squares, grads), jnp.zeros(()))
+        self.squared_norms = _sum_of_squares(grads)
         if method == "keep":
             self._kept = grads
+        else:
+            floors = [jnp.square(site.reformed_norm(r, g)) for site, r, g in columns]
+            self.squared_norms = jnp.maximum(self.squared_norms, _total(floors, self.squared_norms.dtype))
 
     def _oriented_factors(self) -> list[Any]:
         """Factors of all sites, transposed where a site sees the weight the other way round."""
@@ -455,7 +470,8 @@ class _Component:
             dvs = []
             for site, record, g in zip(self._sites, self._records, self._gs, strict=True):
                 rows = (-1, *(1,) * (g.ndim - 1))
-                scaled = _keep_rows(g.astype(_wide_dtype(g)) * factors.reshape(rows), keep)
+                kind = sites.wide_dtype(g)
+                scaled = _keep_rows(g.astype(kind) * factors.astype(kind).reshape(rows), keep)
                 clean = jax.tree.map(
                     lambda x: _keep_rows(x, keep) if jnp.issubdtype(x.dtype, jnp.floating) else x, record
                 )
@@ -476,9 +492,10 @@ def _can_factor(component: list[sites.Site]) -> bool:
         return False
     if len(component) == 1:
         return True
+    if not all(s.source and s.rule.row_dims and s.rule.groups == 1 and not s.lengths for s in component):
+        return False
     first = _axes(component[0])
-    plain = all(s.source and s.rule.row_dims and s.rule.groups == 1 and not s.lengths for s in component)
-    return plain and all(_axes(s) in (first, first[::-1]) for s in component)
+    return all(_axes(s) in (first, first[::-1]) for s in component)
 
 
 # Floating-point operations that take as long as moving one byte; only orders of magnitude matter.

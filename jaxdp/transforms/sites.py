@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
 # Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error; the norm is not reported smaller.
-_CANCELLATION_FLOOR = 1e-5
+_CANCELLATION_FLOOR = 1e-4
+# The same where dV is formed, and once more for the sum: terms that cancel leave another rounding error each time.
+_REFORMED_FLOOR = 1e-8
+# Products below the smallest normal float32 are flushed to zero; each is counted as this much instead.
+_FLUSHED = 2.0**-126
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +36,7 @@ class OneHot:
     index: jax.Array
 
 
-Factor = jax.Array | OneHot
+Factor = Any  # jax.Array or OneHot
 
 
 class Rule(Protocol):
@@ -56,14 +59,20 @@ class Rule(Protocol):
         """dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
 
 
+def wide_dtype(*xs: Any) -> Any:
+    """float64 if one of xs is float64, else float32, whatever promotion rules are in force."""
+    return jnp.dtype(jnp.float64 if any(x.dtype == jnp.float64 for x in xs) else jnp.float32)
+
+
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x))
 
 
 def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
     """einsum that accumulates in float32 or wider whatever its inputs are."""
-    kind = jnp.promote_types(jnp.result_type(*xs), jnp.float32)
-    return jnp.einsum(spec, *(x.astype(jnp.result_type(*xs)) for x in xs), preferred_element_type=kind)
+    kind = wide_dtype(*xs)
+    operands = xs if len({x.dtype for x in xs}) == 1 else [x.astype(kind) for x in xs]
+    return jnp.einsum(spec, *operands, preferred_element_type=kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +86,7 @@ class Dot:
     weight_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, eqn: jex.JaxprEqn, weight_operand: int) -> "Dot":
+    def of(cls, eqn: Any, weight_operand: int) -> "Dot":
         """Reads the geometry off a `dot_general` equation."""
         contracted, batch = eqn.params["dimension_numbers"]
         axes, shapes = [], []
@@ -159,7 +168,7 @@ class Conv:
     col_dims: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, eqn: jex.JaxprEqn) -> "Conv":
+    def of(cls, eqn: Any) -> "Conv":
         """Reads the geometry off a `conv_general_dilated` equation."""
         p = eqn.params
         return cls(
@@ -261,7 +270,7 @@ class Lookup:
     groups: int = 1
 
     @classmethod
-    def of(cls, eqn: jex.JaxprEqn) -> "Lookup | None":
+    def of(cls, eqn: Any) -> "Lookup | None":
         """The rule for an embedding lookup, or None if the equation gathers anything else."""
         numbers, table = eqn.params["dimension_numbers"], eqn.invars[0].aval
         index = tuple(eqn.invars[1].aval.shape)
@@ -374,6 +383,13 @@ class Site:
         """How many weights loops over slices make of this one."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if s)
 
+    def reformed_norm(self, record: Any, g: jax.Array) -> jax.Array:
+        """[B]: a gradient of smaller norm may change by much of it when formed once more, in another order."""
+        parts, w = self.factors(record, g)
+        square_u = sum((p.index >= 0).astype(w.dtype) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
+        bound = (jnp.sqrt(square_u) * jnp.sqrt(_square(w).sum(-1))).sum((1, 2))
+        return math.sqrt(_REFORMED_FLOOR) * bound
+
     def _by_slice(self, tree: Any) -> Any:
         """[B, *loops, ...] -> [B, slices, repeats, ...]."""
         order = sorted(range(len(self.sliced)), key=lambda i: not self.sliced[i])
@@ -445,6 +461,10 @@ def _inner(x: Factor, y: Factor) -> jax.Array:
     return _einsum("bstp,bsup->bstu", x, y)
 
 
+def _width(x: Factor) -> int:
+    return 1 if isinstance(x, OneHot) else x.shape[-1]
+
+
 def _square(x: jax.Array) -> jax.Array:
     return jnp.square(_wide(x))
 
@@ -452,20 +472,29 @@ def _square(x: jax.Array) -> jax.Array:
 def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
     """||sum_j sum_t u_jt w_jt^T||^2 of every example, [B], from the factors of one or more sites of one weight.
 
-    Formal guarantees: never less than a fixed fraction of (sum_t |u_t||w_t|)^2, so that cancellation in float32
-    cannot report a norm near zero for a gradient whose computed sum is not.
+    Formal guarantees: the rounding error of the inner products, estimated as sqrt(their length) units in the last
+    place, is added, and the result is never less than a fixed fraction of (sum_t |u_t||w_t|)^2, so that cancellation
+    cannot report a norm near zero for a gradient whose computed sum is not; squares that underflow count at their
+    upper bound, so that a tiny u and a huge w cannot hide a gradient (a norm of 0 is reported as up to about 1e-16).
     """
-    if len(pairs) == 1:
-        ((parts, w),) = pairs
-        if w.shape[2] == 1 and not any(isinstance(p, OneHot) for p in parts):
-            return (sum(_square(p).sum((2, 3)) for p in parts) * _square(w).sum((2, 3))).sum(1)
-    total, bound = jnp.zeros(()), jnp.zeros(())
+    rows = max(sum(map(_width, parts)) for parts, _ in pairs)
+    cols = max(_width(w) for _, w in pairs)
+    parts, w = pairs[0]
+    if len(pairs) == 1 and w.shape[2] == 1 and not any(isinstance(p, OneHot) for p in parts):
+        square_u = sum(_square(p).sum((2, 3)) for p in parts) + rows * _FLUSHED
+        return (square_u * (_square(w).sum((2, 3)) + cols * _FLUSHED)).sum(1)
+    kind = wide_dtype(*jax.tree.leaves(pairs))
+    total, bound, rounding, lengths_u, lengths_w = jnp.zeros((5, 1), kind)
     for j, (parts_j, w_j) in enumerate(pairs):
         for k, (parts_k, w_k) in enumerate(pairs[: j + 1]):
-            gram_u = sum(_inner(p, q) for p, q in zip(parts_j, parts_k, strict=True))
-            gram_w = _inner(w_j, w_k)
+            gram_u = sum(_inner(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
+            gram_w = _inner(w_j, w_k).astype(kind)
             total = total + (1 if j == k else 2) * (gram_u * gram_w).sum((1, 2, 3))
             if j == k:
-                sizes = jnp.diagonal(gram_u, axis1=2, axis2=3) * jnp.diagonal(gram_w, axis1=2, axis2=3)
-                bound = bound + jnp.sqrt(jnp.maximum(sizes, 0)).sum((1, 2))
-    return jnp.maximum(total, _CANCELLATION_FLOOR * jnp.square(bound))
+                length_u, length_w = (jnp.sqrt(jnp.diagonal(g, axis1=2, axis2=3)) for g in (gram_u, gram_w))
+                bound = bound + (length_u * length_w).sum((1, 2))
+                rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
+                lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
+    flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
+    rounding = float(jnp.finfo(kind).eps) * math.sqrt(max(rows, cols)) * rounding
+    return jnp.maximum(total + rounding, _CANCELLATION_FLOOR * jnp.square(bound)) + flushed

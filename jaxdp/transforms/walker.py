@@ -63,7 +63,7 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _moved_axes(eqn: jex.JaxprEqn, value: Value) -> tuple[int, ...] | None:
+def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
     """The `source` of the output of a weight-only equation with one weight operand, or None."""
     name, aval, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
     if value.source is None or len(eqn.invars) != 1:
@@ -111,7 +111,7 @@ class Plan:
             operands = env.read(step.eqn.invars)
             if step.kind == "meet":
                 records.append(self.sites[len(records)].rule.record(operands))
-                env.write(step.eqn.outvars, [_bind(step.eqn, operands)[0] + next(pending)])
+                env.write(step.eqn.outvars, [_bind(self.jaxpr, step.eqn, operands)[0] + next(pending)])
                 continue
             for i in step.weights:
                 operands[i] = operands[i] + next(pending)
@@ -127,7 +127,7 @@ class Plan:
                 outs, inner_records = _FORWARD[step.kind](step.eqn, step.inner, operands, inner_taps)
                 records += inner_records
             else:
-                outs = _bind(step.eqn, operands)
+                outs = _bind(self.jaxpr, step.eqn, operands)
             env.write(step.eqn.outvars, outs)
         outputs = env.read(self.jaxpr.outvars)
         for index in self.closing:
@@ -148,7 +148,7 @@ class Plan:
             operands = env.read(step.eqn.invars)
             found += [operands[i] for i in step.weights]
             if step.without_data:
-                env.write(step.eqn.outvars, _bind_wide(step.eqn, operands))
+                env.write(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands))
             elif step.inner is not None and step.kind == "scan":
                 found += _weights_of_scan(step.eqn, step.inner, operands)
             elif step.inner is not None:
@@ -173,26 +173,26 @@ class _Env:
         self._values.update(zip(variables, values, strict=True))
 
 
-def _bind(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, as a program of its own: how to bind a primitive is not a public interface of JAX."""
+def _bind(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation as a program of its own: how to bind a primitive is not a public interface of JAX."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
-    program = jex.Jaxpr((), list(given), eqn.outvars, [eqn], eqn.effects)
+    program = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
 
 
 def _widen(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_float(x) else x
+    return x.astype(sites.wide_dtype(x)) if _is_float(x) else x
 
 
-def _bind_wide(eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """`_bind` of an equation without data, floats in float32 or wider."""
     operands = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
-        return [operands[0].astype(jnp.promote_types(eqn.outvars[0].aval.dtype, jnp.float32))]
+        return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
     if eqn.primitive.name in _MOVES:
-        return [_widen(x) for x in _bind(eqn, operands)]
+        return [_widen(x) for x in _bind(jaxpr, eqn, operands)]
     declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
-    return [_widen(x) for x in _bind(eqn, declared)]
+    return [_widen(x) for x in _bind(jaxpr, eqn, declared)]
 
 
 def _forward_call(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
