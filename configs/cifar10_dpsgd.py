@@ -1,5 +1,5 @@
-"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650): weight standardisation, GroupNorm, augmentation
-multiplicity, a moving average of the parameters, large batches; no pre-training.
+"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650): weight standardisation, GroupNorm,
+augmentation multiplicity, a moving average of the parameters, large batches; no pre-training.
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 --config.data.data_dir=DIR
 
@@ -24,19 +24,18 @@ def get_config(size: str = "paper") -> ConfigDict:
             "data": {
                 "source": "tfds",
                 "name": "cifar10",
-                "train_split": "train",
+                "private_split": "train",
                 "test_split": "test",
                 "data_dir": "",
                 "public_name": "",  # a TFDS data set to pre-train on
                 "public_split": "",
-                "public_classes": (),
                 "mean": (0.4914, 0.4822, 0.4465),
                 "std": (0.2470, 0.2435, 0.2616),
                 "crop_padding": 4,
                 "flip": True,
             },
             "model": {"name": "wrn_16_4", "options": {}},
-            "pretrain": {"weights": "", "steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
+            "pretrain": {"weights": "", "new_head": True, "steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "private": {
                 "epsilon": 1.0,
@@ -57,6 +56,13 @@ def get_config(size: str = "paper") -> ConfigDict:
     if size == "cpu":
         config.model.update({"name": "resnet20", "options": {"standardise": True}})
         config.private.update(
-            {"epsilon": 4.0, "batch_size": 512, "physical_batch_size": 64, "steps": 60, "augmult": 1, "checkpoint_every": 10}
+            {
+                "epsilon": 4.0,
+                "batch_size": 512,
+                "physical_batch_size": 64,
+                "steps": 60,
+                "augmult": 1,
+                "checkpoint_every": 10,
+            }
         )
     return config

@@ -1,6 +1,7 @@
 """DP-SGD on Fashion-MNIST with a small CNN and bounded activations, no pre-training.
 
-    python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion --config.data.data_dir=DIR
+    python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion \\
+        --config.data.data_dir=DIR
 
 DIR is a directory of prepared TFDS data; without it TFDS's usual one is read.
 """
@@ -16,19 +17,18 @@ def get_config() -> ConfigDict:
             "data": {
                 "source": "tfds",
                 "name": "fashion_mnist",
-                "train_split": "train",
+                "private_split": "train",
                 "test_split": "test",
                 "data_dir": "",
                 "public_name": "",
                 "public_split": "",
-                "public_classes": (),
                 "mean": 0.286,
                 "std": 0.353,
                 "crop_padding": 0,
                 "flip": False,
             },
             "model": {"name": "cnn", "options": {"widths": (16, 32), "dense": 32}},
-            "pretrain": {"weights": "", "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
+            "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 1000, "batch_size": 128, "learning_rate": 1e-3},
             "private": {
                 "epsilon": 3.0,

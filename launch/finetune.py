@@ -1,10 +1,10 @@
 """Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits."""
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="The experiment; override fields with --config.x.y=...")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; an interrupted run in it is resumed.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Directory of the run; an interrupted run in it is resumed.")
 
 
 def main(argv: list[str]) -> None:
@@ -12,6 +12,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
     from jaxdp import finetune
+
+    logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
 
     finetune.run(_CONFIG.value, _WORKDIR.value)
 

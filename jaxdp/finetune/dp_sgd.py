@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxdp.data import PoissonSampler, Source, pad_to_physical
@@ -57,8 +58,8 @@ class PrivateTrainer:
     augmult: int
     ema_decay: float | None
     stochastic: bool
-    accumulate: Callable[..., Any] = dataclasses.field(init=False)
-    update: Callable[..., Any] = dataclasses.field(init=False)
+    accumulate: Any = dataclasses.field(init=False)  # compiled `_accumulate` and `_update`
+    update: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accumulate", jax.jit(self._accumulate))
@@ -98,11 +99,15 @@ class PrivateTrainer:
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """The compiled steps as StableHLO: equal text, data and keys give equal results on equal devices."""
-        rows, masks = pad_to_physical(jnp.zeros(0, jnp.int32), self.physical_batch_size)
+        rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
         batch = (source.gather(rows[0]), masks[0], jnp.uint32(0))
         first = self.accumulate.lower(state, None, *batch)
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first.out_info)
-        return first.as_text() + self.accumulate.lower(state, sums, *batch).as_text() + self.update.lower(state, sums).as_text()
+        return (
+            first.as_text()
+            + self.accumulate.lower(state, sums, *batch).as_text()
+            + self.update.lower(state, sums).as_text()
+        )
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -200,9 +205,7 @@ def dp_sgd(
         raise ValueError(f"ema_decay must be in [0, 1) or None, got {ema_decay}.")
     if not math.isfinite(clip_norm):
         raise ValueError(f"clip_norm must be finite, got {clip_norm}: noise cannot hide an unbounded gradient.")
-    gradient = clipped_grad(
-        loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None
-    )
+    gradient = clipped_grad(loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None)
     privatizer = privatize(gradient, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
     return PrivateTrainer(
         gradient, privatizer, optimizer, sampler, physical_batch_size, augment, augmult, ema_decay, stochastic

@@ -30,10 +30,11 @@ Params = Any
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the experiment, or what is left of it, and returns its result.
 
+    A finished experiment is not run again; an interrupted one resumes, and pays nothing for steps that it repeats.
+
     Args:
       config: the experiment.
-      workdir: its directory, made if needed. A finished experiment is not run again; an interrupted one resumes, and
-        charges nothing for steps it repeats. It holds afterwards:
+      workdir: its directory, made if needed. It holds afterwards:
           result.json       accuracies, epsilon, noise multiplier
           training.png      accuracy and epsilon over steps
           params.safetensors  the private model
@@ -50,7 +51,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     _same_config(config, root / "config.json")
     if finished.exists():
         result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(config, result)}")
+        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
         return result
     task = _Task.of(config)
     print(task.describe(), flush=True)
@@ -58,7 +59,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     _write_json(finished, result)
     for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
         secret.unlink()
-    print(f"\n{_summary(config, result)}\n\nWritten to {root}: result.json, training.png, params.safetensors, ledger.sqlite")
+    print(f"\n{_summary(result)}\n\nIn {root}: training.png, params.safetensors, ledger.sqlite, private/metrics.jsonl")
     return result
 
 
@@ -102,7 +103,9 @@ class _Task:
 def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
     backbone = _pretrained(config, task, root / "pretrained.safetensors") if task.public else None
     fresh = task.init(task.private, config.init_seed)
-    start = models.merge_pretrained(fresh, backbone, exclude=("head",)) if backbone is not None else fresh
+    start = fresh
+    if backbone is not None:
+        start = models.merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
     multiplier = _noise_multiplier(config.private, len(task.private))
 
     account = task.private.name
@@ -130,7 +133,8 @@ def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
     }
     plot_training(
         root / "training.png",
-        accuracy=[(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
+        accuracy=[(0, accuracy(task.logits, start, task.test))]
+        + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
         epsilon=[(0, 0.0)] + [(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
         budget=config.private.epsilon,
         delta=config.private.delta,
@@ -210,7 +214,14 @@ def _trainer(config: Any, task: _Task, noise_multiplier: float) -> PrivateTraine
 
 
 def _finetune(
-    config: Any, task: _Task, noise_multiplier: float, start: Params, workdir: pathlib.Path, ledger: Ledger, account: str, label: str
+    config: Any,
+    task: _Task,
+    noise_multiplier: float,
+    start: Params,
+    workdir: pathlib.Path,
+    ledger: Ledger,
+    account: str,
+    label: str,
 ) -> Params:
     state = fit(
         _trainer(config, task, noise_multiplier),
@@ -243,22 +254,20 @@ def _ledger(path: pathlib.Path, account: str, private: Any) -> Ledger:
 
 
 def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]:
-    """(public, private, test) examples; which is which never depends on other records."""
+    """(public, private, test) examples; which is which does not depend on the records."""
     if config.source == "bundled":
-        train, test = data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=config.split_seed)
-    elif config.source == "tfds":
-        read = functools.partial(data.from_tfds, config.name, data_dir=config.data_dir or None)
-        train, test = read(config.train_split), read(config.test_split)
-    else:
+        fractions = [config.public_fraction, 1 - config.public_fraction - config.test_fraction, config.test_fraction]
+        parts = data.bundled(config.name).split(fractions, seed=config.split_seed)
+        names = ("public", "private", "test")
+        public, private, test = (
+            dataclasses.replace(part, name=f"{config.name}/{name}") for part, name in zip(parts, names, strict=True)
+        )
+        return public, private, test
+    if config.source != "tfds":
         raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
-    if config.public_classes:
-        public = train.only_classes(config.public_classes, name=f"{config.name}/public")
-        private = train.only_classes(config.private_classes, name=f"{config.name}/private")
-        return public, private, test.only_classes(config.private_classes, name=f"{config.name}/test")
-    if config.get("public_name"):
-        public = data.from_tfds(config.public_name, config.public_split, data_dir=config.data_dir or None)
-        return public, train, test
-    return None, train, test
+    read = functools.partial(data.from_tfds, data_dir=config.data_dir or None)
+    pretrain = read(config.public_name, config.public_split) if config.public_name else None
+    return pretrain, read(config.name, config.private_split), read(config.name, config.test_split)
 
 
 def _same_config(config: Any, path: pathlib.Path) -> None:
@@ -287,16 +296,19 @@ def _write_json(path: pathlib.Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def _summary(config: Any, result: Mapping[str, Any]) -> str:
+def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
     rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
     paid = {"no privacy": "inf", "no pre-training": spent}
     rows += [{"model": n, "test accuracy": result[n], "epsilon": e} for n, e in paid.items() if n in result]
     text = format_table(rows)
-    text += f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']} (add/remove one example)."
+    text += (
+        f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']}"
+        " (adding or removing one example)."
+    )
     if len(rows) > 1:
         text += (
-            "\nThe other models are references: they used the private examples too. Publishing them would cost their own"
-            "\nepsilon on top; set --config.references=False where the data is really private."
+            "\nThe other models are references. They used the private examples too: publishing them would cost their"
+            "\nown epsilon on top. Set --config.references=False where the data is really private."
         )
     return text

@@ -12,6 +12,7 @@ batches and augmentation are drawn from streams derived from the seed AND the to
 Noise is never added to two different gradients, and never is less spent than was released.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -60,8 +61,8 @@ def fit(
       ledger, dataset: the account that pays; `dataset` must be registered.
       workdir: directory of the run: checkpoints, metrics and the secret seed. None keeps nothing and cannot resume.
       checkpoint_every: steps per chunk; also how often `evaluate` runs.
-      evaluate: `evaluate(params) -> {name: number}` on public or held-out data, called with the moving average if there
-        is one; what it reads must not be the private data (see `charged_accuracy` for that).
+      evaluate: `evaluate(params) -> {name: number}` on public or held-out data, called with the moving average if
+        there is one; what it reads must not be the private data (see `charged_accuracy` for that).
       delta: at which the ledger's epsilon is written to the metrics; by default that of the registered budget.
       seed: 16 secret bytes; default OS entropy. Give one only to reproduce a run in a test.
       label: of the ledger entries.
@@ -75,8 +76,8 @@ def fit(
       ValueError: source and sampler differ in size, or the workdir holds a run with more steps than asked for.
 
     Formal guarantees:
-      At any instant, whatever the process has computed on private data was reserved in the ledger before. On one device,
-      a run that is killed and resumed ends bit-identical to one that is not.
+      At any instant, whatever the process has computed on private data was reserved in the ledger before. On one
+      device, a run that is killed and resumed ends bit-identical to one that is not.
     """
     if len(source) != trainer.sampler.num_examples:
         raise ValueError(
@@ -85,14 +86,12 @@ def fit(
         )
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"need checkpoint_every >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
-    run = _Run(pathlib.Path(workdir) if workdir is not None else None, seed)
-    state, first = run.restore(trainer.init(params))
-    if first > steps:
-        raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
-    identity = _identity(trainer, state, source)
-    with run.metrics(first) as metrics, tqdm(
-        total=steps, initial=first, desc=label, unit="step", disable=not progress
-    ) as bar:
+    with contextlib.closing(_Run(pathlib.Path(workdir) if workdir is not None else None, seed)) as run:
+        state, first = run.restore(trainer.init(params))
+        if first > steps:
+            raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
+        identity = _identity(trainer, state, source)
+        bar = tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress)
         while first < steps:
             last = min(first + checkpoint_every, steps)
             token = run.token(identity, state, first, last)
@@ -101,11 +100,10 @@ def fit(
                 rows[-1]["epsilon"] = ledger.epsilon(dataset, delta=delta)
                 if evaluate is not None:
                     rows[-1] |= evaluate(state.params if state.ema is None else state.ema)
-                for step, row in enumerate(rows, first + 1):
-                    metrics.write(step, **row)
-                run.save(last, state)
+                run.save(first, rows, state)
             bar.set_postfix({name: f"{value:.3f}" for name, value in rows[-1].items()})
             first = last
+        bar.close()
     return state
 
 
@@ -127,10 +125,9 @@ def _chunk(
 
 
 class _Run:
-    """What a run keeps on disk: the secret seed, the newest checkpoint, the metrics."""
+    """What a run keeps on disk, if it has a workdir: the secret seed, checkpoints, metrics."""
 
     def __init__(self, workdir: pathlib.Path | None, seed: bytes | None):
-        self._workdir = workdir
         self._manager: Any = None
         if workdir is None:
             self._seed = seed or new_seed()
@@ -139,37 +136,40 @@ class _Run:
 
         workdir.mkdir(parents=True, exist_ok=True)
         self._seed = _stored_seed(workdir / "secret_seed", seed)
+        self._metrics = MetricsWriter(workdir / "metrics.jsonl")
         self._manager = ocp.CheckpointManager(
             (workdir / "checkpoints").absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
         )
 
+    def close(self) -> None:
+        """Closes the files."""
+        if self._manager is not None:
+            self._metrics.close()
+            self._manager.close()
+
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
         """The newest checkpoint, or `state`; and the number of steps done."""
-        if self._manager is None or self._manager.latest_step() is None:
+        if self._manager is None:
             return state, 0
         import orbax.checkpoint as ocp
 
-        step = self._manager.latest_step()
-        saved = self._manager.restore(step, args=ocp.args.StandardRestore(_resumable(state)))
-        return state._replace(**saved), step
+        step = self._manager.latest_step() or 0
+        self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
+        if step:
+            saved = self._manager.restore(step, args=ocp.args.StandardRestore(_resumable(state)))
+            state = state._replace(**saved)
+        return state, step
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Makes the state durable; the keys of a chunk are derived again, never stored."""
+    def save(self, first: int, rows: list[dict[str, float]], state: TrainState) -> None:
+        """Makes metrics and state after a chunk durable; the keys of a chunk are derived again, never stored."""
         if self._manager is None:
             return
         import orbax.checkpoint as ocp
 
-        self._manager.save(step, args=ocp.args.StandardSave(_resumable(state)))
-        self._manager.wait_until_finished()
-
-    def metrics(self, first: int) -> MetricsWriter:
-        """The metrics file, without the rows of steps that are about to be repeated."""
-        if self._workdir is None:
-            return MetricsWriter(os.devnull)
-        writer = MetricsWriter(self._workdir / "metrics.jsonl")
-        writer.truncate_after(first)
-        return writer
+        for step, row in enumerate(rows, first + 1):
+            self._metrics.write(step, **row)
+        self._manager.save(first + len(rows), args=ocp.args.StandardSave(_resumable(state)))
 
     def token(self, identity: bytes, state: TrainState, first: int, last: int) -> str:
         """Names all that determines what a chunk releases; keyed by the seed, so that it tells nothing about it."""
@@ -222,6 +222,6 @@ def _identity(trainer: PrivateTrainer, state: TrainState, source: Source) -> byt
         "sampler": repr(trainer.sampler),
         "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__],
         "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, os.cpu_count()],
-        "flags": [os.environ.get("XLA_FLAGS", ""), str(jax.config.jax_default_matmul_precision)],
+        "flags": [os.environ.get("XLA_FLAGS", ""), str(jax.config.values["jax_default_matmul_precision"])],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()

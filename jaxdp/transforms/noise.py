@@ -35,7 +35,7 @@ import hmac
 import math
 import secrets
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ _SEED_BYTES = 16
 class HasSensitivity(Protocol):
     """Anything that knows its own L2 sensitivity, such as `jaxdp.clipped_grad(...)`."""
 
-    def sensitivity(self, adjacency: str, /) -> float:
+    def sensitivity(self, adjacency: Literal["add_remove"], /) -> Any:
         """Return the L2 sensitivity under `adjacency`."""
 
 
