@@ -4,7 +4,9 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="The experiment; override fields with --config.x.y=...")
-_WORKDIR = flags.DEFINE_string("workdir", "", "Directory of the run; an interrupted run in it is resumed.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Directory of the run; an interrupted run in it is resumed.", required=True
+)
 
 
 def main(argv: list[str]) -> None:
@@ -19,5 +21,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     app.run(main)

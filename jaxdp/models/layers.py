@@ -74,23 +74,26 @@ class WSConv(nn.Module):
     kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias, with mean
     and (population) variance over the fan_in = height * width * input channels weights of an output channel.
     Weight standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used privately by De et al.
-    2022 (arXiv:2204.13650). Padding is "SAME".
+    2022 (arXiv:2204.13650).
 
     Attributes:
       features: output channels.
       kernel_size: (height, width).
       strides: (vertical, horizontal).
+      padding: "SAME", or pixels added on every side.
       dtype: computation dtype of the convolution; the kernel is standardised in float32.
     """
 
     features: int
     kernel_size: Sequence[int]
     strides: Sequence[int] = (1, 1)
+    padding: str | int = "SAME"
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [B, H, W, C] to [B, H', W', features]."""
+        padding = self.padding if isinstance(self.padding, str) else [(self.padding, self.padding)] * 2
         shape = (*self.kernel_size, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.variance_scaling(1.0, "fan_in", "normal"), shape)
         gain = self.param("gain", nn.initializers.ones, (self.features,))
@@ -104,7 +107,7 @@ class WSConv(nn.Module):
             x.astype(dtype),
             kernel.astype(dtype),
             window_strides=tuple(self.strides),
-            padding="SAME",
+            padding=padding,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         return y + bias.astype(dtype).reshape(1, 1, 1, -1)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Norm, normalise_channels
+from jaxdp.models.layers import Norm, WSConv, normalise_channels
 
 
 class ResNet(nn.Module):
@@ -20,6 +20,7 @@ class ResNet(nn.Module):
       shortcut: where the shape changes, "pad" subsamples and pads the channels with zeros, half on either
         side (the paper's option A, no parameters); "conv" is a 1x1 convolution with a normalisation of its
         own (option B).
+      standardise: use weight-standardised convolutions (`WSConv`), which help private training (De et al. 2022).
       dtype: computation dtype; None is float32. Parameters and logits are float32.
     """
 
@@ -28,19 +29,25 @@ class ResNet(nn.Module):
     norm: Norm = "group"
     groups: int = 8
     shortcut: Literal["pad", "conv"] = "pad"
+    standardise: bool = False
     dtype: Any = None
 
     def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         # Symmetric padding as in the paper; "SAME" would pad a strided convolution on one side only.
+        geometry: dict[str, Any] = {
+            "strides": (stride, stride),
+            "padding": size // 2,
+            "dtype": self.dtype,
+            "name": name,
+        }
+        if self.standardise:
+            return WSConv(width, (size, size), **geometry)(x)
         return nn.Conv(
             width,
             (size, size),
-            strides=(stride, stride),
-            padding=size // 2,
+            **geometry,
             use_bias=self.norm is None,
-            dtype=self.dtype,
             kernel_init=nn.initializers.he_normal(),
-            name=name,
         )(x)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:

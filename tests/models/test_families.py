@@ -242,3 +242,15 @@ def test_impossible_models_are_refused(name, attributes, message):
     model = models.create(name, num_classes=5, **attributes)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(model.init, jax.random.key(0), IMAGES)
+
+
+def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
+    model = models.ResNet(num_classes=3, depth=8, standardise=True)
+    images = jax.random.uniform(jax.random.key(0), (2, 16, 16, 3))
+    params = model.init(jax.random.key(1), images)["params"]
+    moved = jax.tree_util.tree_map_with_path(
+        lambda path, x: 3 * x + 0.5 if "conv" in str(path) and path[-1].key == "kernel" else x, params
+    )
+    expected, found = (model.apply({"params": p}, images) for p in (params, moved))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
