@@ -444,11 +444,12 @@ class _Component:
 
     def _oriented_factors(self) -> list[Any]:
         """Factors of all sites, transposed where a site sees the weight the other way round."""
-        pairs, first = [], _axes(self._sites[0])
-        for site, record, g in zip(self._sites, self._records, self._gs, strict=True):
-            parts, w = site.factors(record, g)
-            pairs.append((parts, w) if _axes(site) == first else ((w,), parts[0]))
-        return pairs
+        columns = zip(self._sites, self._records, self._gs, strict=True)
+        pairs = [site.factors(record, g) for site, record, g in columns]
+        if len(pairs) == 1:
+            return pairs
+        same = [_axes(site) == _axes(self._sites[0]) for site in self._sites]
+        return [(parts, w) if s else ((w,), parts[0]) for s, (parts, w) in zip(same, pairs, strict=True)]
 
     def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
         """J^T: from the gradients of V_j to those of the leaves."""
