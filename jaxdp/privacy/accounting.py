@@ -13,7 +13,6 @@ PoissonSampled Gaussian        (1-q) N(0) + q N(1), N(0)              (1-q) N(0)
 TruncatedSubsampledGaussian    dp_accounting (arXiv 2508.15089)       dp_accounting
 Laplace, DiscreteLaplace       noise at 0 and at the sensitivity      noise at 0 and at twice the sensitivity
 PoissonSampled Laplace         as PoissonSampled Gaussian             no rule
-MixtureOfGaussians             dp_accounting (arXiv 2310.15526)       no rule
 RandomizedResponse             zero_out only: answer against uniform  answers of two records
 PureDp, ZCDp                   as stated                              as stated
 SampledWithoutReplacement      no rule                                RDP, sensitivity 2 (arXiv 1808.00087)
@@ -51,7 +50,6 @@ from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
-    MixtureOfGaussiansDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
@@ -247,7 +245,7 @@ def _has_pld_rule(leaf: DpEvent, adjacency: Adjacency) -> bool:
     match leaf:
         case RandomizedResponseDpEvent():
             return adjacency != "add_remove"
-        case MixtureOfGaussiansDpEvent() | PoissonSampledDpEvent(event=LaplaceDpEvent()):
+        case PoissonSampledDpEvent(event=LaplaceDpEvent()):
             return adjacency != "replace_one"
         case PoissonSampledDpEvent():
             return isinstance(leaf.event, GaussianDpEvent)
@@ -330,13 +328,6 @@ def _leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.Priva
                 sensitivity=factor * leaf.sensitivity,
                 value_discretization_interval=interval,
                 use_connect_dots=True,
-            )
-        case MixtureOfGaussiansDpEvent():
-            return pld.from_mixture_gaussian_mechanism(
-                leaf.standard_deviation,
-                leaf.sensitivities,
-                leaf.sampling_probs,
-                value_discretization_interval=interval,
             )
         case TruncatedSubsampledGaussianDpEvent():
             return pld.from_truncated_subsampled_gaussian_mechanism(
@@ -443,8 +434,6 @@ def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:
             return PoissonSampledDpEvent(
                 leaf.sampling_probability, GaussianDpEvent(leaf.event.noise_multiplier / factor)
             )
-        case MixtureOfGaussiansDpEvent():
-            return GaussianDpEvent(leaf.standard_deviation / max(leaf.sensitivities))
         case TruncatedSubsampledGaussianDpEvent():
             inner = GaussianDpEvent(leaf.noise_multiplier / (2 * factor))
             return PoissonSampledDpEvent(leaf.sampling_probability, inner)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from jaxdp.privacy.accounting import Adjacency, epsilon_of_counts, rdp_epsilon_of_counts
+from jaxdp.privacy.accounting import Adjacency, check_rules, epsilon_of_counts, rdp_epsilon_of_counts
 from jaxdp.privacy.events import DpEvent, composition
 
 _LARGEST = 2.0**40
@@ -47,6 +47,7 @@ def calibrate_noise(
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
 
+    check_rules(composition(make_event(1.0)), adjacency=adjacency, method="auto")
     costs: dict[float, float] = {}
 
     @functools.cache

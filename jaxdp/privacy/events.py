@@ -23,7 +23,6 @@ from dp_accounting.dp_event import (
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
-    MixtureOfGaussiansDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
@@ -42,7 +41,6 @@ __all__ = [
     "DpEvent",
     "GaussianDpEvent",
     "LaplaceDpEvent",
-    "MixtureOfGaussiansDpEvent",
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "PoissonSampledDpEvent",
@@ -150,11 +148,6 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     LaplaceDpEvent: {"noise_multiplier": _real(0)},
     DiscreteLaplaceDpEvent: {"noise_parameter": _real(0), "sensitivity": _integer(1)},
     RandomizedResponseDpEvent: {"noise_parameter": _real(0, 1), "num_buckets": _integer(1)},
-    MixtureOfGaussiansDpEvent: {
-        "standard_deviation": _real(0),
-        "sensitivities": _sequence(_real(0)),
-        "sampling_probs": _sequence(_real(0, 1)),
-    },
     PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
     SampledWithoutReplacementDpEvent: {
         "source_dataset_size": _integer(1),
@@ -192,12 +185,6 @@ def _validated(event: Any) -> Any:
             values[name] = check(getattr(event, name))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{cls.__name__}.{name}: {error}") from error
-    if isinstance(event, MixtureOfGaussiansDpEvent):
-        probabilities = values["sampling_probs"]
-        if len(probabilities) != len(values["sensitivities"]) or abs(math.fsum(probabilities) - 1) > 1e-9:
-            raise ValueError(
-                "MixtureOfGaussiansDpEvent.sampling_probs: must have one probability per sensitivity and sum to 1"
-            )
     if isinstance(event, SampledWithoutReplacementDpEvent) and values["sample_size"] > values["source_dataset_size"]:
         raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size")
     return cls(**values)
@@ -259,10 +246,6 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             | DiscreteLaplaceDpEvent(noise_parameter=scale)
         ):
             return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
-        case MixtureOfGaussiansDpEvent():
-            if not any(leaf.sensitivities):
-                return NoOpDpEvent()
-            return NonPrivateDpEvent() if leaf.standard_deviation < _NO_NOISE else leaf
         case RandomizedResponseDpEvent():
             if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
                 return NoOpDpEvent()

@@ -518,13 +518,14 @@ class _BudgetCheck:
     """Decides whether compositions fit a dataset's budget, computing a PLD as seldom as it can.
 
     Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few
-    compositions known to fit or not answer most questions; and RDP, when it is enough, is cheap.
+    compositions known to fit or not answer most questions; and RDP, where it is enough, is cheap.
     """
 
     def __init__(self, dataset: _Dataset):
         self._dataset = dataset
         self._fitting: list[Counts] = []
         self._exceeding: list[Counts] = []
+        self._last: Counts | None = None
 
     def refuses_unproven(self, step: Counts) -> bool:
         """Returns whether `step` is unproven on a dataset whose budget stands for proofs only."""
@@ -548,16 +549,21 @@ class _BudgetCheck:
         return False if dataset.accounting == "rdp" else None
 
     def decide(self, counts: Counts, step: Counts) -> None:
-        """Makes `counts` known, and so many further steps that a loop of equal spends rarely comes back."""
+        """Makes `counts` known, and so much of what may come next that a loop of spends rarely comes back."""
         counts, step = _proven(counts), _proven(step)
-        if not self._computed(counts) or not step:
+        recent = _difference(counts, self._last) if self._last and _covers(counts, self._last) else dict(step)
+        self._last = counts
+        if not self._computed(counts):
             return
-        ahead = min(counts[leaf] // times for leaf, times in step.items())
-        # Doubling reaches the budget, halving then closes in on it: about 2 log2(n) PLDs for n spends.
-        while ahead and self.known(_sum(counts, step, ahead)) is False:
-            ahead //= 2
-        if ahead:
-            self._computed(_sum(counts, step, ahead))
+        # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
+        # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
+        share = 2.0
+        while recent:
+            ahead = {leaf: math.ceil(share * count) for leaf, count in recent.items()}
+            fits = self.known(_sum(counts, ahead))
+            if fits or (fits is None and self._computed(_sum(counts, ahead))) or max(ahead.values()) == 1:
+                return
+            share /= 2
 
     def _computed(self, counts: Counts) -> bool:
         dataset = self._dataset
@@ -610,6 +616,10 @@ def _sum(counts: Counts, step: Counts, times: int = 1) -> dict[DpEvent, int]:
     for leaf, count in step.items():
         total[leaf] = total.get(leaf, 0) + times * count
     return total
+
+
+def _difference(large: Counts, small: Counts) -> dict[DpEvent, int]:
+    return {leaf: count - small.get(leaf, 0) for leaf, count in large.items() if count > small.get(leaf, 0)}
 
 
 def _covers(large: Counts, small: Counts) -> bool:

@@ -1,0 +1,141 @@
+"""Calibration: at most the target, nearly the least noise, and refusals that say why."""
+
+import math
+
+import dp_accounting
+import pytest
+
+from jaxdp.privacy import accounting, calibrate_noise
+from jaxdp.privacy import epsilon as epsilon_at
+from jaxdp.privacy.events import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+    ZCDpEvent,
+    unproven,
+)
+
+
+def dp_sgd(q, steps):
+    return lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(noise)), steps)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "steps", "epsilon", "noise"),
+    [
+        (50000, 256, 19531, 4.0, 1.022),
+        (50000, 4096, 1221, 1.0, 10.746),
+        (73257, 256, 28616, 4.0, 0.911),
+        (5000, 64, 7812, 1.0, 4.298),
+        (5000, 256, 1953, 4.0, 2.575),
+        (5000, 5000, 100, 4.0, 10.812),
+    ],
+)
+def test_known_noise_multipliers(size, batch, steps, epsilon, noise):
+    """Noise multipliers of DP-SGD runs at delta 1e-5, computed with dp_accounting at a tolerance of 5e-4."""
+    make_event = dp_sgd(batch / size, steps)
+    value = calibrate_noise(make_event, epsilon=epsilon, delta=1e-5)
+    assert value == pytest.approx(noise, abs=1e-3, rel=5e-4)
+    assert epsilon_at(make_event(value), delta=1e-5) <= epsilon
+    assert epsilon_at(make_event(value / 1.0002), delta=1e-5) > epsilon
+
+
+def test_agrees_with_dp_accounting():
+    make_event = dp_sgd(0.02, 500)
+    reference = dp_accounting.calibrate_dp_mechanism(
+        lambda: dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3), make_event, 3.0, 1e-5, tol=1e-4
+    )
+    assert calibrate_noise(make_event, epsilon=3.0, delta=1e-5) == pytest.approx(reference, rel=1e-3)
+
+
+SCHEDULES = {
+    "decay": lambda z: ComposedDpEvent([dp_sgd(0.01, 50)(z * 0.8**t) for t in range(3)]),
+    "with a fixed pure part": lambda z: ComposedDpEvent([PureDpEvent(0.5), dp_sgd(0.01, 100)(z)]),
+    "with an RDP-only part": lambda z: ComposedDpEvent([ZCDpEvent(0.001), GaussianDpEvent(z)]),
+    "truncated batches": lambda z: TruncatedSubsampledGaussianDpEvent(500, 0.1, 60, z),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_any_schedule_is_met_and_barely(name, adjacency):
+    make_event, tol = SCHEDULES[name], 5e-3
+    noise = calibrate_noise(make_event, epsilon=1.5, delta=1e-6, adjacency=adjacency, tol=tol)
+    assert epsilon_at(make_event(noise), delta=1e-6, adjacency=adjacency) <= 1.5
+    assert epsilon_at(make_event(noise / (1 + 2 * tol)), delta=1e-6, adjacency=adjacency) > 1.5
+
+
+def test_replacement_needs_twice_the_gaussian_noise():
+    values = [
+        calibrate_noise(GaussianDpEvent, epsilon=2.0, delta=1e-5, adjacency=adjacency)
+        for adjacency in ("add_remove", "zero_out", "replace_one")
+    ]
+    exact = dp_accounting.get_sigma_gaussian(2.0, 1e-5)
+    assert values == pytest.approx([exact, exact, 2 * exact], rel=2e-4)
+    assert min(values[0], values[1]) >= exact * (1 - 1e-6)
+
+
+def test_pure_targets():
+    def make_event(scale):
+        return SelfComposedDpEvent(LaplaceDpEvent(scale), 10)
+
+    value = calibrate_noise(make_event, epsilon=1.0, delta=0.0, adjacency="replace_one")
+    assert 20.0 <= value <= 20.0 * (1 + 1e-4)
+
+
+def test_tolerance_is_respected_and_saves_work():
+    calls: list[float] = []
+
+    def make_event(noise):
+        calls.append(noise)
+        return dp_sgd(0.01, 200)(noise)
+
+    best = calibrate_noise(dp_sgd(0.01, 200), epsilon=1.0, delta=1e-5, tol=1e-6)
+    rough = calibrate_noise(make_event, epsilon=1.0, delta=1e-5, tol=0.05)
+    assert best <= rough <= best * 1.05
+    assert len(calls) < 40
+
+
+@pytest.mark.parametrize(
+    ("make_event", "words"),
+    [
+        (lambda z: PureDpEvent(9.0), "cannot be met"),
+        (lambda z: unproven("why"), "cannot be met"),
+        (lambda z: GaussianDpEvent(40.0), "met by the noise multiplier"),
+        (lambda z: GaussianDpEvent(1 / z), "not monotone"),
+        (lambda z: ComposedDpEvent([PureDpEvent(6.0), GaussianDpEvent(z)]), "cannot be met"),
+        (lambda z: PoissonSampledDpEvent(0.1, PureDpEvent(1 / z)), "no accounting rule"),
+    ],
+)
+def test_refusals(make_event, words):
+    with pytest.raises(ValueError, match=words):
+        calibrate_noise(make_event, epsilon=4.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"epsilon": 0.0, "delta": 1e-5}, "epsilon"),
+        ({"epsilon": -1.0, "delta": 1e-5}, "epsilon"),
+        ({"epsilon": math.inf, "delta": 1e-5}, "epsilon"),
+        ({"epsilon": math.nan, "delta": 1e-5}, "epsilon"),
+        ({"epsilon": 1.0, "delta": 1.0}, "delta"),
+        ({"epsilon": 1.0, "delta": 1e-5, "tol": 0.0}, "tol"),
+        ({"epsilon": 1.0, "delta": 1e-5, "adjacency": "swap"}, "adjacency"),
+    ],
+)
+def test_arguments_are_checked(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        calibrate_noise(GaussianDpEvent, **arguments)
+
+
+def test_result_is_never_above_the_target_even_next_to_it():
+    """Whatever rounding PLDs have, the returned point itself was checked."""
+    for target in (0.1, 2.3, 11.0):
+        noise = calibrate_noise(dp_sgd(0.05, 40), epsilon=target, delta=1e-5)
+        counts = {PoissonSampledDpEvent(0.05, GaussianDpEvent(noise)): 40}
+        assert accounting.epsilon_of_counts(counts, delta=1e-5, adjacency="add_remove", method="auto") <= target

@@ -1,0 +1,584 @@
+"""The ledger: what it charges, what it refuses, what it remembers."""
+
+import dataclasses
+import json
+import math
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxdp.privacy import BudgetExceeded, Ledger, accounting
+from jaxdp.privacy import epsilon as epsilon_at
+from jaxdp.privacy import ledger as ledger_module
+from jaxdp.privacy.events import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    RandomizedResponseDpEvent,
+    SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+    UnprovenDpEvent,
+    ZCDpEvent,
+    unproven,
+)
+from jaxdp.version import __version__
+
+DELTA = 1e-5
+STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+
+
+@pytest.fixture
+def ledger():
+    with Ledger.in_memory() as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.sqlite"
+
+
+def register(ledger, name="data", **terms):
+    ledger.register(name, **{"adjacency": "add_remove", "unit": "example"} | terms)
+
+
+def spend(ledger, event, name="data", **kwargs):
+    with ledger.spend(name, event, **kwargs) as record:
+        return record
+
+
+def rows(path, query):
+    with sqlite3.connect(path) as db:
+        result = db.execute(query).fetchall()
+    db.close()
+    return result
+
+
+# --- Charging -------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_is_recomputed_from_all_events(ledger):
+    register(ledger)
+    assert ledger.epsilon("data", delta=DELTA) == 0.0
+    for _ in range(3):
+        spend(ledger, STEP)
+    spend(ledger, SelfComposedDpEvent(STEP, 97))
+    spend(ledger, GaussianDpEvent(8.0), label="evaluation")
+    event = ComposedDpEvent([SelfComposedDpEvent(STEP, 100), GaussianDpEvent(8.0)])
+    assert ledger.epsilon("data", delta=DELTA) == epsilon_at(event, delta=DELTA)
+    assert ledger.epsilon("data", delta=1e-3) < ledger.epsilon("data", delta=DELTA)
+    assert epsilon_at(ledger.events("data")[None], delta=DELTA) == ledger.epsilon("data", delta=DELTA)
+    assert ledger.remaining("data") == math.inf
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
+def test_adjacency_of_the_dataset_is_used(ledger, adjacency):
+    register(ledger, adjacency=adjacency)
+    event = ComposedDpEvent([GaussianDpEvent(3.0), LaplaceDpEvent(5.0)])
+    spend(ledger, event)
+    assert ledger.epsilon("data", delta=DELTA) == epsilon_at(event, delta=DELTA, adjacency=adjacency)
+
+
+def test_datasets_are_separate(ledger):
+    register(ledger, "a")
+    register(ledger, "b")
+    spend(ledger, PureDpEvent(1.0), "a")
+    assert ledger.epsilon("a", delta=0.0) == 1.0
+    assert ledger.epsilon("b", delta=0.0) == 0.0
+
+
+def test_a_raising_body_stays_charged(ledger):
+    register(ledger)
+    with pytest.raises(KeyError, match="body"), ledger.spend("data", PureDpEvent(1.0), label="broken"):
+        raise KeyError("body")
+    assert ledger.epsilon("data", delta=0.0) == 1.0
+    (entry,) = ledger.report()["datasets"]
+    assert [(row["status"], row["label"]) for row in entry["open"]] == [("failed", "broken")]
+    assert entry["spends"][0]["open"] == 1
+
+
+def test_a_running_body_is_charged_before_it_runs(path):
+    with Ledger(path) as ledger, Ledger(path) as other:
+        register(ledger)
+        with ledger.spend("data", PureDpEvent(1.0), label="now"):
+            assert other.epsilon("data", delta=0.0) == 1.0
+            assert other.report()["datasets"][0]["open"][0]["status"] == "reserved"
+        assert other.report()["datasets"][0]["open"] == []
+
+
+def test_records(path):
+    with Ledger(path, run="run-7") as ledger:
+        register(ledger)
+        record = spend(ledger, STEP, label="epoch 3", partition="north")
+    assert (record.dataset, record.event, record.replay) == ("data", STEP, False)
+    ((spend_id, partition, label, status, run, version, reserved, finished),) = rows(
+        path, "SELECT id, partition, label, status, run, version, reserved_at, finished_at FROM spends"
+    )
+    assert (spend_id, partition, label, status, run) == (record.id, "north", "epoch 3", "committed", "run-7")
+    assert version == __version__
+    assert reserved <= finished and reserved.endswith("+00:00")
+
+
+def test_no_event_no_charge(ledger):
+    register(ledger, epsilon=1.0, delta=0.0)
+    spend(ledger, NoOpDpEvent())
+    assert ledger.epsilon("data") == 0.0
+
+
+# --- Budgets --------------------------------------------------------------------------------------------------------
+
+
+def test_budget_is_checked_before_the_body_runs(ledger):
+    register(ledger, epsilon=1.0, delta=0.0)
+    for _ in range(10):  # 0.1 ten times is 1.0000000000000002 in some orders of addition.
+        spend(ledger, PureDpEvent(0.1))
+    assert ledger.remaining("data") == pytest.approx(0.0, abs=1e-12)
+    ran = []
+    with pytest.raises(BudgetExceeded, match="'data'") as error, ledger.spend("data", PureDpEvent(0.01)):
+        ran.append(True)
+    assert not ran
+    assert error.value.dataset == "data"
+    assert error.value.budget == (1.0, 0.0)
+    assert error.value.would_spend == pytest.approx(1.01)
+    assert "charged" in str(error.value) and "calibrate_noise" in str(error.value)
+    assert ledger.epsilon("data") == pytest.approx(1.0)
+    spend(ledger, NoOpDpEvent())
+
+
+@pytest.mark.parametrize("accounting_name", ["pld", "rdp"])
+def test_a_loop_spends_exactly_the_budget(ledger, accounting_name):
+    budget = 1.0
+    register(ledger, epsilon=budget, delta=DELTA, accounting=accounting_name)
+    steps = 0
+    with pytest.raises(BudgetExceeded):
+        while True:
+            spend(ledger, STEP)
+            steps += 1
+    method = "auto" if accounting_name == "pld" else "rdp"
+    assert epsilon_at(SelfComposedDpEvent(STEP, steps), delta=DELTA, method=method) <= budget
+    assert epsilon_at(SelfComposedDpEvent(STEP, steps + 1), delta=DELTA, method=method) > budget
+    assert ledger.epsilon("data") <= budget
+
+
+def test_a_loop_computes_few_plds(ledger, monkeypatch):
+    calls = []
+    original = ledger_module.epsilon_of_counts
+    monkeypatch.setattr(ledger_module, "epsilon_of_counts", lambda *a, **k: calls.append(1) or original(*a, **k))
+    register(ledger, epsilon=2.0, delta=DELTA)
+    large, small = SelfComposedDpEvent(STEP, 400), PoissonSampledDpEvent(0.011, GaussianDpEvent(1.2))
+    spend(ledger, large)
+    with pytest.raises(BudgetExceeded):
+        for index in range(10_000):
+            spend(ledger, STEP if index % 3 else small)
+    assert ledger.report()["datasets"][0]["spends"][1]["spends"] > 100
+    assert len(calls) < 60
+
+
+def test_budgets_never_change_quietly(ledger):
+    register(ledger, epsilon=1.0, delta=DELTA)
+    register(ledger, epsilon=1, delta=DELTA)
+    for other in ({"epsilon": 2.0, "delta": DELTA}, {"epsilon": 1.0, "delta": 1e-6}, {}):
+        with pytest.raises(ValueError, match="already registered"):
+            register(ledger, **other)
+    with pytest.raises(ValueError, match="unit 'example', not 'user'"):
+        ledger.register("data", adjacency="add_remove", unit="user", epsilon=1.0, delta=DELTA)
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ({"adjacency": "swap"}, "adjacency"),
+        ({"unit": ""}, "unit"),
+        ({"epsilon": 1.0}, "delta"),
+        ({"epsilon": 0.0, "delta": 0.1}, "epsilon"),
+        ({"epsilon": math.inf, "delta": 0.1}, "epsilon"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": math.nan}, "delta"),
+        ({"accounting": "gdp"}, "accounting"),
+        ({"accounting": "renyi_filter", "epsilon": 1.0, "delta": 0.0}, "delta > 0"),
+        ({"accounting": "renyi_filter"}, "budget"),
+        ({"accounting": "renyi_filter", "epsilon": 1.0, "delta": 1e-5, "renyi_order": 1.5}, "larger order"),
+        ({"renyi_order": 8.0}, "renyi_filter"),
+        ({"name": ""}, "name"),
+    ],
+)
+def test_impossible_terms_are_refused(ledger, terms, words):
+    with pytest.raises(ValueError, match=words):
+        register(ledger, **terms)
+    assert ledger.report()["datasets"] == []
+
+
+def test_bad_spends_charge_nothing(ledger):
+    register(ledger, delta=DELTA)
+    register(ledger, "pure", delta=0.0, accounting="rdp")
+    for event, kwargs, words in (
+        (STEP, {"name": "missing"}, "not registered"),
+        (STEP, {"partition": ""}, "partition"),
+        (STEP, {"token": ""}, "token"),
+        (STEP, {"label": None}, "label"),
+        (GaussianDpEvent(-1.0), {}, "noise_multiplier"),
+        (RandomizedResponseDpEvent(0.5, 4), {}, "no accounting rule"),
+        (TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0), {"name": "pure"}, "no accounting rule"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            spend(ledger, event, **kwargs)
+    spend(ledger, ZCDpEvent(0.1))  # From now on only events with an RDP rule can join.
+    with pytest.raises(ValueError, match="no accounting rule"):
+        spend(ledger, TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0))
+    assert ledger.epsilon("data") == epsilon_at(ZCDpEvent(0.1), delta=DELTA)
+    with pytest.raises(ValueError, match="not registered"):
+        ledger.epsilon("missing")
+
+
+def test_delta_must_come_from_somewhere(ledger):
+    register(ledger)
+    with pytest.raises(ValueError, match="delta"):
+        ledger.epsilon("data")
+
+
+# --- Unproven and non-private releases ------------------------------------------------------------------------------
+
+
+def test_unproven_releases_are_never_a_number(ledger):
+    register(ledger, delta=DELTA)
+    spend(ledger, GaussianDpEvent(2.0))
+    spend(ledger, unproven("published without a proof"))
+    assert ledger.epsilon("data") == math.inf
+    assert ledger.proven_epsilon("data") == epsilon_at(GaussianDpEvent(2.0), delta=DELTA)
+    (entry,) = ledger.report()["datasets"]
+    assert entry["headline"] == "inf (empirical only)"
+    text = ledger.report_text()
+    assert text.index("inf (empirical only)") < text.index("proven part")
+    assert "published without a proof" in text
+
+
+def test_a_budget_stands_for_proofs(ledger):
+    register(ledger, epsilon=1.0, delta=0.0)
+    with pytest.raises(BudgetExceeded, match="allow_unproven"):
+        spend(ledger, ComposedDpEvent([PureDpEvent(0.1), unproven("why")]))
+    assert ledger.epsilon("data") == 0.0
+    register(ledger, "open", epsilon=1.0, delta=0.0, allow_unproven=True)
+    spend(ledger, unproven("why"), "open")
+    spend(ledger, PureDpEvent(0.9), "open")
+    with pytest.raises(BudgetExceeded, match="budget epsilon 1"):
+        spend(ledger, PureDpEvent(0.2), "open")
+    assert ledger.epsilon("open") == math.inf
+    assert ledger.remaining("open") == pytest.approx(0.1)
+
+
+def test_non_private_is_infinite_and_over_every_budget(ledger):
+    register(ledger, delta=DELTA)
+    spend(ledger, NonPrivateDpEvent())
+    assert ledger.epsilon("data") == ledger.proven_epsilon("data") == math.inf
+    assert ledger.report()["datasets"][0]["headline"] == "inf"
+    for name in ("pld", "rdp", "renyi_filter"):
+        register(ledger, name, epsilon=100.0, delta=DELTA, accounting=name)
+        with pytest.raises(BudgetExceeded):
+            spend(ledger, GaussianDpEvent(0.0), name)
+
+
+# --- Partitions -----------------------------------------------------------------------------------------------------
+
+
+def test_disjoint_partitions_compose_in_parallel(ledger):
+    register(ledger)
+    spend(ledger, PureDpEvent(0.1))
+    spend(ledger, PureDpEvent(0.2), partition="a")
+    spend(ledger, PureDpEvent(0.4), partition="b")
+    spend(ledger, PureDpEvent(0.3), partition="a")
+    assert ledger.epsilon("data", delta=0.0, partition="a") == pytest.approx(0.6)
+    assert ledger.epsilon("data", delta=0.0, partition="b") == pytest.approx(0.5)
+    assert ledger.epsilon("data", delta=0.0, partition="unseen") == pytest.approx(0.1)
+    assert ledger.epsilon("data", delta=0.0) == pytest.approx(0.6)
+    assert set(ledger.events("data")) == {None, "a", "b"}
+
+
+def test_the_worst_partition_depends_on_delta(ledger):
+    """Many small releases against one large one: neither history covers the other, both must be computed."""
+    register(ledger)
+    many, one = SelfComposedDpEvent(PureDpEvent(0.02), 100), PureDpEvent(1.0)
+    spend(ledger, many, partition="many")
+    spend(ledger, one, partition="one")
+    assert ledger.epsilon("data", delta=0.0) == pytest.approx(2.0)
+    assert ledger.epsilon("data", delta=1e-2) == pytest.approx(epsilon_at(one, delta=1e-2), rel=1e-6)
+    assert epsilon_at(many, delta=1e-2) < epsilon_at(one, delta=1e-2)
+
+
+def test_budget_holds_in_every_partition(ledger):
+    register(ledger, epsilon=1.0, delta=0.0)
+    spend(ledger, PureDpEvent(0.6), partition="a")
+    spend(ledger, PureDpEvent(0.9), partition="b")
+    with pytest.raises(BudgetExceeded):
+        spend(ledger, PureDpEvent(0.2))  # Fits with a, not with b.
+    spend(ledger, PureDpEvent(0.1))
+    with pytest.raises(BudgetExceeded):
+        spend(ledger, PureDpEvent(0.1), partition="b")
+    spend(ledger, PureDpEvent(0.3), partition="a")
+    assert ledger.epsilon("data") == pytest.approx(1.0)
+    assert ledger.remaining("data", partition="c") == pytest.approx(0.9)
+
+
+def test_an_unproven_release_on_a_partition_shows_in_the_headline(ledger):
+    register(ledger, delta=DELTA)
+    spend(ledger, PureDpEvent(0.5), partition="a")
+    spend(ledger, unproven("why"), partition="b")
+    assert ledger.epsilon("data") == math.inf
+    assert ledger.epsilon("data", partition="a") <= 0.5
+    assert ledger.proven_epsilon("data") <= 0.5
+
+
+# --- Tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_paid_once(ledger):
+    register(ledger, epsilon=1.0, delta=0.0)
+    with pytest.raises(KeyError), ledger.spend("data", PureDpEvent(0.8), token="step 1") as first:
+        raise KeyError
+    again = spend(ledger, PureDpEvent(0.8), token="step 1")
+    assert dataclasses.replace(again, replay=False) == first
+    assert again.replay and not first.replay
+    assert ledger.epsilon("data") == 0.8
+    assert ledger.report()["datasets"][0]["open"] == []  # The replay finished what had failed.
+
+
+def test_a_token_stands_for_one_release(ledger):
+    register(ledger, delta=0.0)
+    register(ledger, "other", delta=0.0)
+    spend(ledger, ComposedDpEvent([PureDpEvent(0.8), LaplaceDpEvent(2)]), token="t", partition="a")
+    # Written differently, but equal.
+    assert spend(ledger, ComposedDpEvent([LaplaceDpEvent(2.0), PureDpEvent(0.8)]), token="t", partition="a").replay
+    with pytest.raises(ValueError, match="fresh"):
+        spend(ledger, PureDpEvent(0.1), token="t", partition="a")
+    with pytest.raises(ValueError, match="fresh"):
+        spend(ledger, ComposedDpEvent([PureDpEvent(0.8), LaplaceDpEvent(2.0)]), token="t")
+    assert not spend(ledger, PureDpEvent(0.8), "other", token="t").replay
+    assert ledger.epsilon("data") == pytest.approx(1.3)
+
+
+# --- The Renyi filter -----------------------------------------------------------------------------------------------
+
+
+def test_renyi_filter_stops_at_the_bound(ledger):
+    register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=12.0)
+    bound = accounting.renyi_bound(2.0, DELTA, 12.0)
+    assert ledger.epsilon("data") == 0.0 and ledger.remaining("data") == 2.0
+    spent, sigma = 0.0, 20.0
+    with pytest.raises(BudgetExceeded, match="Renyi filter at order 12"):
+        while True:
+            event = GaussianDpEvent(sigma)
+            spend(ledger, event)
+            spent += 12.0 / (2 * sigma**2)
+            sigma = max(2.0, sigma * 0.9)  # "Adaptive": each event is new.
+    assert spent <= bound < spent + 12.0 / (2 * sigma**2)
+    assert ledger.remaining("data") == pytest.approx(2.0 * (1 - spent / bound), rel=1e-6)
+    # What holds under adaptive choice is the bound, whatever was spent of it.
+    assert ledger.epsilon("data") == pytest.approx(2.0, rel=1e-12)
+    assert ledger.epsilon("data", delta=1e-7) == pytest.approx(accounting.renyi_epsilon(bound, 1e-7, 12.0))
+    assert ledger.epsilon("data", delta=0.0) == math.inf
+
+
+def test_renyi_filter_charges_replacement_fourfold(ledger):
+    for adjacency in ("add_remove", "replace_one"):
+        register(ledger, adjacency, adjacency=adjacency, epsilon=2.0, delta=DELTA, accounting="renyi_filter")
+        spend(ledger, GaussianDpEvent(20.0), adjacency)
+    used = [2.0 - ledger.remaining(name) for name in ("add_remove", "replace_one")]
+    assert used[1] == pytest.approx(4 * used[0], rel=1e-6)
+
+
+def test_renyi_filter_default_order_admits_most_gaussians():
+    steps = {}
+    for order in (None, 2.0, 40.0):
+        with Ledger.in_memory() as ledger:
+            try:
+                register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=order)
+            except ValueError:
+                steps[order] = 0
+                continue
+            steps[order] = 0
+            with pytest.raises(BudgetExceeded):
+                while True:
+                    spend(ledger, GaussianDpEvent(20.0))
+                    steps[order] += 1
+    assert steps[None] > max(steps[2.0], steps[40.0]) > 0
+    assert epsilon_at(SelfComposedDpEvent(GaussianDpEvent(20.0), steps[None]), delta=DELTA) <= 2.0
+
+
+def test_renyi_filter_in_partitions(ledger):
+    register(ledger, epsilon=2.0, delta=DELTA, accounting="renyi_filter", renyi_order=12.0)
+    for partition in ("a", "b", "c"):
+        spend(ledger, GaussianDpEvent(4.0), partition=partition)
+    assert ledger.remaining("data") == pytest.approx(2.0 * (1 - 12 / 32 / accounting.renyi_bound(2.0, DELTA, 12.0)))
+
+
+# --- The file -------------------------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "ledger_v1.sqlite"
+
+
+def write_golden(path):
+    """Writes the ledger that tests/golden/ledger_v1.sqlite holds; run it once per schema version, then never again."""
+    with Ledger(path, run="golden") as ledger:
+        ledger.register("cifar10/train", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5)
+        spend(ledger, SelfComposedDpEvent(STEP, 2000), "cifar10/train", label="dp-sgd", token="run 1")
+        spend(ledger, STEP, "cifar10/train", label="one more")
+        spend(ledger, GaussianDpEvent(4.0), "cifar10/train", partition="a", label="histogram")
+        ledger.register("hospital", adjacency="replace_one", unit="patient", epsilon=1.0, delta=0.0)
+        spend(ledger, LaplaceDpEvent(8.0), "hospital", label="temperature")
+        ledger.register("stream", adjacency="zero_out", unit="image", delta=1e-6, accounting="rdp")
+        spend(ledger, unproven("published attack only"), "stream", label="adapters")
+        spend(ledger, ComposedDpEvent([ZCDpEvent(0.1), PureDpEvent(0.25)]), "stream", label="batch")
+        ledger.register(
+            "adaptive", adjacency="add_remove", unit="user", epsilon=2.0, delta=1e-5, accounting="renyi_filter"
+        )
+        with pytest.raises(KeyError), ledger.spend("adaptive", GaussianDpEvent(10.0), label="broken"):
+            raise KeyError
+
+
+def test_golden_file_of_version_1_means_the_same(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(GOLDEN.read_bytes())
+    with Ledger(path) as ledger:
+        report = {entry["name"]: entry for entry in ledger.report()["datasets"]}
+        assert ledger.epsilon("cifar10/train", partition="a") == pytest.approx(2.7909, rel=2e-3)
+        assert ledger.epsilon("hospital") == 0.25
+        assert ledger.epsilon("stream") == math.inf
+        assert ledger.proven_epsilon("stream") == pytest.approx(2.3394, rel=2e-3)
+        assert ledger.epsilon("adaptive") == pytest.approx(2.0)
+        assert report["adaptive"]["renyi_order"] == 10.2
+        assert [row["status"] for row in report["adaptive"]["open"]] == ["failed"]
+        assert spend(ledger, SelfComposedDpEvent(STEP, 2000), "cifar10/train", token="run 1").replay
+        with pytest.raises(BudgetExceeded):
+            spend(ledger, LaplaceDpEvent(1.0), "hospital")
+        spend(ledger, LaplaceDpEvent(8.0), "hospital")
+        assert ledger.epsilon("hospital") == 0.5
+
+
+def test_schema_of_version_1_is_frozen(tmp_path):
+    """A change of the schema needs a new SCHEMA_VERSION, a migration and another golden file."""
+    path, golden = tmp_path / "ledger.sqlite", tmp_path / "golden.sqlite"
+    golden.write_bytes(GOLDEN.read_bytes())
+    write_golden(path)
+    for query in ("SELECT type, name, sql FROM sqlite_master", "PRAGMA user_version", "PRAGMA application_id"):
+        assert rows(path, query) == rows(golden, query)
+    for query in ("SELECT json FROM events", "SELECT partition, label, token, status, run FROM spends"):
+        assert rows(path, query) == rows(golden, query)
+
+
+def test_a_newer_schema_is_refused(path):
+    Ledger(path).close()
+    rows(path, "PRAGMA user_version = 2")
+    with pytest.raises(ValueError, match=r"schema version 2.*upgrade jaxdp"):
+        Ledger(path)
+
+
+def test_other_files_are_refused_untouched(tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database, but long enough to be looked at as one\n" * 100)
+    other = tmp_path / "other.sqlite"
+    rows(other, "CREATE TABLE t (x)")
+    for path in (text, other):
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=r"ledger"):
+            Ledger(path)
+        if path is text:
+            assert path.read_bytes() == before
+    assert rows(other, "SELECT name FROM sqlite_master") == [("t",)]
+    with pytest.raises(ValueError, match="directory that does not exist"):
+        Ledger(tmp_path / "missing" / "ledger.sqlite")
+
+
+def test_durability_settings(path):
+    with Ledger(path) as ledger:
+        assert ledger._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        assert ledger._db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
+
+
+def test_reopening_forgets_nothing(path):
+    with Ledger(path) as ledger:
+        register(ledger, epsilon=1.0, delta=0.0)
+        spend(ledger, PureDpEvent(0.9))
+    with Ledger(path) as ledger:
+        register(ledger, epsilon=1.0, delta=0.0)
+        with pytest.raises(BudgetExceeded):
+            spend(ledger, PureDpEvent(0.2))
+        assert ledger.epsilon("data") == 0.9
+
+
+def test_threads_share_one_ledger(path):
+    with Ledger(path) as ledger:
+        register(ledger, epsilon=1.0, delta=0.0)
+        spent, refused = [], []
+
+        def work():
+            try:
+                while True:
+                    spend(ledger, PureDpEvent(0.02))
+                    spent.append(1)
+            except BudgetExceeded:
+                refused.append(1)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(spent), len(refused)) == (50, 4)
+
+
+def test_an_in_memory_ledger_refuses_to_be_forked(ledger, monkeypatch):
+    register(ledger)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match="forked"):
+        ledger.epsilon("data", delta=DELTA)
+
+
+def test_a_million_spends_answer_in_a_second(path):
+    with Ledger(path) as ledger:
+        register(ledger, delta=DELTA)
+        spend(ledger, STEP, label="step 0")
+        with sqlite3.connect(path) as db:
+            db.execute(
+                "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 999999) "
+                "INSERT INTO spends (dataset, partition, event, label, status, run, version, reserved_at) "
+                "SELECT 1, '', 1, 'step ' || i, 'committed', 'bulk', '0', '2030-01-01' FROM n"
+            )
+            db.execute("UPDATE totals SET spends = (SELECT count(*) FROM spends)")
+        db.close()
+        start = time.perf_counter()
+        value = ledger.epsilon("data")
+        report = ledger.report()
+        with pytest.raises(ValueError, match="fresh"):
+            spend(ledger, STEP, token="t") and spend(ledger, PureDpEvent(1.0), token="t")
+        elapsed = time.perf_counter() - start
+    assert report["datasets"][0]["spends"][0]["spends"] == 1_000_000
+    assert value == epsilon_at(SelfComposedDpEvent(STEP, 1_000_000), delta=DELTA)
+    assert elapsed < 5.0  # Under one second on an idle core; a scan of a million rows per question would take longer.
+
+
+def test_report_is_json_and_text(ledger):
+    register(ledger, "big budget", epsilon=8.0, delta=DELTA)
+    register(ledger, "unused", adjacency="replace_one", unit="user")
+    for index in range(5):
+        spend(ledger, STEP, "big budget", label=f"step {index}")
+    report = json.loads(json.dumps(ledger.report(), allow_nan=False))
+    first, second = report["datasets"]
+    assert (first["name"], first["budget"], first["adjacency"]) == ("big budget", 8.0, "add_remove")
+    assert first["spends"][0]["event"]["type"] == "PoissonSampled"
+    assert (second["headline"], second["remaining"], second["spends"]) == ("0", None, [])
+    text = ledger.report_text()
+    for words in (
+        "add_remove, unit example",
+        "epsilon 8 at delta 1e-05",
+        "step 0 .. step 4",
+        "PoissonSampled(0.01, Gaussian(1))",
+    ):
+        assert words in text
+    assert UnprovenDpEvent.__name__ not in text
