@@ -1,0 +1,247 @@
+"""Real processes: kill -9 at chosen and at random instants, races on one budget, forks, and the launcher."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxdp.privacy import Ledger
+from jaxdp.privacy import epsilon as epsilon_at
+from jaxdp.privacy.events import GaussianDpEvent, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(code, *arguments, check=True):
+    """Runs Python code in a fresh interpreter; sys.argv[1:] are the arguments."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=10.0, delta=0.0)
+    return path
+
+
+def table(path):
+    """Returns ({status: spends}, the running total) and checks that they and the file agree."""
+    with sqlite3.connect(path) as db:
+        statuses = dict(db.execute("SELECT status, count(*) FROM spends GROUP BY status").fetchall())
+        total = db.execute("SELECT coalesce(sum(spends), 0) FROM totals").fetchone()[0]
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    db.close()
+    assert sum(statuses.values()) == total
+    return statuses, total
+
+
+DIE_AT = """
+import os, signal, sys
+from jaxdp.privacy import Ledger, PureDpEvent, ledger as module
+path, instant = sys.argv[1:]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+ledger = Ledger(path)
+if instant == "before the reservation commits":
+    insert = module._insert
+    module._insert = lambda *args: (insert(*args), die())
+if instant == "before the commit is recorded":
+    ledger._finish = lambda *args: die()
+with ledger.spend("data", PureDpEvent(1.0), label="doomed", token="step 1"):
+    if instant == "in the body":
+        die()
+"""
+
+
+@pytest.mark.parametrize(
+    ("instant", "statuses"),
+    [
+        ("before the reservation commits", {}),  # Nothing ran, so nothing is charged.
+        ("in the body", {"reserved": 1}),
+        ("before the commit is recorded", {"reserved": 1}),
+    ],
+)
+def test_kill_at_a_chosen_instant(path, instant, statuses):
+    assert run(DIE_AT, path, instant, check=False).returncode == -signal.SIGKILL
+    assert table(path) == (statuses, len(statuses))
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data") == float(len(statuses))
+        assert [row["label"] for row in ledger.report()["datasets"][0]["open"]] == ["doomed"] * len(statuses)
+        with ledger.spend("data", PureDpEvent(1.0), token="step 1") as record:
+            assert record.replay == bool(statuses)
+        assert ledger.epsilon("data") == 1.0
+    assert table(path) == ({"committed": 1}, 1)
+
+
+# One driver forks its workers, so that many processes cost one import.
+RANDOM_KILLS = """
+import os, random, signal, sys, time
+from jaxdp.privacy import Ledger, PureDpEvent
+path, released = sys.argv[1:]
+
+def worker():
+    ledger = Ledger(path)
+    output = os.open(released, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    while True:
+        with ledger.spend("data", PureDpEvent(1e-6)):
+            os.write(output, b"r")
+
+def start():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            worker()
+        finally:
+            os._exit(1)
+    return pid
+
+random.seed(0)
+survivor = start()
+for _ in range(12):
+    victim = start()
+    time.sleep(random.uniform(0.01, 0.15))
+    os.kill(victim, signal.SIGKILL)
+    os.waitpid(victim, 0)
+assert os.waitpid(survivor, os.WNOHANG) == (0, 0), "the other process stumbled over a kill"
+os.kill(survivor, signal.SIGKILL)
+os.waitpid(survivor, 0)
+"""
+
+
+def test_kill_at_random_instants_while_another_process_spends(path, tmp_path):
+    released = tmp_path / "released"
+    run(RANDOM_KILLS, path, released)
+    statuses, total = table(path)
+    ran = released.stat().st_size
+    assert ran >= 20
+    assert ran <= total <= ran + 13  # Whatever ran was charged; each kill strands one reservation at most.
+    assert statuses.get("reserved", 0) <= 13
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data") == pytest.approx(total * 1e-6)
+        with ledger.spend("data", PureDpEvent(1e-6)):
+            pass
+
+
+RACE = """
+import os, sys
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PoissonSampledDpEvent, PureDpEvent
+path, dataset, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+step = PureDpEvent(0.1) if dataset == "data" else PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+parent_ledger = Ledger(path)  # Forked children must not touch this connection.
+terms = {"adjacency": "add_remove", "unit": "example"}
+pids = []
+for index in range(workers):
+    pid = os.fork()
+    if pid == 0:
+        spent = 0
+        try:
+            ledger = parent_ledger if index % 2 else Ledger(path)
+            while True:
+                with ledger.spend(dataset, step, label=f"worker {index}"):
+                    spent += 1
+        except BudgetExceeded:
+            print(spent, flush=True)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    pids.append(pid)
+assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+"""
+
+
+def test_a_race_spends_the_budget_exactly(path):
+    counts = list(map(int, run(RACE, path, "data", 4).stdout.split()))
+    assert sum(counts) == 100
+    assert table(path) == ({"committed": 100}, 100)
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data") == pytest.approx(10.0)
+
+
+def test_a_race_near_a_pld_budget(path):
+    budget = 0.9
+    with Ledger(path) as ledger:
+        ledger.register("sgd", adjacency="add_remove", unit="example", epsilon=budget, delta=1e-5)
+    counts = list(map(int, run(RACE, path, "sgd", 2).stdout.split()))
+    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    assert epsilon_at(SelfComposedDpEvent(step, sum(counts)), delta=1e-5) <= budget
+    assert epsilon_at(SelfComposedDpEvent(step, sum(counts) + 1), delta=1e-5) > budget
+
+
+CREATE = """
+import os, sys
+from jaxdp.privacy import Ledger, PureDpEvent
+path = sys.argv[1]
+pids = []
+for index in range(8):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with Ledger(path) as ledger:
+                ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+                with ledger.spend("data", PureDpEvent(0.1)):
+                    pass
+            os._exit(0)
+        finally:
+            os._exit(1)
+    pids.append(pid)
+assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+"""
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_many_processes_create_one_ledger(tmp_path, attempt):
+    path = tmp_path / "new.sqlite"
+    run(CREATE, path)
+    assert table(path) == ({"committed": 8}, 8)
+
+
+def test_the_import_is_light():
+    code = "import sys, jaxdp.privacy; print([m for m in sys.modules if m in ('jax', 'flax', 'tensorflow')])"
+    assert run(code).stdout.strip() == "[]"
+
+
+def launch(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "launch.ledger", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_launcher_prints_text_and_json(path):
+    with Ledger(path) as ledger, ledger.spend("data", PureDpEvent(0.5), label="first"):
+        pass
+    text = launch(path)
+    assert text.returncode == 0, text.stderr
+    assert "adjacency    add_remove, unit example" in text.stdout and "Pure(0.5)" in text.stdout
+    done = launch(path, "--json")
+    report = json.loads(done.stdout)
+    assert report["datasets"][0]["headline"] == "0.5"
+
+
+def test_launcher_refuses_what_is_not_a_ledger(tmp_path):
+    missing = tmp_path / "missing.sqlite"
+    done = launch(missing)
+    assert done.returncode == 1 and "no ledger" in done.stderr and "Traceback" not in done.stderr
+    assert not missing.exists()
+    other = tmp_path / "notes.txt"
+    other.write_text("not a ledger\n" * 1000)
+    done = launch(other)
+    assert done.returncode == 1 and "cannot be opened as a ledger" in done.stderr and "Traceback" not in done.stderr
