@@ -186,7 +186,7 @@ def _widen(x: Any) -> Any:
 
 def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """`_bind` of an equation without data, floats in float32 or wider."""
-    operands = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in operands]
+    operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
     if eqn.primitive.name in _MOVES:
