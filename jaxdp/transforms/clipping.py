@@ -64,7 +64,9 @@ class _PerExample(NamedTuple):
     losses: jax.Array
     aux: Any
     squared_norms: jax.Array
-    weighted_sum: Callable[[jax.Array, jax.Array], list[jax.Array]]  # (factors [B], keep [B]) -> one sum per leaf
+    weighted_sum: Callable[
+        [jax.Array, jax.Array | None], list[jax.Array]
+    ]  # (factors [B], keep [B]) -> one sum per leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,7 +307,9 @@ def _chunk_sum(
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, _clip_factors(f.clip_rule, norms, clip_norm), 0)
-    sums = result.weighted_sum(factors, keep)
+    # Zeroing what is left out costs a pass over all activations: only where a NaN would survive a factor of zero.
+    everything = functools.partial(result.weighted_sum, factors, None)
+    sums = jax.lax.cond(finite.all(), everything, functools.partial(result.weighted_sum, factors, keep))
     hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
@@ -342,12 +346,14 @@ def _in_chunks(
     return sums, per_example, nonfinite
 
 
-def _keep_rows(x: jax.Array, keep: jax.Array) -> jax.Array:
-    """Zero where an example is left out: 0 * NaN would not be."""
+def _keep_rows(x: jax.Array, keep: jax.Array | None) -> jax.Array:
+    """Zero where an example is left out: 0 * NaN would not be. None keeps every row."""
+    if keep is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
     return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
-def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array) -> jax.Array:
+def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array | None) -> jax.Array:
     # One contraction: on CPU, multiplying and then reducing over the batch axis is many times slower.
     return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep))
 
@@ -397,7 +403,7 @@ def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, kee
     ]
     squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
 
-    def weighted_sum(factors: jax.Array, keep: jax.Array) -> list[jax.Array]:
+    def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
         sums = [jnp.zeros(x.shape, x.dtype) for x in wide]  # a leaf that meets no data has no gradient
         for component in components:
             for leaf, total in component.weighted_sum(factors, keep).items():
@@ -434,13 +440,16 @@ class _Component:
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
         columns = list(zip(self._sites, records, gs, strict=True))
-        grads = jax.vmap(self._pull_back())([site.per_example(r, g) for site, r, g in columns])
+        dvs, pull = [site.per_example(r, g) for site, r, g in columns], self._pull_back()
+        grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
         if method == "keep":
             self._kept = grads
         else:
-            floors = [jnp.square(site.reformed_norm(r, g)) for site, r, g in columns]
-            self.squared_norms = jnp.maximum(self.squared_norms, _total(floors, self.squared_norms.dtype))
+            floor = _total([site.reformed_norm(r, g) for site, r, g in columns], self.squared_norms.dtype)
+            self.squared_norms = jnp.maximum(
+                self.squared_norms, jnp.square(_gain(pull, dvs).astype(floor.dtype) * floor)
+            )
 
     def _oriented_factors(self) -> list[Any]:
         """Factors of all sites, transposed where a site sees the weight the other way round."""
@@ -464,7 +473,7 @@ class _Component:
         values, pull = jax.vjp(weights, [self._leaves[i] for i in self._members])
         return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
 
-    def weighted_sum(self, factors: jax.Array, keep: jax.Array) -> dict[int, jax.Array]:
+    def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
         if self._kept is not None:
             sums = [_contract_rows(g, factors, keep) for g in self._kept]
         else:
@@ -473,12 +482,17 @@ class _Component:
                 rows = (-1, *(1,) * (g.ndim - 1))
                 kind = sites.wide_dtype(g)
                 scaled = _keep_rows(g.astype(kind) * factors.astype(kind).reshape(rows), keep)
-                clean = jax.tree.map(
-                    lambda x: _keep_rows(x, keep) if jnp.issubdtype(x.dtype, jnp.floating) else x, record
-                )
+                clean = jax.tree.map(functools.partial(_keep_rows, keep=keep), record)
                 dvs.append(site.contract(clean, scaled))
             sums = self._pull_back()(dvs)
         return dict(zip(self._members, sums, strict=True))
+
+
+def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
+    """How much J^T stretches a direction without structure; 1 where it only moves entries."""
+    probe = [jnp.cos(2.4 * jnp.arange(math.prod(dv.shape[1:]), dtype=dv.dtype)).reshape(1, *dv.shape[1:]) for dv in dvs]
+    before, after = (_sum_of_squares(x)[0].astype(jnp.float32) for x in (probe, jax.vmap(pull)(probe)))
+    return jnp.sqrt(after / jnp.maximum(before, 1))
 
 
 def _axes(site: sites.Site) -> tuple[Any, Any]:
