@@ -44,6 +44,7 @@ import os
 import secrets
 import sqlite3
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -425,14 +426,8 @@ class Ledger:
 
     def _open(self) -> None:
         self._pid = os.getpid()
-        db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        self._db = db
-        self._close = weakref.finalize(self, db.close)
-        try:
-            _prepare(db, self._path)
-        except BaseException:
-            self._close()
-            raise
+        self._db = _connect(self._path)
+        self._close = weakref.finalize(self, self._db.close)
 
     @contextlib.contextmanager
     def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
@@ -655,35 +650,60 @@ def _cached_epsilon(
 # --- The file ---------------------------------------------------------------------------------------------------
 
 
-def _prepare(db: sqlite3.Connection, path: str) -> None:
-    """Checks that the file is a ledger that we can read, and makes a new file one."""
-    db.row_factory = sqlite3.Row
+def _connect(path: str) -> sqlite3.Connection:
+    """Opens a ledger that we can read, making a new file one."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            return _try_connect(path)
+        except sqlite3.Error as error:
+            # Switching a new file to WAL does not wait for another process that does the same.
+            busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > deadline:
+                raise ValueError(f"path {path!r} cannot be opened as a ledger: {error}") from error
+            time.sleep(0.01)
+
+
+def _try_connect(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
+        db.row_factory = sqlite3.Row
         db.execute("PRAGMA foreign_keys = ON")
         db.execute("PRAGMA synchronous = FULL")
-        version, application = _pragma(db, "user_version"), _pragma(db, "application_id")
-        if (version, application) == (0, 0):
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("BEGIN IMMEDIATE")  # Two processes may create the same ledger: the second finds it made.
-            version, application = _pragma(db, "user_version"), _pragma(db, "application_id")
-            if (version, application) == (0, 0) and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                for key, value in (("created_at", _now()), ("created_by", f"jaxdp {__version__}")):
-                    db.execute("INSERT INTO meta VALUES (?, ?)", (key, value))
-                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                version, application = SCHEMA_VERSION, _APPLICATION_ID
-            db.execute("COMMIT")
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"path {path!r} cannot be opened as a ledger: {error}") from error
-    if application != _APPLICATION_ID:
-        raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
-    if version > SCHEMA_VERSION:
-        raise ValueError(
-            f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
-            "upgrade jaxdp to use it"
-        )
+        if _kind(db) == (0, 0):
+            _create(db)
+        application, version = _kind(db)
+        if application != _APPLICATION_ID:
+            raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
+        if version > SCHEMA_VERSION:
+            raise ValueError(
+                f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
+                "upgrade jaxdp to use it"
+            )
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _create(db: sqlite3.Connection) -> None:
+    if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        return  # Somebody else's file: leave it alone.
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("BEGIN IMMEDIATE")
+    if _kind(db) == (0, 0):  # Two processes may create the same ledger: the second finds it made.
+        for statement in _SCHEMA.split(";"):
+            db.execute(statement)
+        for key, value in (("created_at", _now()), ("created_by", f"jaxdp {__version__}")):
+            db.execute("INSERT INTO meta VALUES (?, ?)", (key, value))
+        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.execute("COMMIT")
+
+
+def _kind(db: sqlite3.Connection) -> tuple[int, int]:
+    """Returns (application_id, user_version) of the file."""
+    return _pragma(db, "application_id"), _pragma(db, "user_version")
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:

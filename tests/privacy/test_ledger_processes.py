@@ -184,29 +184,29 @@ def test_a_race_near_a_pld_budget(path):
 CREATE = """
 import os, sys
 from jaxdp.privacy import Ledger, PureDpEvent
-path = sys.argv[1]
-pids = []
-for index in range(8):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with Ledger(path) as ledger:
-                ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
-                with ledger.spend("data", PureDpEvent(0.1)):
-                    pass
-            os._exit(0)
-        finally:
-            os._exit(1)
-    pids.append(pid)
-assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
+for path in sys.argv[1:]:
+    pids = []
+    for index in range(8):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with Ledger(path) as ledger:
+                    ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+                    with ledger.spend("data", PureDpEvent(0.1)):
+                        pass
+                os._exit(0)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
 """
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_many_processes_create_one_ledger(tmp_path, attempt):
-    path = tmp_path / "new.sqlite"
-    run(CREATE, path)
-    assert table(path) == ({"committed": 8}, 8)
+def test_many_processes_create_one_ledger(tmp_path):
+    paths = [tmp_path / f"{index}.sqlite" for index in range(12)]
+    run(CREATE, *paths)
+    for path in paths:
+        assert table(path) == ({"committed": 8}, 8)
 
 
 def test_the_import_is_light():
