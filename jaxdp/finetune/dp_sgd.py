@@ -10,6 +10,7 @@ One step, in the order of the algorithm:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,17 +59,34 @@ class PrivateTrainer:
     augmult: int
     ema_decay: float | None
     stochastic: bool
-    accumulate: Any = dataclasses.field(init=False)  # compiled `_accumulate` and `_update`
+    zeros: Any = dataclasses.field(init=False)  # compiled `_zeros`, `_accumulate` and `_update`
+    accumulate: Any = dataclasses.field(init=False)
     update: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "accumulate", jax.jit(self._accumulate))
-        object.__setattr__(self, "update", jax.jit(self._update))
+        # A repeated step must give the same bits, or the same noise would fall on another gradient. XLA's GPU backend
+        # promises that on request only; the others always do.
+        options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
+        object.__setattr__(self, "zeros", jax.jit(self._zeros))
+        object.__setattr__(self, "accumulate", jax.jit(self._accumulate, compiler_options=options))
+        object.__setattr__(self, "update", jax.jit(self._update, compiler_options=options))
 
     def init(self, params: Any) -> TrainState:
-        """The state before the first step, with noise and augmentation keys from OS entropy."""
+        """The state before the first step, with noise and augmentation keys from OS entropy.
+
+        Raises:
+          TypeError: a leaf of params is not an array.
+        """
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise TypeError(
+                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {name!r}; close loss_fn over it "
+                    "instead (Equinox: eqx.partition(model, eqx.is_array), NNX: nnx.split)."
+                )
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # no weak types: they would retrace
         moving = self.gradient.trainable_params(params)
-        ema = jax.tree.map(jnp.asarray, params) if self.ema_decay is not None else None
+        ema = params if self.ema_decay is not None else None
         key = stream(new_seed(), "augmentation", impl="threefry2x32")
         step = jnp.zeros((), jnp.int32)
         return TrainState(step, params, self.optimizer.init(moving), ema, self.privatizer.init(moving), key)
@@ -83,9 +101,9 @@ class PrivateTrainer:
         """
         drawn = (sampler or self.sampler).batch(int(jax.device_get(state.step)))
         indices, masks = pad_to_physical(drawn, self.physical_batch_size)
-        sums = None
+        sums = self.zeros(state.params)
         for part, (rows, mask) in enumerate(zip(indices, masks, strict=True)):
-            batch = jax.device_put((source.gather(rows), mask, jnp.uint32(part)))
+            batch = jax.device_put((source.gather(rows), mask, np.uint32(part)))
             sums = self.accumulate(state, sums, *batch)
         return self.update(state, sums)
 
@@ -100,14 +118,13 @@ class PrivateTrainer:
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """The compiled steps as StableHLO: equal text, data and keys give equal results on equal devices."""
         rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
-        batch = (source.gather(rows[0]), masks[0], jnp.uint32(0))
-        first = self.accumulate.lower(state, None, *batch)
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first.out_info)
-        return (
-            first.as_text()
-            + self.accumulate.lower(state, sums, *batch).as_text()
-            + self.update.lower(state, sums).as_text()
-        )
+        batch = (source.gather(rows[0]), masks[0], np.uint32(0))
+        sums = jax.eval_shape(self.zeros, state.params)
+        return self.accumulate.lower(state, sums, *batch).as_text() + self.update.lower(state, sums).as_text()
+
+    def _zeros(self, params: Any) -> Any:
+        wide = functools.partial(jnp.promote_types, jnp.float32)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), self.gradient.trainable_params(params))
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -115,7 +132,7 @@ class PrivateTrainer:
         if self.augment is not None:
             batch = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), batch)
         added = self.gradient(state.params, batch, mask, key=loss_key if self.stochastic else None).grads
-        return added if sums is None else jax.tree.map(jnp.add, sums, added)
+        return jax.tree.map(jnp.add, sums, added)
 
     def _views(self, key: jax.Array, example: Any) -> Any:
         assert self.augment is not None
@@ -132,7 +149,7 @@ class PrivateTrainer:
             t = state.step.astype(jnp.float32)
             decay = jnp.minimum(self.ema_decay, (1 + t) / (10 + t))
             ema = jax.tree.map(lambda old, new: _average(old, new, decay), ema, params)
-        metrics = {"released_gradient_norm": optax.global_norm(mean)}
+        metrics = {"released_gradient_norm": optax.tree.norm(mean)}
         return TrainState(state.step + 1, params, opt_state, ema, noise, state.key), metrics
 
 
@@ -143,7 +160,7 @@ def _apply(param: Any, update: Any) -> Any:
 def _average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
     if not jnp.issubdtype(jnp.result_type(new), jnp.floating):
         return new
-    return (decay * old + (1 - decay) * new).astype(old.dtype)
+    return (old + (1 - decay) * (new - old)).astype(old.dtype)  # in this form frozen parameters stay as they are
 
 
 def dp_sgd(
