@@ -14,13 +14,15 @@ Noise is never added to two different gradients, and never is less spent than wa
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import hmac
+import importlib.metadata
 import json
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jaxlib
@@ -73,7 +75,8 @@ def fit(
 
     Raises:
       BudgetExceeded: before the chunk that would overspend; what was done so far stays in the workdir.
-      ValueError: source and sampler differ in size, or the workdir holds a run with more steps than asked for.
+      ValueError: source and sampler differ in size, the workdir holds a run with more steps than asked for or is in
+        use by another process, the data set is not registered, or neither it nor the caller has a delta.
 
     Formal guarantees:
       At any instant, whatever the process has computed on private data was reserved in the ledger before. On one
@@ -86,24 +89,26 @@ def fit(
         )
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"need checkpoint_every >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
+    if seed is not None and len(seed) != 16:
+        raise ValueError(f"seed must be 16 bytes, got {len(seed)}; leave it out to draw them.")
+    ledger.epsilon(dataset, delta=delta)  # raises now rather than after a chunk was paid for
     with contextlib.closing(_Run(pathlib.Path(workdir) if workdir is not None else None, seed)) as run:
         state, first = run.restore(trainer.init(params))
         if first > steps:
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
         identity = _identity(trainer, state, source)
-        bar = tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress)
-        while first < steps:
-            last = min(first + checkpoint_every, steps)
-            token = run.token(identity, state, first, last)
-            with ledger.spend(dataset, trainer.event(first, last), label=f"{label} {first}..{last - 1}", token=token):
-                state, rows = _chunk(trainer, state, source, run.secret(token), last - first, bar)
-                rows[-1]["epsilon"] = ledger.epsilon(dataset, delta=delta)
-                if evaluate is not None:
-                    rows[-1] |= evaluate(state.params if state.ema is None else state.ema)
-                run.save(first, rows, state)
-            bar.set_postfix({name: f"{value:.3f}" for name, value in rows[-1].items()})
-            first = last
-        bar.close()
+        with tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress) as bar:
+            while first < steps:
+                last = min(first + checkpoint_every, steps)
+                token, name = run.token(identity, state, first, last), f"{label} {first}..{last - 1}"
+                with ledger.spend(dataset, trainer.event(first, last), label=name, token=token):
+                    state, rows = _chunk(trainer, state, source, run.secret(token), last - first, bar)
+                    rows[-1]["epsilon"] = ledger.epsilon(dataset, delta=delta)
+                    if evaluate is not None:
+                        rows[-1] |= evaluate(state.params if state.ema is None else state.ema)
+                    run.save(first, rows, state)
+                bar.set_postfix({key: f"{value:.3f}" for key, value in rows[-1].items()})
+                first = last
     return state
 
 
@@ -129,24 +134,27 @@ class _Run:
 
     def __init__(self, workdir: pathlib.Path | None, seed: bytes | None):
         self._manager: Any = None
+        self._opened = contextlib.ExitStack()
         if workdir is None:
             self._seed = seed or new_seed()
             return
         import orbax.checkpoint as ocp
 
         workdir.mkdir(parents=True, exist_ok=True)
-        self._seed = _stored_seed(workdir / "secret_seed", seed)
-        self._metrics = MetricsWriter(workdir / "metrics.jsonl")
-        self._manager = ocp.CheckpointManager(
-            (workdir / "checkpoints").absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
-        )
+        with self._opened as opened:  # closes what is open if the rest fails
+            opened.enter_context(_locked(workdir / "lock"))
+            self._seed = _stored_seed(workdir / "secret_seed", seed)
+            self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
+            self._manager = ocp.CheckpointManager(
+                (workdir / "checkpoints").absolute(),
+                options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
+            )
+            opened.callback(self._manager.close)
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Closes the files."""
-        if self._manager is not None:
-            self._metrics.close()
-            self._manager.close()
+        self._opened.close()
 
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
         """The newest checkpoint, or `state`; and the number of steps done."""
@@ -158,7 +166,8 @@ class _Run:
         self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
         if step:
             saved = self._manager.restore(step, args=ocp.args.StandardRestore(_resumable(state)))
-            state = state._replace(**saved)
+            # Orbax gives arrays that are bound to a device, which compile to another program than the first ones did.
+            state = state._replace(**jax.device_put(jax.device_get(saved)))
         return state, step
 
     def save(self, first: int, rows: list[dict[str, float]], state: TrainState) -> None:
@@ -192,8 +201,8 @@ def _derive(seed: bytes, purpose: bytes) -> bytes:
 def _stored_seed(path: pathlib.Path, seed: bytes | None) -> bytes:
     """The seed in `path`, which only its owner may read; a new one if there is none yet."""
     if not path.exists():
-        temporary = path.with_suffix(f".{os.getpid()}")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        temporary = path.with_suffix(".tmp")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write((seed or new_seed()).hex())
             file.flush()
             os.fsync(file.fileno())
@@ -202,6 +211,17 @@ def _stored_seed(path: pathlib.Path, seed: bytes | None) -> bytes:
     if seed is not None and stored != seed:
         raise ValueError(f"seed differs from the one this run started with, in {path}; resume without seed=.")
     return stored
+
+
+def _locked(path: pathlib.Path) -> TextIO:
+    """An open file that only one process can hold; the system lets go of it when the process dies."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(f"another process is running in {path.parent}; wait for it or use a new workdir.") from error
+    return file
 
 
 def _digest(tree: Any) -> bytes:
@@ -216,12 +236,15 @@ def _digest(tree: Any) -> bytes:
 def _identity(trainer: PrivateTrainer, state: TrainState, source: Source) -> bytes:
     """All that determines a run's arithmetic except its state and its seed."""
     devices = jax.devices()
+    # XLA splits its sums among the cores it may run on; which examples are drawn depends on the package that draws.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    sampling = importlib.metadata.version("jax-privacy")
     facts = {
         "program": hashlib.sha256(trainer.lowered_text(state, source).encode()).hexdigest(),
         "data": source.fingerprint,
         "sampler": repr(trainer.sampler),
-        "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__],
-        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, os.cpu_count()],
+        "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__, sampling],
+        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, cores],
         "flags": [os.environ.get("XLA_FLAGS", ""), str(jax.config.values["jax_default_matmul_precision"])],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
