@@ -56,9 +56,9 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     task = _Task.of(config)
     print(task.describe(), flush=True)
     result = _run(config, task, root)
-    _write_json(finished, result)
     for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
         secret.unlink()
+    _write_json(finished, result)
     print(f"\n{_summary(result)}\n\nIn {root}: training.png, params.safetensors, ledger.sqlite, private/metrics.jsonl")
     return result
 
@@ -101,7 +101,8 @@ class _Task:
 
 
 def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
-    backbone = _pretrained(config, task, root / "pretrained.safetensors") if task.public else None
+    public = task.public is not None or config.pretrain.weights
+    backbone = _pretrained(config, task, root / "pretrained.safetensors") if public else None
     fresh = task.init(task.private, config.init_seed)
     start = fresh
     if backbone is not None:
