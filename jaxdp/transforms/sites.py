@@ -75,6 +75,13 @@ def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, preferred_element_type=kind)
 
 
+def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
+    """sum_{n,t} u_nst w_nst^T for u [N, S, T, p] and w [N, S, T, q]: [S, p, q]."""
+    if u.shape[1] == 1:  # a plain matrix product
+        return _einsum("tp,tq->pq", u.reshape(-1, u.shape[-1]), w.reshape(-1, w.shape[-1]))[None]
+    return _einsum("nstp,nstq->spq", u, w)
+
+
 @dataclasses.dataclass(frozen=True)
 class Dot:
     """`dot_general` of data with a weight on either side; batch dimensions of the weight are groups."""
@@ -140,11 +147,7 @@ class Dot:
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         (u,), w = jax.vmap(self.factors)(record, g)
-        if self.groups == 1:
-            flat_u, flat_w = u.reshape(-1, self.rows), w.reshape(-1, self.cols)
-            grad = _einsum("tp,tq->pq", flat_u, flat_w)
-        else:
-            grad = _einsum("nstp,nstq->spq", u, w)
+        grad = _outer_sum(u, w)
         batch, free, contracted = self.weight_axes
         order = batch + contracted + free
         grad = grad.reshape([self.weight_shape[d] for d in order])
@@ -186,6 +189,10 @@ class Conv:
         return tuple(self.kernel_shape[d] for d in self.numbers.rhs_spec[2:])
 
     @property
+    def _offsets(self) -> list[tuple[int, ...]]:
+        return list(itertools.product(*map(range, self._window)))
+
+    @property
     def positions(self) -> int:
         out = self.numbers.out_spec
         return self.out_shape[out[0]] * math.prod(self.out_shape[d] for d in out[2:])
@@ -201,42 +208,47 @@ class Conv:
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
 
-    def _patches(self, record: jax.Array) -> list[jax.Array]:
-        """The data that each kernel position sees, [M, *out_spatial, channels], by strided slices.
-
-        `record` is [..., M, *spatial, channels]-like in its own layout; patch-extraction convolutions are slow.
-        """
+    def _channels_last(self, record: jax.Array) -> jax.Array:
+        """The data [M, *spatial, channels], padded and dilated."""
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
         interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+
+    def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
+        """What the kernel position `offset` sees of padded data, by a strided slice: [groups, T, channels per group].
+
+        Patch-extraction convolutions would be many times slower.
+        """
         out_spatial = [self.out_shape[d] for d in self.numbers.out_spec[2:]]
-        patches = []
-        for offset in itertools.product(*map(range, self._window)):
-            start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
-            stop = [s + (n - 1) * k + 1 for s, n, k in zip(start, out_spatial, self.strides, strict=True)]
-            patches.append(lax.slice(x, [0, *start, 0], [len(x), *stop, x.shape[-1]], [1, *self.strides, 1]))
-        return patches
+        start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
+        span = [(n - 1) * k + 1 for n, k in zip(out_spatial, self.strides, strict=True)]
+        seen = lax.dynamic_slice(x, (0, *start, 0), (x.shape[0], *span, x.shape[-1]))
+        return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, [1, *self.strides, 1]))
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
+
+    def _cotangent(self, g: jax.Array) -> jax.Array:
+        batch, feature, *spatial = self.numbers.out_spec
+        return self._split(g.transpose((batch, *spatial, feature)))
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        def split(x: jax.Array) -> jax.Array:  # channels last -> [groups, T, channels per group]
-            return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
-
-        batch, feature, *spatial = self.numbers.out_spec
-        return tuple(map(split, self._patches(record))), split(g.transpose((batch, *spatial, feature)))
+        x = self._channels_last(record)
+        return tuple(self._patch(x, offset) for offset in self._offsets), self._cotangent(g)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        parts, w = jax.vmap(self.factors)(record, g)
-        if self.groups == 1:
-            u = jnp.concatenate([p.reshape(-1, p.shape[-1]) for p in parts], axis=-1)
-            grad = _einsum("tp,tq->pq", u, w.reshape(-1, self.cols))
-        else:
-            grad = jnp.concatenate([_einsum("nstp,nstq->psq", p, w) for p in parts])
+        x, w = jax.vmap(self._channels_last)(record), jax.vmap(self._cotangent)(g)
+
+        def at(offset: jax.Array) -> jax.Array:  # [in, groups, out]
+            return _outer_sum(jax.vmap(lambda x: self._patch(x, offset))(x), w).swapaxes(0, 1)
+
+        # One kernel position after the other: gathering all patches first takes more memory, and time.
+        grad = lax.map(at, jnp.asarray(self._offsets, jnp.int32))
         grad = grad.reshape(*self._window, -1, self.groups * self.cols)  # [*window, in, out]
-        n = len(self._window)
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         order = (*spatial, in_feature, out_feature)
-        return grad.transpose([order.index(d) for d in range(n + 2)])
+        return grad.transpose([order.index(d) for d in range(len(order))])
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
         """`weight_grad` as the primitive's own transpose: one convolution for the whole batch."""
@@ -414,7 +426,10 @@ class Site:
         def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
             return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
 
-        grad = getattr(self.rule, "weight_grad_by_primitive", self.rule.weight_grad)
+        grad = self.rule.weight_grad
+        # XLA on CPU runs a convolution inside a conditional or a loop many times slower than the same dot products.
+        if isinstance(self.rule, Conv) and jax.default_backend() != "cpu":
+            grad = self.rule.weight_grad_by_primitive
         return self._loops_in_front(_vmap_or_squeeze(grad)(*jax.tree.map(together, (record, g))))
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
