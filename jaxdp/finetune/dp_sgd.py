@@ -10,7 +10,6 @@ One step, in the order of the algorithm:
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ class TrainState(NamedTuple):
       step: int32 scalar, steps done.
       params: current parameters.
       opt_state: of the optimizer.
-      ema: moving average of params, or None.
+      ema: moving average of params, in float32 or wider; or None.
       noise: key and step of the noise stream. Secret: who learns the key can subtract the noise.
       key: of augmentation and stochastic losses.
     """
@@ -85,8 +84,8 @@ class PrivateTrainer:
                     "instead (Equinox: eqx.partition(model, eqx.is_array), NNX: nnx.split)."
                 )
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # no weak types: they would retrace
-        moving = self.gradient.trainable_params(params)
-        ema = params if self.ema_decay is not None else None
+        moving = self._moving(params)
+        ema = jax.tree.map(_wide, params) if self.ema_decay is not None else None
         key = stream(new_seed(), "augmentation", impl="threefry2x32")
         step = jnp.zeros((), jnp.int32)
         return TrainState(step, params, self.optimizer.init(moving), ema, self.privatizer.init(moving), key)
@@ -122,9 +121,12 @@ class PrivateTrainer:
         sums = jax.eval_shape(self.zeros, state.params)
         return self.accumulate.lower(state, sums, *batch).as_text() + self.update.lower(state, sums).as_text()
 
+    def _moving(self, params: Any) -> Any:
+        """What the optimizer sees of the parameters: those that are trained, as wide as their gradients."""
+        return jax.tree.map(_wide, self.gradient.trainable_params(params))
+
     def _zeros(self, params: Any) -> Any:
-        wide = functools.partial(jnp.promote_types, jnp.float32)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), self.gradient.trainable_params(params))
+        return jax.tree.map(jnp.zeros_like, self._moving(params))
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -140,15 +142,15 @@ class PrivateTrainer:
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         mean, noise = self.privatizer.update(sums, state.noise)
-        moving = self.gradient.trainable_params(state.params)
-        updates, opt_state = self.optimizer.update(mean, state.opt_state, moving)
+        updates, opt_state = self.optimizer.update(mean, state.opt_state, self._moving(state.params))
         params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
         ema = state.ema
         if self.ema_decay is not None:
             # De et al. 2022, appendix C: the average forgets its start, decay_t = min(decay, (1 + t) / (10 + t)).
             t = state.step.astype(jnp.float32)
             decay = jnp.minimum(self.ema_decay, (1 + t) / (10 + t))
-            ema = jax.tree.map(lambda old, new: _average(old, new, decay), ema, params)
+            # In this form frozen parameters stay as they are, to the bit.
+            ema = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old) if _floating(new) else new, ema, params)
         metrics = {"released_gradient_norm": optax.tree.norm(mean)}
         return TrainState(state.step + 1, params, opt_state, ema, noise, state.key), metrics
 
@@ -157,10 +159,12 @@ def _apply(param: Any, update: Any) -> Any:
     return param if update is None else (param + update).astype(jnp.result_type(param))
 
 
-def _average(old: jax.Array, new: jax.Array, decay: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(jnp.result_type(new), jnp.floating):
-        return new
-    return (old + (1 - decay) * (new - old)).astype(old.dtype)  # in this form frozen parameters stay as they are
+def _floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype)) if _floating(x) else x
 
 
 def dp_sgd(
@@ -192,7 +196,8 @@ def dp_sgd(
 
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`; called with `key=` if `stochastic`.
-      optimizer: any optax optimizer, with any schedule; it sees the noisy mean gradient: post-processing.
+      optimizer: any optax optimizer, with any schedule; it sees the noisy mean gradient: post-processing. Its state is
+        float32 or wider, whatever the parameters are.
       sampler: draws the batches and knows their event; its expected batch size q * n is the divisor.
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
       noise_multiplier: sigma, the noise standard deviation over C; or a public schedule step -> sigma.
