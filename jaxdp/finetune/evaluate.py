@@ -1,6 +1,7 @@
 """Accuracy: free on public or held-out data, paid for on private data."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.
 
 
 def _count_correct(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
+    if not len(source):
+        raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
     parts = zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True)
     return sum(int(_correct(predict, params, *jax.device_put((source.gather(rows), mask)))) for rows, mask in parts)
 
@@ -37,6 +40,9 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
       params: of `predict`.
       source: examples with an "image" or "features", and a "label".
       batch_size: examples per call.
+
+    Raises:
+      ValueError: source is empty.
     """
     return _count_correct(predict, params, source, batch_size) / len(source)
 
@@ -65,14 +71,16 @@ def charged_accuracy(
 
     Raises:
       BudgetExceeded: before the data is read.
-      ValueError: noise_multiplier is not positive.
+      ValueError: noise_multiplier is not positive and finite.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed; clipping is post-processing. The number
       of examples is taken to be public.
     """
-    if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier must be positive, got {noise_multiplier}; use accuracy() on public data.")
+    if not 0 < noise_multiplier < math.inf:
+        raise ValueError(
+            f"noise_multiplier must be positive and finite, got {noise_multiplier}; use accuracy() on public data."
+        )
     with ledger.spend(dataset, GaussianDpEvent(noise_multiplier), label="accuracy"):
         count = jnp.float32(_count_correct(predict, params, source, batch_size))
         key = noise.stream(noise.new_seed(), "accuracy") if key is None else key

@@ -1,0 +1,139 @@
+"""Accuracy: exact on public data, noisy and paid for on private data."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dp_accounting import dp_event
+
+from jaxdp import data, finetune
+from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy.events import composition
+from jaxdp.transforms import noise
+
+N = 137
+RNG = np.random.default_rng(0)
+ANGLES = np.pi / 4 + np.pi / 2 * np.array([1, 0, 2, 3])  # right for the classes 2 and 3, wrong for the others
+PARAMS = jnp.asarray([np.cos(ANGLES), np.sin(ANGLES)], jnp.float32)
+SOURCE = data.bundled("blobs").take(np.arange(N))
+
+
+def predict(params, inputs):
+    return inputs @ params
+
+
+def correct():
+    rows = SOURCE.gather(np.arange(N))
+    logits = rows["features"].astype(np.float64) @ np.asarray(PARAMS, np.float64)
+    return int((logits.argmax(-1) == rows["label"]).sum())
+
+
+def ledger_of(**terms):
+    ledger = Ledger.in_memory()
+    ledger.register("blobs", adjacency="add_remove", unit="example", **terms)
+    return ledger
+
+
+class Watched:
+    """A source that notes what the ledger had charged whenever it was read."""
+
+    def __init__(self, ledger):
+        self.ledger, self.charged = ledger, []
+
+    def __len__(self):
+        return N
+
+    def gather(self, rows):
+        self.charged.append(self.ledger.events("blobs").get(None))
+        return SOURCE.gather(rows)
+
+
+@pytest.mark.parametrize("batch_size", [1, 10, N - 1, N, 10 * N])
+def test_accuracy_equals_numpy_whatever_the_batch_size(batch_size):
+    assert 0 < correct() < N
+    assert finetune.accuracy(predict, PARAMS, SOURCE, batch_size=batch_size) == correct() / N
+
+
+def test_accuracy_of_images():
+    source = data.bundled("digits").take(np.arange(50))
+    params = jnp.asarray(RNG.normal(size=(64, 10)), jnp.float32)
+    rows = source.gather(np.arange(50))
+    expected = ((rows["image"].reshape(50, 64) @ np.asarray(params)).argmax(-1) == rows["label"]).mean()
+    found = finetune.accuracy(lambda p, x: x.reshape(len(x), 64) @ p, params, source, batch_size=8)
+    assert found == pytest.approx(expected)
+
+
+def test_accuracy_of_nothing_is_an_error():
+    empty = SOURCE.take(np.arange(0))
+    with pytest.raises(ValueError, match="source 'blobs' has no examples"):
+        finetune.accuracy(predict, PARAMS, empty)
+
+
+def test_charged_before_the_data_is_read():
+    ledger = ledger_of(delta=1e-5)
+    source = Watched(ledger)
+    finetune.charged_accuracy(
+        predict, PARAMS, source, ledger=ledger, dataset="blobs", noise_multiplier=3.0, batch_size=50
+    )
+    assert len(source.charged) == 3
+    assert all(composition(event) == {dp_event.GaussianDpEvent(3.0): 1} for event in source.charged)
+    assert composition(ledger.events("blobs")[None]) == {dp_event.GaussianDpEvent(3.0): 1}
+
+
+def test_an_overspent_budget_reads_nothing():
+    ledger = ledger_of(epsilon=0.5, delta=1e-5)
+    source = Watched(ledger)
+    with pytest.raises(BudgetExceeded):
+        finetune.charged_accuracy(predict, PARAMS, source, ledger=ledger, dataset="blobs", noise_multiplier=1.0)
+    assert source.charged == []
+    assert ledger.events("blobs") == {}
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, -1.0, math.nan, math.inf])
+def test_noise_must_be_positive_and_finite(noise_multiplier):
+    ledger = ledger_of(delta=1e-5)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        finetune.charged_accuracy(
+            predict, PARAMS, Watched(ledger), ledger=ledger, dataset="blobs", noise_multiplier=noise_multiplier
+        )
+    assert ledger.events("blobs") == {}
+
+
+def estimates(noise_multiplier, count=400):
+    ledger = ledger_of(delta=1e-5)
+    keys = jax.random.split(noise.stream(bytes(16), "test"), count)
+    return np.array(
+        [
+            finetune.charged_accuracy(
+                predict, PARAMS, SOURCE, ledger=ledger, dataset="blobs", noise_multiplier=noise_multiplier, key=key
+            )
+            for key in keys
+        ]
+    )
+
+
+def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
+    def accepted(sample):
+        return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / len(sample)) and abs(sample.mean()) < 4.9 / math.sqrt(
+            len(sample)
+        )
+
+    right = (estimates(4.0) * N - correct()) / 4.0
+    assert accepted(right)
+    assert not accepted(0.7 * right)
+    assert not accepted(1.3 * right)
+
+
+def test_estimates_stay_in_the_unit_interval():
+    sample = estimates(1e4, count=40)
+    assert set(sample) == {0.0, 1.0}
+
+
+def test_by_default_the_noise_is_fresh():
+    ledger = ledger_of(delta=1e-5)
+    arguments = {"ledger": ledger, "dataset": "blobs", "noise_multiplier": 5.0}
+    drawn = [finetune.charged_accuracy(predict, PARAMS, SOURCE, **arguments) for _ in range(8)]
+    assert len(set(drawn)) == 8
+    assert composition(ledger.events("blobs")[None]) == {dp_event.GaussianDpEvent(5.0): 8}
