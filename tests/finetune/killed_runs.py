@@ -1,0 +1,217 @@
+"""Runs `fit` in processes that are killed with SIGKILL at chosen or random instants, and resumed until they finish.
+
+    python tests/finetune/killed_runs.py FOLDER < scenarios.json
+
+A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
+
+    {"at": "reserved" | "step" | "metrics" | "checkpoint" | "saved", "time": k}   the k-th time it gets there, or
+    {"after": seconds}                                                           so long after its first step.
+
+This process imports everything once and forks the runs before JAX has started. Every released step is appended to
+FOLDER/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401  (imported before the forks)
+
+from jaxdp import data, finetune
+from jaxdp.finetune import loop
+from jaxdp.privacy import Ledger, NoOpDpEvent
+from jaxdp.privacy.events import composition
+from jaxdp.transforms import losses
+
+STEPS, CHUNK, SEED = 12, 3, bytes(range(16))
+
+
+def digest(tree):
+    leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in tree]
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]
+
+
+class Recorded:
+    """The trainer's compiled update, which also writes down what it released."""
+
+    def __init__(self, update):
+        self._update, self.lower, self.file = update, update.lower, None
+
+    def __call__(self, state, sums):
+        after, metrics = self._update(state, sums)
+        record = {
+            "step": int(state.step),
+            "noise": digest([state.noise.key]),
+            "sum": digest(jax.tree.leaves(sums)),
+            "result": digest(jax.tree.leaves((after.params, after.opt_state))),
+        }
+        os.write(self.file, json.dumps(record).encode() + b"\n")
+        return after, metrics
+
+
+@functools.cache
+def trainer_of(num_examples, clip_norm=0.5):
+    def loss(params, example):
+        hidden = jnp.tanh(example["image"].reshape(-1) @ params["hidden"])
+        return losses.softmax_cross_entropy(hidden @ params["head"], example["label"])
+
+    def shift(key, example):
+        return {**example, "image": data.random_crop(key, example["image"], padding=1)}
+
+    trainer = finetune.dp_sgd(
+        loss,
+        optax.sgd(0.2, momentum=0.9),
+        sampler=data.PoissonSampler(num_examples, 0.1),
+        clip_norm=clip_norm,
+        noise_multiplier=1.0,
+        physical_batch_size=16,
+        augment=shift,
+        augmult=2,
+        engine="vmap",  # compiles faster
+        ema_decay=0.9,
+    )
+    object.__setattr__(trainer, "update", Recorded(trainer.update))
+    return trainer
+
+
+def run(folder, source, seed=SEED, steps=STEPS, epsilon=None, **kwargs):
+    """Runs or resumes the run in `folder`, and writes down its final state."""
+    folder.mkdir(parents=True, exist_ok=True)
+    released = os.open(folder / "released.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    trainer = trainer_of(len(source), **kwargs)
+    trainer.update.file = released
+    rng = np.random.default_rng(0)
+    params = {
+        "hidden": rng.normal(size=(64, 8)).astype(np.float32) / 8,
+        "head": rng.normal(size=(8, 10)).astype(np.float32) / 3,
+    }
+    with contextlib.closing(os.fdopen(released)), Ledger(folder / "ledger.sqlite") as ledger:
+        ledger.register("digits", adjacency="add_remove", unit="example", epsilon=epsilon, delta=1e-5)
+        state = finetune.fit(
+            trainer,
+            params,
+            source,
+            steps=steps,
+            ledger=ledger,
+            dataset="digits",
+            workdir=folder,
+            checkpoint_every=CHUNK,
+            evaluate=lambda params: {"size": float(jnp.abs(params["head"]).sum())},
+            seed=seed,
+            progress=False,
+        )
+    leaves = jax.tree.leaves((state.step, state.params, state.opt_state, state.ema))
+    np.savez(folder / "final.npz", *[np.asarray(x) for x in leaves])
+
+
+def arm(kill):
+    """Makes this process kill itself at the instant that `kill` names."""
+    left = kill["time"]
+
+    def reached():
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            reached()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    if kill["at"] == "reserved":
+        before(loop, "_chunk")
+    elif kill["at"] == "step":
+        before(finetune.PrivateTrainer, "step")
+    elif kill["at"] == "metrics":
+        before(loop._Run, "save")
+    elif kill["at"] == "saved":
+        before(Ledger, "_finish")
+    else:
+        # Orbax writes into a temporary folder and renames it at the end: die with everything written but the rename.
+        before(os, "rename")
+        before(os, "replace")
+        before(pathlib.Path, "rename")
+
+
+def forked(work):
+    """Starts `work()` in a child; returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def attempt(folder, source, kill):
+    """Runs until the end or until killed; returns whether it reached the end."""
+
+    def work():
+        if kill and "at" in kill:
+            arm(kill)
+        run(folder, source)
+
+    released = folder / "released.jsonl"
+    size = released.stat().st_size if released.exists() else 0
+    pid = forked(work)
+    if kill and "after" in kill:
+        while not (released.exists() and released.stat().st_size > size):
+            time.sleep(0.001)
+        time.sleep(kill["after"])
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return False
+    assert os.waitstatus_to_exitcode(status) == 0, f"{folder.name} failed"
+    return True
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    source = data.bundled("digits").take(np.arange(150))
+    source.fingerprint  # noqa: B018
+    for scenario in json.load(sys.stdin):
+        place, log = folder / scenario["name"], []
+        for kill in [*scenario["kills"], None]:
+            finished = attempt(place, source, kill)
+            log.append({"finished": finished, **accounts(place)})
+        (place / "attempts.json").write_text(json.dumps(log))
+
+
+def accounts(place):
+    """What the ledger has charged and what was released, after an attempt."""
+    with Ledger(place / "ledger.sqlite") as ledger:
+        charged = composition(ledger.events("digits").get(None, NoOpDpEvent()))
+    released = place / "released.jsonl"
+    lines = released.read_bytes().splitlines() if released.exists() else []
+    return {
+        "charged": sum(charged.values()),
+        "released": len({json.loads(line)["step"] for line in lines}),
+        "checkpoints": sorted(path.name for path in place.glob("checkpoints/*")),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,432 @@
+"""DP-SGD steps against an independent float64 computation, their noise, their events, and what is compiled."""
+
+import collections
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+
+from jaxdp import data, finetune
+from jaxdp.privacy import Ledger, epsilon
+from jaxdp.transforms import losses, noise
+
+N, FEATURES, CLASSES = 40, 6, 3
+CLIP, SIGMA, RATE, MOMENTUM = 1.5, 0.7, 0.5, 0.9
+
+
+def source_of(n=N, seed=0, scale=1.0):
+    """Return n random examples whose features [0] is the example's number, which no model here reads."""
+    rng = np.random.default_rng(seed)
+    features = scale * rng.normal(size=(n, FEATURES + 1)).astype(np.float32)
+    features[:, 0] = np.arange(n)
+    return data.from_arrays(features=features, label=rng.integers(CLASSES, size=n), num_classes=CLASSES)
+
+
+def params_of(seed=1):
+    rng = np.random.default_rng(seed)
+    return {
+        "kernel": jnp.asarray(rng.normal(size=(FEATURES, CLASSES)), jnp.float32),
+        "bias": jnp.asarray(rng.normal(size=CLASSES), jnp.float32),
+    }
+
+
+def loss(params, example):
+    logits = example["features"][1:] @ params["kernel"] + params["bias"]
+    return losses.softmax_cross_entropy(logits, example["label"])
+
+
+def gradient64(params, features, label):
+    """The gradient of `loss` at one example, by hand in float64."""
+    x = features[1:].astype(np.float64)
+    logits = x @ params["kernel"] + params["bias"]
+    error = np.exp(logits - logits.max())
+    error /= error.sum()
+    error[label] -= 1
+    return {"kernel": np.outer(x, error), "bias": error}
+
+
+def clipped64(gradient):
+    norm = math.sqrt(sum((g**2).sum() for g in gradient.values()))
+    return {name: g * min(1.0, CLIP / norm) for name, g in gradient.items()}
+
+
+def float64(tree):
+    return {name: np.asarray(x, np.float64) for name, x in tree.items()}
+
+
+def trainer_of(sampler, **kwargs):
+    defaults = {"clip_norm": CLIP, "noise_multiplier": SIGMA, "physical_batch_size": 4}
+    optimizer = kwargs.pop("optimizer", optax.sgd(RATE, momentum=MOMENTUM))
+    return finetune.dp_sgd(kwargs.pop("loss_fn", loss), optimizer, sampler=sampler, **{**defaults, **kwargs})
+
+
+def assert_close(tree, expected):
+    for name in expected:
+        np.testing.assert_allclose(np.asarray(tree[name]), expected[name], rtol=2e-5, atol=2e-6)
+
+
+# Batches of several physical batches; and batches that are often empty.
+@pytest.mark.parametrize("probability", [0.35, 0.03])
+@pytest.mark.parametrize("augmult", [None, 3])
+def test_steps_equal_float64(probability, augmult):
+    # Padding repeats example 0, so its recorded views would mix with those of the padding if it were drawn.
+    samplers = (data.PoissonSampler(N, probability, seed=bytes([k] * 16)) for k in range(256))
+    sampler = next(s for s in samplers if not any(0 in s.batch(t) for t in range(6)))
+    seen = collections.defaultdict(list)
+
+    def record(number, view):
+        seen[int(number)].append(np.array(view))
+
+    def augment(key, example):
+        view = example["features"].at[1:].add(jax.random.normal(key, (FEATURES,)))
+        jax.debug.callback(record, example["features"][0], view)
+        return {**example, "features": view}
+
+    views = {} if augmult is None else {"augment": augment, "augmult": augmult}
+    trainer, source = trainer_of(sampler, ema_decay=0.25, **views), source_of()
+    state = trainer.init(params_of())
+    params, ema, trace = float64(state.params), float64(state.params), None
+    sizes = []
+    for step in range(6):
+        key, indices = state.noise.key, sampler.batch(step)
+        sizes.append(len(indices))
+        seen.clear()
+        state, metrics = trainer.step(state, source)
+        jax.effects_barrier()
+
+        total = {name: np.zeros_like(p) for name, p in params.items()}
+        for i in indices:
+            example = source[int(i)]
+            inputs = [example["features"]] if augmult is None else seen[int(i)]
+            assert len({x.tobytes() for x in inputs}) == len(inputs) == (augmult or 1)
+            each = [gradient64(params, x, example["label"]) for x in inputs]
+            for name, g in clipped64({name: np.mean([g[name] for g in each], 0) for name in params}).items():
+                total[name] += g
+        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
+        trace = mean if trace is None else {name: mean[name] + MOMENTUM * trace[name] for name in params}
+        params = {name: params[name] - RATE * trace[name] for name in params}
+        decay = min(0.25, (1 + step) / (10 + step))
+        ema = {name: decay * ema[name] + (1 - decay) * params[name] for name in params}
+        assert_close(state.params, params)
+        assert_close(state.ema, ema)
+        norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
+        assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
+        assert int(state.step) == int(state.noise.step) == step + 1
+    assert max(sizes) > 8 if probability > 0.1 else min(sizes) == 0
+
+
+def test_clipping_is_active_and_inactive_in_the_comparison_above():
+    params, source = float64(params_of()), source_of()
+    norms = [
+        math.sqrt(sum((g**2).sum() for g in gradient64(params, source[i]["features"], source[i]["label"]).values()))
+        for i in range(N)
+    ]
+    assert min(norms) < CLIP < max(norms)
+
+
+def test_views_differ_between_examples_steps_and_parts():
+    keys = []
+
+    def augment(key, example):
+        jax.debug.callback(lambda k: keys.append(np.array(k).tobytes()), jax.random.key_data(key))
+        return example
+
+    trainer = trainer_of(data.PoissonSampler(N, 0.5, seed=bytes(16)), augment=augment, augmult=2)
+    state, source = trainer.init(params_of()), source_of()
+    for _ in range(3):
+        state, _ = trainer.step(state, source)
+    jax.effects_barrier()
+    assert len(keys) >= 3 * 3 * 4 * 2
+    assert len(set(keys)) == len(keys)
+
+
+def test_stochastic_loss_has_one_key_per_example_and_step():
+    samplers = (data.PoissonSampler(N, 0.4, seed=bytes([k] * 16)) for k in range(256))
+    sampler = next(s for s in samplers if not any(0 in s.batch(t) for t in range(2)))  # 0 is also the padding
+    used = collections.defaultdict(list)
+
+    def record(number, kept):
+        used[int(number)].append(np.array(kept))
+
+    def dropout(params, example, *, key):
+        kept = jax.random.bernoulli(key, 0.5, (FEATURES,))
+        jax.debug.callback(record, example["features"][0], kept)
+        return loss(params, {**example, "features": example["features"].at[1:].multiply(kept)})
+
+    # The vmap engine calls the loss once per example, so that every recorded mask is one that was used.
+    trainer, source = trainer_of(sampler, loss_fn=dropout, stochastic=True, engine="vmap"), source_of()
+    state = trainer.init(params_of())
+    params, masks = float64(state.params), []
+    for step in range(2):
+        used.clear()
+        before, key = float64(state.params), state.noise.key
+        state, metrics = trainer.step(state, source)
+        jax.effects_barrier()
+        total = {name: np.zeros_like(p) for name, p in params.items()}
+        for i in sampler.batch(step):
+            (kept,) = {x.tobytes(): x for x in used[int(i)]}.values()
+            masks.append((step, int(i), kept.tobytes()))
+            example = source[int(i)]
+            features = example["features"] * np.concatenate([[1], kept])
+            for name, g in clipped64(gradient64(before, features, example["label"])).items():
+                total[name] += g
+        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        mean = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (0.4 * N) for name in params}
+        norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
+        assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
+    # 2^6 masks and about 32 draws: equal keys for all examples of a part, or for both steps, would leave few.
+    assert len({mask for _, _, mask in masks}) > 15
+    first, second = ({i: mask for step, i, mask in masks if step == s} for s in (0, 1))
+    both = first.keys() & second.keys()
+    assert sum(first[i] == second[i] for i in both) < len(both) / 2
+
+
+def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
+    def two_layers(params, example):
+        hidden = jnp.tanh(example["features"][1:] @ params["backbone"])
+        return losses.softmax_cross_entropy(hidden @ params["head"] + params["scale"], example["label"])
+
+    rng = np.random.default_rng(0)
+    params = {
+        "backbone": jnp.asarray(rng.normal(size=(FEATURES, 5)), jnp.float32),
+        "head": jnp.asarray(rng.normal(size=(5, CLASSES)), jnp.float32),
+        "scale": jnp.asarray(0.1, jnp.bfloat16),
+        "count": jnp.asarray(3, jnp.int32),
+    }
+    trainer = trainer_of(
+        data.PoissonSampler(N, 0.3),
+        loss_fn=two_layers,
+        optimizer=optax.adam(0.01),
+        ema_decay=0.9,
+        trainable=lambda path, leaf: path == "head",
+    )
+    state = trainer.init(params)
+    assert sorted(np.shape(x) for x in jax.tree.leaves(state.opt_state)) == [(), (5, CLASSES), (5, CLASSES)]
+    source = source_of()
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(5):
+            state, _ = trainer.step(state, source)
+    for now in (state.params, state.ema):
+        for name in ("backbone", "scale", "count"):
+            assert np.array_equal(np.asarray(now[name]), np.asarray(params[name])), name
+        assert (np.asarray(now["head"]) != np.asarray(params["head"])).all()
+
+
+def test_noise_schedule_and_its_events():
+    def schedule(step):
+        return 1.0 + 0.5 * step
+
+    trainer = trainer_of(data.PoissonSampler(N, 0.25), loss_fn=lambda p, e: 0.0 * loss(p, e), noise_multiplier=schedule)
+    wide = {"kernel": jnp.zeros((FEATURES, CLASSES)), "bias": jnp.zeros(CLASSES), "unused": jnp.zeros(200_000)}
+    state, source = trainer.init(wide), source_of()
+    for step in range(3):
+        before = state.opt_state[0].trace
+        state, _ = trainer.step(state, source)
+        mean = np.asarray(state.opt_state[0].trace["unused"]) - MOMENTUM * np.asarray(before["unused"])
+        # The standard error of a standard deviation from 2e5 values is 0.16 %.
+        assert mean.std() * 0.25 * N / CLIP == pytest.approx(schedule(step), rel=0.01)
+    singles = [dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(schedule(t))) for t in range(4)]
+    assert trainer.event(1, 4) == dp_event.ComposedDpEvent(singles[1:])
+    assert trainer.event(2, 2) == dp_event.ComposedDpEvent([])
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.9, lambda step: 0.8 + 0.1 * step])
+def test_events_cost_what_dp_accounting_says_and_chunks_compose_to_the_run(noise_multiplier):
+    trainer = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=noise_multiplier)
+    sigma = noise_multiplier if callable(noise_multiplier) else lambda step: noise_multiplier
+    independent = PLDAccountant()
+    for step in range(3):
+        independent.compose(dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(sigma(step))))
+    expected = independent.get_epsilon(1e-5)
+    assert epsilon(trainer.event(0, 3), delta=1e-5) == pytest.approx(expected, rel=1e-3)
+    ledger = Ledger.in_memory()
+    ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
+    for first, last in [(0, 2), (2, 3)]:
+        with ledger.spend("data", trainer.event(first, last)):
+            pass
+    assert ledger.epsilon("data") == pytest.approx(expected, rel=1e-3)
+    assert expected > 0.5
+
+
+def test_truncation_is_in_the_event():
+    sampler = data.PoissonSampler(N, 0.1, truncated_batch_size=6)
+    event = trainer_of(sampler).event(0, 5)
+    assert event.count == 5
+    assert isinstance(event.event, dp_event.TruncatedSubsampledGaussianDpEvent)
+    assert event.event.truncated_batch_size == 6
+
+
+def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
+    sampler, params = data.PoissonSampler(N, 1.0, seed=bytes(16)), params_of()
+    bad = source_of().arrays["features"].copy()
+    bad[3, 2], bad[5, 1] = np.nan, np.inf
+    label = source_of().arrays["label"]
+    keep = np.delete(np.arange(N), [3, 5])
+    whole = data.from_arrays(features=bad, label=label, num_classes=CLASSES)
+    trainer = trainer_of(sampler, physical_batch_size=N)
+    without = trainer_of(data.PoissonSampler(N - 2, 1.0), physical_batch_size=N - 2)
+    state = trainer.init(params)
+    batch, mask = jax.device_put((whole.gather(np.arange(N)), np.ones(N, bool)))
+    fewer, fewer_mask = jax.device_put((whole.gather(keep), np.ones(N - 2, bool)))
+    sums = trainer.accumulate(state, trainer.zeros(params), batch, mask, np.uint32(0))
+    expected = without.accumulate(state, trainer.zeros(params), fewer, fewer_mask, np.uint32(0))
+    assert_close(sums, float64(expected))
+    state, _ = trainer.step(state, whole)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
+
+
+def test_physical_batch_larger_than_the_data():
+    sampler = data.PoissonSampler(N, 0.3, seed=bytes(16))
+    small, large = (trainer_of(sampler, physical_batch_size=size) for size in (4, 3 * N))
+    state, source = small.init(params_of()), source_of()
+    one, other = small.step(state, source)[0], large.step(state, source)[0]
+    assert_close(one.params, float64(other.params))
+
+
+# --- Noise, through the whole trainer --------------------------------------------------------------------------------
+
+
+def noise_of_run(scale, steps=4, size=50_000):
+    """Return the noise [steps, size] that a run of `fit` with zero gradients added, over what it should be.
+
+    The run's noise is `scale` times the right one: the test below must tell these apart.
+    """
+    seen = []
+
+    def nothing(params, example):
+        return 0.0 * params["w"].sum() * example["label"]
+
+    sampler = data.PoissonSampler(N, 0.05)
+    trainer = trainer_of(sampler, loss_fn=nothing, optimizer=optax.sgd(1.0), noise_multiplier=scale * SIGMA)
+    ledger = Ledger.in_memory()
+    ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
+
+    def evaluate(params):
+        seen.append(np.asarray(params["w"], np.float64))
+        return {}
+
+    finetune.fit(
+        trainer,
+        {"w": jnp.zeros(size)},
+        source_of(),
+        steps=steps,
+        ledger=ledger,
+        dataset="data",
+        checkpoint_every=2,  # noise within a chunk and of two chunks
+        evaluate=evaluate,
+        seed=bytes(range(16)),
+        progress=False,
+    )
+    per_chunk = -np.diff(np.stack([np.zeros(size), *seen]), axis=0)
+    return per_chunk * (0.05 * N) / (SIGMA * CLIP * math.sqrt(2))
+
+
+def is_standard_normal(sample):
+    """Two-sided tests of variance, mean and shape, each failing a right sample with probability below 1e-6."""
+    n, z = sample.size, 4.9
+    shape = (sample**4).mean() / (sample**2).mean() ** 2
+    return (
+        abs((sample**2).mean() - 1) < z * math.sqrt(2 / n)
+        and abs(sample.mean()) < z / math.sqrt(n)
+        and abs(shape - 3) < z * math.sqrt(24 / n)
+    )
+
+
+def test_noise_of_a_run_has_the_right_scale_and_wrong_scales_are_rejected():
+    right = noise_of_run(1.0)
+    assert all(is_standard_normal(chunk) for chunk in right)
+    assert abs(np.corrcoef(right)[0, 1]) < 4.9 / math.sqrt(right.shape[1])
+    assert not any(is_standard_normal(chunk) for scale in (0.7, 1.3) for chunk in noise_of_run(scale))
+
+
+# --- Compilation and transfers ---------------------------------------------------------------------------------------
+
+
+def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
+    traces = collections.Counter()
+
+    def augment(key, example):
+        traces["accumulate"] += 1
+        return example
+
+    def update(updates, state, params=None):
+        traces["update"] += 1
+        return jax.tree.map(lambda u: -0.1 * u, updates), state
+
+    trainer = trainer_of(
+        data.PoissonSampler(N, 0.08, seed=bytes(16)),
+        optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+        augment=augment,
+        ema_decay=0.9,
+    )
+    # Weakly typed and NumPy parameters must not make the second step another program than the first.
+    params = {"kernel": np.zeros((FEATURES, CLASSES)), "bias": jnp.full((CLASSES,), 1.0)}
+    state, source = trainer.init(params), source_of()
+    sizes = [-(-len(trainer.sampler.batch(t)) // 4) for t in range(30)]
+    for step in range(30):
+        with jax.transfer_guard("disallow" if step > sizes.index(2) else "allow"):
+            state, _ = trainer.step(state, source)
+    assert {0, 1, 2} <= set(sizes[sizes.index(2) + 1 :])
+    assert traces["update"] == 1
+    assert traces["accumulate"] == 1
+    trainer.lowered_text(state, source)
+    assert traces["update"] == 1
+    assert traces["accumulate"] == 1
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"physical_batch_size": 0}, "physical_batch_size must be at least 1, got 0"),
+        ({"augmult": 2}, "augmult must be at least 1, and 1 without augment; got 2"),
+        ({"augmult": 0, "augment": lambda key, example: example}, "augmult must be at least 1.*got 0"),
+        ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\)"),
+        ({"ema_decay": math.nan}, r"ema_decay must be in \[0, 1\)"),
+        ({"clip_norm": math.inf}, "clip_norm must be finite"),
+        ({"clip_norm": math.nan}, "clip_norm must be finite"),
+        ({"clip_norm": -1.0}, "clip_norm must be at least 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"engine": "magic"}, "engine must be"),
+    ],
+)
+def test_impossible_arguments(change, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(data.PoissonSampler(N, 0.1), **change)
+
+
+def test_event_of_impossible_steps():
+    trainer = trainer_of(data.PoissonSampler(N, 0.1))
+    for first, last in [(-1, 2), (3, 2)]:
+        with pytest.raises(ValueError, match="first"):
+            trainer.event(first, last)
+    negative = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=lambda step: 1.0 - step)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        negative.event(0, 3)
+
+
+def test_leaves_that_are_no_arrays_are_refused():
+    trainer = trainer_of(data.PoissonSampler(N, 0.1))
+    with pytest.raises(TypeError, match="float at 'rate'"):
+        trainer.init({**params_of(), "rate": 0.5})
+
+
+def test_no_noise_is_no_privacy():
+    event = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=0.0).event(0, 1)
+    assert epsilon(event, delta=1e-5) == math.inf
+
+
+def test_the_sampler_keeps_its_seed_out_of_sight():
+    trainer = trainer_of(data.PoissonSampler(N, 0.1, seed=b"0123456789abcdef"))
+    assert "0123456789" not in repr(trainer)
+    assert dataclasses.replace(trainer.sampler).seed == b"0123456789abcdef"

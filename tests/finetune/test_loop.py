@@ -1,0 +1,505 @@
+"""`fit`: runs that are killed, changed or refused never release what the ledger has not charged."""
+
+import collections
+import importlib.util
+import json
+import os
+import pathlib
+import stat
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+
+from jaxdp import data, finetune
+from jaxdp.finetune import loop
+from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
+from jaxdp.privacy.events import composition
+from jaxdp.report import read_metrics
+
+PROGRAM = pathlib.Path(__file__).with_name("killed_runs.py")
+_spec = importlib.util.spec_from_file_location("killed_runs", PROGRAM)
+killed_runs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(killed_runs)
+STEPS, CHUNK = killed_runs.STEPS, killed_runs.CHUNK
+STEP = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(1.0))
+
+
+def released(folder):
+    return [json.loads(line) for line in (folder / "released.jsonl").read_text().splitlines()]
+
+
+def charged(folder):
+    """Return how often the ledger charged a step: {event: times}."""
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        return composition(ledger.events("digits")[None])
+
+
+def metrics(folder):
+    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def final(folder):
+    with np.load(folder / "final.npz") as arrays:
+        return [(x.dtype, x.shape, x.tobytes()) for x in arrays.values()]
+
+
+def assert_noise_is_never_reused(records):
+    """Noise that fell on two gradients would reveal their difference."""
+    sums = collections.defaultdict(set)
+    for record in records:
+        sums[record["noise"], record["step"]].add(record["sum"])
+    assert all(len(different) == 1 for different in sums.values())
+
+
+# --- Killed ----------------------------------------------------------------------------------------------------------
+
+CHOSEN = [
+    # how it dies, then what the ledger has charged and how many different steps were released by then
+    ({"at": "checkpoint", "time": 1}, 0, 0),  # before the secret seed is in its place
+    ({"at": "reserved", "time": 1}, 3, 0),
+    ({"at": "step", "time": 3}, 3, 2),
+    ({"at": "metrics", "time": 2}, 6, 6),  # the first chunk is kept, the second computed but not written
+    ({"at": "checkpoint", "time": 1}, 6, 6),  # the second chunk's checkpoint is written but not in its place
+    ({"at": "saved", "time": 1}, 6, 6),  # it is in its place, but not committed in the ledger
+    ({"at": "step", "time": 4}, 12, 9),
+]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Folders of one run three times: whole, killed at chosen instants, and at random ones."""
+    folder = tmp_path_factory.mktemp("killed")
+    delays = np.random.default_rng(0).uniform(0, 0.6, size=3)
+    scenarios = {
+        "whole": [],
+        "chosen": [kill for kill, _, _ in CHOSEN],
+        "random": [{"after": delay} for delay in delays],
+    }
+    # Unoptimised code compiles faster, and is as deterministic.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
+    root = str(PROGRAM.parents[2])
+    process = subprocess.run(
+        [sys.executable, "-W", "error", PROGRAM, folder],
+        input=json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()]),
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return {name: folder / name for name in scenarios}
+
+
+@pytest.mark.parametrize("name", ["chosen", "random"])
+def test_a_killed_run_ends_like_one_that_was_not(killed, name):
+    whole, other = killed["whole"], killed[name]
+    attempts = json.loads((other / "attempts.json").read_text())
+    assert not any(attempt["finished"] for attempt in attempts[:-1])
+    assert final(other) == final(whole)
+    assert metrics(other) == metrics(whole)
+    assert [row["step"] for row in metrics(other)] == list(range(1, STEPS + 1))
+    assert charged(other) == charged(whole) == {STEP: STEPS}
+
+
+@pytest.mark.parametrize("name", ["chosen", "random"])
+def test_a_killed_run_has_charged_what_it_released_at_every_instant(killed, name):
+    attempts = json.loads((killed[name] / "attempts.json").read_text())
+    assert all(attempt["charged"] >= attempt["released"] for attempt in attempts)
+    assert all(attempt["charged"] % CHUNK == 0 for attempt in attempts)
+
+
+def test_runs_died_where_they_were_to_die(killed):
+    attempts = json.loads((killed["chosen"] / "attempts.json").read_text())
+    expected = [(charged, released) for _, charged, released in CHOSEN] + [(STEPS, STEPS)]
+    assert [(attempt["charged"], attempt["released"]) for attempt in attempts] == expected
+    kept = [attempt["checkpoints"] for attempt in attempts]
+    assert kept[:4] == [[], [], [], ["3"]]
+    assert any("tmp" in name for name in kept[4])
+    assert "6" not in kept[4]
+    assert "6" in kept[5]
+
+
+def test_repeated_steps_release_the_same_again(killed):
+    records = [record for folder in killed.values() for record in released(folder)]
+    assert len(records) > 3 * STEPS
+    assert len({record["step"] for record in records}) == STEPS
+    # One sum, one noise and one result per step, over all runs and repetitions: they share their seed.
+    assert len({tuple(record.values()) for record in records}) == STEPS
+    assert len({record["noise"] for record in records}) == STEPS // CHUNK
+    assert_noise_is_never_reused(records)
+
+
+# --- Changed between crash and resume --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def source():
+    return data.bundled("digits").take(np.arange(150))
+
+
+class Crash(Exception):
+    pass
+
+
+def crashing(monkeypatch, at):
+    """Make the `at`-th step of the process raise after the gradient was released."""
+    left = [at]
+    step = finetune.PrivateTrainer.step
+
+    def wrapped(*args, **kwargs):
+        result = step(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0:
+            raise Crash
+        return result
+
+    monkeypatch.setattr(finetune.PrivateTrainer, "step", wrapped)
+
+
+def other_data(source):
+    image = source.arrays["image"].copy()
+    image[17, 0, 0, 0] = 0.5
+    return data.from_arrays(image=image, label=source.arrays["label"], num_classes=10).take(np.arange(150))
+
+
+def forget_seed(folder):
+    (folder / "secret_seed").unlink()
+
+
+CHANGES = {
+    "nothing": ({}, None),
+    "one pixel of one example": ({"source": other_data}, None),
+    "the order of the examples": ({"source": lambda source: source.take(np.arange(150)[::-1])}, None),
+    "clip norm": ({"clip_norm": 0.500001}, None),
+    "seed": ({"seed": bytes(16)}, forget_seed),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, source, change):
+    with monkeypatch.context() as patch:
+        crashing(patch, at=5)  # the second step of the second chunk
+        with pytest.raises(Crash):
+            killed_runs.run(tmp_path, source, steps=6)
+    assert charged(tmp_path) == {STEP: 6}
+    before = released(tmp_path)
+    assert [record["step"] for record in before] == [0, 1, 2, 3, 4]
+
+    arguments, touch = CHANGES[change]
+    arguments = dict(arguments)
+    changed = arguments.pop("source", lambda source: source)(source)
+    if touch:
+        touch(tmp_path)
+    killed_runs.run(tmp_path, changed, steps=6, **arguments)
+    after = released(tmp_path)[len(before) :]
+    assert [record["step"] for record in after] == [3, 4, 5]
+    assert_noise_is_never_reused([*before, *after])
+    if change == "nothing":
+        assert after[:2] == before[3:]
+        assert charged(tmp_path) == {STEP: 6}
+    else:
+        assert not {record["noise"] for record in before} & {record["noise"] for record in after}
+        assert not {record["sum"] for record in before} & {record["sum"] for record in after}
+        assert charged(tmp_path) == {STEP: 9}
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_constant_in_the_loss_is_part_of_the_token():
+    """JAX may hand a function's constants to its program as arguments; they must count nevertheless."""
+    source = data.bundled("blobs")
+
+    def identity(constant, size):
+        def loss(params, example):
+            return ((params["w"] * constant).sum() - example["features"].sum()) ** 2
+
+        sampler = data.PoissonSampler(len(source), 0.1)
+        trainer = finetune.dp_sgd(
+            loss, optax.sgd(0.1), sampler=sampler, clip_norm=1.0, noise_multiplier=1.0, physical_batch_size=4
+        )
+        return loop._identity(trainer, trainer.init({"w": jnp.zeros(size)}), source)
+
+    for size in (3, 10_000):
+        for array in (np.asarray, jnp.asarray):
+            base = np.arange(size, dtype=np.float32)
+            moved = base.copy()
+            moved[size // 2] = np.nextafter(moved[size // 2], np.inf, dtype=np.float32)
+            assert identity(array(base), size) == identity(array(base), size)
+            assert identity(array(base), size) != identity(array(moved), size)
+
+
+# --- Small runs ------------------------------------------------------------------------------------------------------
+
+BLOBS = data.bundled("blobs").take(np.arange(60))
+
+
+def blobs_trainer(source=BLOBS, noise_multiplier=1.0, **kwargs):
+    def loss(params, example):
+        return ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
+
+    return finetune.dp_sgd(
+        loss,
+        kwargs.pop("optimizer", optax.sgd(0.01)),
+        sampler=data.PoissonSampler(len(source), 0.2),
+        clip_norm=1.0,
+        noise_multiplier=noise_multiplier,
+        physical_batch_size=8,
+        engine="vmap",
+        **kwargs,
+    )
+
+
+def blobs_ledger(**terms):
+    ledger = Ledger.in_memory()
+    ledger.register("blobs", adjacency="add_remove", unit="example", **terms)
+    return ledger
+
+
+def fit(trainer, ledger, *, source=BLOBS, params=None, **kwargs):
+    defaults = {"steps": 4, "dataset": "blobs", "checkpoint_every": 2, "progress": False}
+    params = {"w": jnp.zeros(2)} if params is None else params
+    return finetune.fit(trainer, params, source, ledger=ledger, **{**defaults, **kwargs})
+
+
+def test_budget_exceeded_in_the_middle_keeps_what_was_paid(tmp_path):
+    trainer = blobs_trainer()
+    budget = epsilon(trainer.event(0, 5), delta=1e-5)
+    ledger = blobs_ledger(epsilon=budget, delta=1e-5)
+    evaluated, steps = [], []
+
+    def evaluate(params):
+        evaluated.append(np.asarray(params["w"]))
+        return {}
+
+    object.__setattr__(trainer, "update", Counted(trainer.update, steps))
+    with pytest.raises(BudgetExceeded) as error:
+        fit(trainer, ledger, steps=10, workdir=tmp_path, evaluate=evaluate)
+    assert error.value.would_spend > budget
+    assert len(evaluated) == 2
+    assert len(steps) == 4  # nothing of the third chunk ran
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    # Refused again, still without a step; and with as many steps as were paid for, the run is complete.
+    with pytest.raises(BudgetExceeded):
+        fit(trainer, ledger, steps=10, workdir=tmp_path, evaluate=evaluate)
+    assert len(steps) == 4
+    state = fit(trainer, ledger, workdir=tmp_path)
+    assert int(state.step) == 4
+    assert np.array_equal(np.asarray(state.params["w"]), evaluated[-1])
+
+
+class Counted:
+    def __init__(self, function, calls):
+        self._function, self._calls, self.lower = function, calls, function.lower
+
+    def __call__(self, *args):
+        self._calls.append(1)
+        return self._function(*args)
+
+
+def test_what_would_fail_after_the_first_chunk_fails_before(tmp_path):
+    trainer, ledger = blobs_trainer(), blobs_ledger()
+    steps = []
+    object.__setattr__(trainer, "update", Counted(trainer.update, steps))
+    with pytest.raises(ValueError, match="delta is needed"):
+        fit(trainer, ledger)
+    with pytest.raises(ValueError, match="'other' is not registered"):
+        fit(trainer, ledger, dataset="other", delta=1e-5)
+    with pytest.raises(ValueError, match="source has 61 examples but the sampler was made for 60"):
+        fit(trainer, ledger, source=data.bundled("blobs").take(np.arange(61)))
+    with pytest.raises(ValueError, match="checkpoint_every"):
+        fit(trainer, ledger, delta=1e-5, checkpoint_every=0)
+    with pytest.raises(ValueError, match="steps >= 0"):
+        fit(trainer, ledger, delta=1e-5, steps=-1)
+    with pytest.raises(ValueError, match="seed must be 16 bytes, got 3"):
+        fit(trainer, ledger, delta=1e-5, seed=b"abc")
+    assert not steps
+    assert ledger.events("blobs") == {}
+    fit(trainer, ledger, delta=1e-5)
+    assert len(steps) == 4
+
+
+def test_without_noise_a_budget_refuses_before_anything_runs():
+    trainer, ledger = blobs_trainer(noise_multiplier=0.0), blobs_ledger(epsilon=10.0, delta=1e-5)
+    with pytest.raises(BudgetExceeded):
+        fit(trainer, ledger)
+    assert ledger.events("blobs") == {}
+
+
+def test_steps_and_chunk_sizes_may_change_on_resume(tmp_path):
+    trainer, ledger = blobs_trainer(optimizer=optax.adam(0.01)), blobs_ledger(delta=1e-5)
+    first = fit(trainer, ledger, workdir=tmp_path, steps=3, checkpoint_every=100)
+    again = fit(trainer, ledger, workdir=tmp_path, steps=3)
+    assert np.array_equal(np.asarray(first.params["w"]), np.asarray(again.params["w"]))
+    with pytest.raises(ValueError, match="a run of 3 steps, more than steps=2"):
+        fit(trainer, ledger, workdir=tmp_path, steps=2)
+    state = fit(trainer, ledger, workdir=tmp_path, steps=8, checkpoint_every=2)
+    assert int(state.step) == 8
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 8
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 9))
+    assert [row["step"] for row in metrics(tmp_path) if "epsilon" in row] == [3, 5, 7, 8]
+    assert int(fit(trainer, blobs_ledger(delta=1e-5), steps=0).step) == 0
+
+
+def test_chunks_of_any_size_are_one_run_of_independent_noise():
+    """Chunks draw from streams of their own: equal steps of equal chunks must not share noise or batches."""
+    trainer, ledger, seen = blobs_trainer(), blobs_ledger(delta=1e-5), []
+
+    class Keys:
+        def __init__(self, update):
+            self._update, self.lower = update, update.lower
+
+        def __call__(self, state, sums):
+            seen.append((jax.random.key_data(state.noise.key).tobytes(), jax.random.key_data(state.key).tobytes()))
+            return self._update(state, sums)
+
+    object.__setattr__(trainer, "update", Keys(trainer.update))
+    drawn = []
+    batch = data.PoissonSampler.batch
+
+    def recorded(self, step):
+        drawn.append((self.seed, step))
+        return batch(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.PoissonSampler, "batch", recorded)
+        for _ in range(2):
+            fit(trainer, ledger, steps=4)
+    for stream in zip(*seen, strict=True):
+        assert len(set(stream)) == 4  # two runs of two chunks
+    assert len(set(drawn)) == 8
+    assert len({seed for seed, _ in drawn}) == 4
+    assert trainer.sampler.seed not in {seed for seed, _ in drawn}
+
+
+def test_the_secret_seed_is_secret(tmp_path):
+    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    fit(trainer, ledger, workdir=tmp_path, steps=2)
+    path = tmp_path / "secret_seed"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    seed = path.read_text()
+    assert len(bytes.fromhex(seed)) == 16
+    kept = [p for p in tmp_path.rglob("*") if p.is_file() and p != path]
+    assert kept
+    assert not any(seed.encode() in p.read_bytes() or bytes.fromhex(seed) in p.read_bytes() for p in kept)
+    with pytest.raises(ValueError, match="seed differs from the one this run started with"):
+        fit(trainer, ledger, workdir=tmp_path, seed=bytes(16))
+    fit(trainer, ledger, workdir=tmp_path, seed=bytes.fromhex(seed))
+    assert path.read_text() == seed
+
+
+def test_two_runs_draw_different_seeds(tmp_path):
+    trainer = blobs_trainer()
+    one, other = (fit(trainer, blobs_ledger(delta=1e-5), steps=1).params["w"] for _ in range(2))
+    assert not np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_one_workdir_has_one_process(tmp_path):
+    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    messages = []
+
+    def evaluate(params):
+        with pytest.raises(ValueError, match="another process is running in") as error:
+            fit(trainer, ledger, workdir=tmp_path)
+        messages.append(str(error.value))
+        return {}
+
+    fit(trainer, ledger, workdir=tmp_path, steps=1, evaluate=evaluate)
+    assert len(messages) == 1
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 1
+    fit(trainer, ledger, workdir=tmp_path, steps=2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("place", ["evaluate", "save"])
+def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, error, place):
+    """Control-C, or no space for a checkpoint: the chunk counts as spent, and repeating it is free."""
+    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    expected = fit(trainer, blobs_ledger(delta=1e-5), workdir=tmp_path / "whole", seed=bytes(16))
+    arguments = {"workdir": tmp_path / "run", "seed": bytes(16)}
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        if place == "save":
+            import orbax.checkpoint as ocp
+
+            patch.setattr(ocp.CheckpointManager, "save", fail)
+        with pytest.raises(BaseException) as raised:
+            fit(trainer, ledger, evaluate=fail if place == "evaluate" else None, **arguments)
+        assert isinstance(raised.value, type(error) if isinstance(error, OSError) else error)
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 2
+    (entry,) = ledger.report()["datasets"][0]["open"]
+    assert entry["status"] == "failed"
+    state = fit(trainer, ledger, **arguments)
+    assert np.array_equal(np.asarray(state.params["w"]), np.asarray(expected.params["w"]))
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 4
+    assert ledger.report()["datasets"][0]["open"] == []
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
+    def loss(params, example):
+        hidden = jnp.tanh(example["features"] @ params["backbone"])
+        return ((hidden @ params["head"].astype(jnp.float32) - example["label"]) ** 2).sum()
+
+    trainer = finetune.dp_sgd(
+        loss,
+        optax.inject_hyperparams(optax.sgd)(learning_rate=lambda step: 0.01 / (1 + step), momentum=0.9),
+        sampler=data.PoissonSampler(len(BLOBS), 0.2),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        physical_batch_size=8,
+        ema_decay=0.9,
+        trainable=lambda path, leaf: path == "head",
+        engine="vmap",
+    )
+    params = {"backbone": np.ones((2, 3)), "head": jnp.ones(3, jnp.bfloat16), "count": np.int32(3)}
+    states = []
+    for name, stops in (("whole", [6]), ("resumed", [2, 4, 6])):
+        ledger = blobs_ledger(delta=1e-5)
+        for stop in stops:
+            state = fit(trainer, ledger, params=params, workdir=tmp_path / name, steps=stop, seed=bytes(16))
+        states.append(state._replace(noise=None, key=None))
+        assert sum(composition(ledger.events("blobs")[None]).values()) == 6
+    whole, resumed = map(jax.tree.leaves, states)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.dtype == other.dtype
+        assert one.weak_type == other.weak_type
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_nan_in_the_data_does_not_stop_training():
+    features = BLOBS.gather(np.arange(60))["features"].copy()
+    features[::7] = np.nan
+    source = data.from_arrays(features=features, label=BLOBS.gather(np.arange(60))["label"], num_classes=4)
+    state = fit(blobs_trainer(source), blobs_ledger(delta=1e-5), source=source)
+    assert np.isfinite(np.asarray(state.params["w"])).all()
+
+
+def test_metrics_of_a_run(tmp_path):
+    trainer, ledger = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5)
+    seen = []
+
+    def evaluate(params):
+        seen.append(params)
+        return {"accuracy": 0.25}
+
+    state = fit(trainer, ledger, workdir=tmp_path, steps=3, evaluate=evaluate)
+    rows = metrics(tmp_path)
+    assert [set(row) - {"step", "released_gradient_norm"} for row in rows] == [
+        set(),
+        {"epsilon", "accuracy"},
+        {"epsilon", "accuracy"},
+    ]
+    assert rows[1]["epsilon"] == pytest.approx(epsilon(trainer.event(0, 2), delta=1e-5))
+    assert rows[2]["epsilon"] == ledger.epsilon("blobs")
+    assert all(row["released_gradient_norm"] > 0 for row in rows)
+    assert np.array_equal(np.asarray(seen[-1]["w"]), np.asarray(state.ema["w"]))
+    assert not np.array_equal(np.asarray(state.ema["w"]), np.asarray(state.params["w"]))
