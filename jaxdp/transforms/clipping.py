@@ -183,7 +183,8 @@ def clipped_grad(
       group: clip groups (users, or views of one example) instead of examples: leaves of the batch are [B, G, ...], the
         loss of a group is the mean of `loss_fn` over its members, and its gradient is what is clipped.
       microbatch_size: at most this many examples (groups) at a time, to save memory; results are equal up to the
-        order of float32 summation.
+        order of float32 summation. A loop on the device: XLA on CPU runs convolutions in loops about three times
+        slower, so prefer smaller batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
 
     Returns:
       A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
@@ -193,7 +194,7 @@ def clipped_grad(
 
     Formal guarantees:
       `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding: a relative
-      1e-5 or so, at most 1e-2 where the terms of one gradient all but cancel), each a function of params and its own
+      1e-5 or so, percents at worst where the terms of one gradient were made to all but cancel), each a function of params and its own
       example only; an example whose gradient is NaN or infinite contributes exactly zero. So adding, removing or
       zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm. The sum is
       not divided: a divisor must be public, and is the caller's.
