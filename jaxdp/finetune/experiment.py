@@ -54,8 +54,10 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
         return result
     task = _Task.of(config)
+    trainer = _trainer(config, task)
+    _write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
     print(task.describe(), flush=True)
-    result = _run(config, task, root)
+    result = _run(config, task, trainer, root)
     for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
         secret.unlink()
     _write_json(finished, result)
@@ -77,6 +79,8 @@ class _Task:
     @classmethod
     def of(cls, config: Any) -> "_Task":
         public, private, test = _sources(config.data)
+        if "image" not in private.arrays:
+            raise ValueError(f"config.data must name a data set of images, got {config.data.name!r}.")
         model = models.create(config.model.name, num_classes=private.num_classes, **dict(config.model.options))
         return cls(public, private, test, model, config.data.mean, config.data.std)
 
@@ -100,18 +104,17 @@ class _Task:
         return losses.softmax_cross_entropy(self.logits(params, example["image"][None])[0], example["label"])
 
 
-def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
+def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) -> dict[str, Any]:
     public = task.public is not None or config.pretrain.weights
     backbone = _pretrained(config, task, root / "pretrained.safetensors") if public else None
     fresh = task.init(task.private, config.init_seed)
     start = fresh
     if backbone is not None:
         start = models.merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
-    multiplier = _noise_multiplier(config.private, len(task.private))
 
     account = task.private.name
     ledger = _ledger(root / "ledger.sqlite", account, config.private)
-    train = functools.partial(_finetune, config, task, multiplier)
+    train = functools.partial(_finetune, config, task, trainer)
     params = train(start, root / "private", ledger, account, "private")
     models.save_params(root / "params.safetensors", params)
 
@@ -128,7 +131,7 @@ def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
         **references,
         "epsilon": ledger.epsilon(account, delta=config.private.delta),
         "delta": config.private.delta,
-        "noise_multiplier": multiplier,
+        "noise_multiplier": trainer.privatizer.noise_multiplier,
         "steps": config.private.steps,
         "dataset": account,
     }
@@ -175,7 +178,7 @@ def _without_privacy(config: Any, task: _Task, params: Params, source: data.Sour
 
 def _augment(config: Any) -> Callable[[jax.Array, Any], Any] | None:
     """Random crops after padding, and flips where the config says that they mean the same."""
-    if not config.crop_padding:
+    if not (config.crop_padding or config.flip):
         return None
 
     def augment(key: jax.Array, example: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -185,31 +188,30 @@ def _augment(config: Any) -> Callable[[jax.Array, Any], Any] | None:
     return augment
 
 
-def _noise_multiplier(private: Any, num_examples: int) -> float:
-    """The smallest noise with which `steps` steps cost at most the target epsilon."""
-    sampler = data.PoissonSampler(num_examples, private.batch_size / num_examples)
+def _trainer(config: Any, task: _Task) -> PrivateTrainer:
+    """DP-SGD with the smallest noise with which all steps cost at most the target epsilon."""
+    private, n = config.private, len(task.private)
+    sampler = data.PoissonSampler(n, private.batch_size / n)
 
     def event(noise_multiplier: float) -> Any:
         return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), private.steps)
 
-    return calibrate_noise(event, epsilon=private.epsilon, delta=private.delta)
-
-
-def _trainer(config: Any, task: _Task, noise_multiplier: float) -> PrivateTrainer:
-    private, n = config.private, len(task.private)
-    schedule = optax.constant_schedule(private.learning_rate)
-    if private.schedule == "cosine":
-        schedule = optax.cosine_decay_schedule(private.learning_rate, private.steps)
+    schedules = {
+        "constant": optax.constant_schedule(private.learning_rate),
+        "cosine": optax.cosine_decay_schedule(private.learning_rate, private.steps),
+    }
+    if private.schedule not in schedules:
+        raise ValueError(f"config.private.schedule must be one of {sorted(schedules)}, got {private.schedule!r}.")
     augment = _augment(config.data) if private.augmult else None
     return dp_sgd(
         task.loss,
-        optax.sgd(schedule, momentum=private.momentum or None),
-        sampler=data.PoissonSampler(n, private.batch_size / n),
+        optax.sgd(schedules[private.schedule], momentum=private.momentum or None),
+        sampler=sampler,
         clip_norm=private.clip_norm,
-        noise_multiplier=noise_multiplier,
+        noise_multiplier=calibrate_noise(event, epsilon=private.epsilon, delta=private.delta),
         physical_batch_size=private.physical_batch_size,
         augment=augment,
-        augmult=private.augmult if augment else 1,
+        augmult=private.augmult or 1,
         ema_decay=private.ema_decay or None,
     )
 
@@ -217,7 +219,7 @@ def _trainer(config: Any, task: _Task, noise_multiplier: float) -> PrivateTraine
 def _finetune(
     config: Any,
     task: _Task,
-    noise_multiplier: float,
+    trainer: PrivateTrainer,
     start: Params,
     workdir: pathlib.Path,
     ledger: Ledger,
@@ -225,7 +227,7 @@ def _finetune(
     label: str,
 ) -> Params:
     state = fit(
-        _trainer(config, task, noise_multiplier),
+        trainer,
         start,
         task.private,
         steps=config.private.steps,
@@ -273,14 +275,11 @@ def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]
 
 def _same_config(config: Any, path: pathlib.Path) -> None:
     """Refuses to mix two experiments in one workdir."""
-    given = json.loads(config.to_json())
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_json(path, given)
         return
-    stored = json.loads(path.read_text())
+    stored, given = _flat(json.loads(path.read_text())), _flat(json.loads(config.to_json()))
     if stored != given:
-        names = sorted(k for k in {*_flat(stored), *_flat(given)} if _flat(stored).get(k) != _flat(given).get(k))
+        names = sorted(name for name in {*stored, *given} if stored.get(name) != given.get(name))
         raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
 
 
