@@ -194,10 +194,10 @@ def clipped_grad(
 
     Formal guarantees:
       `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding: a relative
-      1e-5 or so, percents at worst where the terms of one gradient were made to all but cancel), each a function of params and its own
-      example only; an example whose gradient is NaN or infinite contributes exactly zero. So adding, removing or
-      zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm. The sum is
-      not divided: a divisor must be public, and is the caller's.
+      1e-5 or so, percents at worst where the terms of one gradient were made to all but cancel), each a function of
+      params and its own example only; an example whose gradient is NaN or infinite contributes exactly zero. So adding,
+      removing or zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm.
+      The sum is not divided: a divisor must be public, and is the caller's.
 
     | edge case | result |
     |---|---|
@@ -269,11 +269,13 @@ def _clipped_sum(
 
 def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
     out = f.loss_fn(params, example) if key is None else f.loss_fn(params, example, key=key)
-    value, aux = out if f.has_aux else (out, None)
-    if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+    pair = isinstance(out, tuple) and len(out) == 2
+    value, aux = out if f.has_aux and pair else (out, None)
+    shapes = jax.tree.map(jnp.shape, value)
+    if f.has_aux > pair or shapes != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
             f"loss_fn must return a floating scalar{' and aux' if f.has_aux else ''} for ONE example, got shapes "
-            f"{jax.tree.map(jnp.shape, value)}. It is given one element of the batch without its leading axis: add the "
+            f"{shapes}. It is given one element of the batch without its leading axis: add the "
             "axis a model wants with x[None], or pass has_aux=True if it returns more than the loss."
         )
     return value, aux

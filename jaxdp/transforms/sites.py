@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error; the norm is not reported smaller.
-_CANCELLATION_FLOOR = 1e-4
+_CANCELLATION_FLOOR = 1e-5
 # The same where dV is formed, and once more for the sum: terms that cancel leave another rounding error each time.
 _REFORMED_FLOOR = 1e-8
 # Products below the smallest normal float32 are flushed to zero; each is counted as this much instead.
@@ -487,10 +487,11 @@ def _square(x: jax.Array) -> jax.Array:
 def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
     """||sum_j sum_t u_jt w_jt^T||^2 of every example, [B], from the factors of one or more sites of one weight.
 
-    Formal guarantees: the rounding error of the inner products, estimated as sqrt(their length) units in the last
-    place, is added, and the result is never less than a fixed fraction of (sum_t |u_t||w_t|)^2, so that cancellation
-    cannot report a norm near zero for a gradient whose computed sum is not; squares that underflow count at their
-    upper bound, so that a tiny u and a huge w cannot hide a gradient (a norm of 0 is reported as up to about 1e-16).
+    Formal guarantees: the rounding error of the inner products is added (an estimate: sqrt(n) units in the last place
+    for n terms, or n / 32 for the systematic error of long sums), and the result is never less than a fixed fraction
+    of (sum_t |u_t||w_t|)^2, so that cancellation cannot report a norm near zero for a gradient whose computed sum is
+    not; squares that underflow count at their upper bound, so that a tiny u and a huge w cannot hide a gradient (a
+    norm of 0 is reported as up to about 1e-16).
     """
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
     cols = max(_width(w) for _, w in pairs)
@@ -511,5 +512,6 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
                 rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
                 lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
-    rounding = float(jnp.finfo(kind).eps) * math.sqrt(max(rows, cols)) * rounding
+    terms = max(rows, cols)
+    rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding
     return jnp.maximum(total + rounding, _CANCELLATION_FLOOR * jnp.square(bound)) + flushed
