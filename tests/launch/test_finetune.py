@@ -1,0 +1,322 @@
+"""The launcher as a user runs it: whole experiments in processes of their own, some of them killed."""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+
+from jaxdp import data, finetune, models
+from jaxdp.privacy import Ledger
+from jaxdp.privacy.events import composition
+from jaxdp.report import read_metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DIGITS = {
+    "model.options.widths": "(4,)",
+    "pretrain.steps": "3",
+    "no_privacy.steps": "3",
+    "private.steps": "6",
+    "private.batch_size": "64",
+    "private.physical_batch_size": "64",
+    "private.checkpoint_every": "2",
+    "private.augmult": "2",
+    "references": "False",
+}
+
+
+def command(config, workdir, overrides):
+    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+    # ml_collections still loads config files by a deprecated function; everything else may not warn.
+    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
+    return [sys.executable, *warnings, "-m", "launch.finetune", "--config", config, "--workdir", str(workdir), *flags]
+
+
+def environment():
+    # Unoptimised code compiles faster.
+    return {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"}
+
+
+def launch(workdir, config="configs/digits_dpsgd.py", **overrides):
+    overrides = {name.replace("__", "."): value for name, value in overrides.items()}
+    if config == "configs/digits_dpsgd.py":
+        overrides = {**DIGITS, **overrides}
+    return subprocess.run(
+        command(config, workdir, overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def steps_charged(folder, dataset="digits/private"):
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        return composition(ledger.events(dataset)[None])
+
+
+def plant_seed(workdir):
+    """Give the private run the seed that it would otherwise draw, so that two experiments can be compared."""
+    (workdir / "private").mkdir(parents=True)
+    (workdir / "private" / "secret_seed").write_text(bytes(range(16)).hex())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    plant_seed(workdir)
+    process = launch(workdir)
+    assert process.returncode == 0, process.stderr
+    return workdir, process
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    workdir, process = finished
+    names = set(contents(workdir))
+    assert {"result.json", "training.png", "params.safetensors", "ledger.sqlite", "private/metrics.jsonl"} <= names
+    assert any(name.startswith("private/checkpoints/6/") for name in names)
+    assert (workdir / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "90 public examples (digits/public), 1168 private (digits/private), 539 test (digits/test)" in process.stdout
+    assert "The ledger recomputes epsilon = " in process.stdout
+    assert [row["step"] for row in read_metrics(workdir / "private" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_secret_is_left(finished):
+    workdir, _ = finished
+    assert not list(workdir.rglob("*secret*"))
+
+
+def test_epsilon_is_what_dp_accounting_says_and_at_most_the_target(finished):
+    workdir, _ = finished
+    result = result_of(workdir)
+    step = dp_event.PoissonSampledDpEvent(64 / 1168, dp_event.GaussianDpEvent(result["noise_multiplier"]))
+    assert steps_charged(workdir) == {step: 6}
+    independent = PLDAccountant()
+    independent.compose(step, 6)
+    assert result["epsilon"] <= 4.0
+    assert result["epsilon"] == pytest.approx(independent.get_epsilon(1e-5), rel=1e-3)
+    assert result["epsilon"] > 3.9  # the noise is no larger than it must be
+    assert result["delta"] == 1e-5
+    assert result["steps"] == 6
+
+
+def test_without_references_only_the_private_model_is_trained(finished):
+    workdir, process = finished
+    assert set(result_of(workdir)) == {
+        *("private", "epsilon", "delta", "noise_multiplier", "steps", "dataset"),
+    }
+    assert not (workdir / "references").exists()
+    assert "references" not in process.stdout
+
+
+def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
+    workdir, _ = finished
+    params = models.load_params(workdir / "params.safetensors")
+    model = models.create("cnn", num_classes=10, widths=(4,), dense=0)
+    test = data.bundled("digits").split([0.05, 0.65, 0.3], seed=0)[2]
+    rows = test.gather(np.arange(len(test)))
+    found = np.asarray(jax.jit(model.apply)({"params": params}, (rows["image"] - 0.3) / 0.4)).argmax(-1)
+    assert result_of(workdir)["private"] == pytest.approx((found == rows["label"]).mean(), abs=1.5 / len(test))
+
+
+def test_a_finished_run_says_so_and_does_nothing(finished):
+    workdir, process = finished
+    before = contents(workdir)
+    again = launch(workdir)
+    assert again.returncode == 0, again.stderr
+    assert "holds a finished run: nothing to do" in again.stdout
+    assert process.stdout.split("\n\n")[1] in again.stdout  # the table of results
+    assert contents(workdir) == before
+
+
+def test_another_config_in_the_same_workdir_is_refused(finished):
+    workdir, _ = finished
+    before = contents(workdir)
+    other = launch(workdir, private__clip_norm="0.5", model__options__widths="(8,)")
+    assert other.returncode != 0
+    assert "belongs to an experiment with another model.options.widths, private.clip_norm" in other.stderr
+    assert contents(workdir) == before
+
+
+def test_references_have_a_ledger_of_their_own(tmp_path):
+    process = launch(tmp_path / "run", references="True", private__steps="2")
+    assert process.returncode == 0, process.stderr
+    result = result_of(tmp_path / "run")
+    assert {"private", "no privacy", "no pre-training"} <= set(result)
+    assert all(0 <= result[name] <= 1 for name in ("private", "no privacy", "no pre-training"))
+    assert "publishing them would cost" in process.stdout
+    assert sum(steps_charged(tmp_path / "run").values()) == 2
+    assert sum(steps_charged(tmp_path / "run" / "references").values()) == 2
+
+
+def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_path):
+    workdir = tmp_path / "run"
+    plant_seed(workdir)
+    process = subprocess.Popen(
+        command("configs/digits_dpsgd.py", workdir, DIGITS),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = workdir / "private" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (workdir / "result.json").exists()
+    assert sum(steps_charged(workdir).values()) >= 2
+    again = launch(workdir)
+    assert again.returncode == 0, again.stderr
+    whole, _ = finished
+    assert result_of(workdir) == result_of(whole)
+    assert (workdir / "params.safetensors").read_bytes() == (whole / "params.safetensors").read_bytes()
+    assert steps_charged(workdir) == steps_charged(whole)
+    assert not list(workdir.rglob("*secret*"))
+
+
+# --- What is refused leaves no trace ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"private__schedule": "linear"}, "config.private.schedule must be one of"),
+        ({"private__batch_size": "2000"}, "sampling_probability must be in"),
+        ({"private__clip_norm": "-1.0"}, "clip_norm must be at least 0"),
+        ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds'"),
+        ({"data__name": "breast_cancer"}, "must name a data set of images"),
+        ({"data__crop_padding": "0"}, "augmult must be at least 1, and 1 without augment; got 2"),
+    ],
+)
+def test_a_refused_config_can_be_mended_in_the_same_workdir(tmp_path, overrides, message):
+    config = digits_config(**overrides)
+    with pytest.raises(ValueError, match=message):
+        finetune.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def digits_config(**overrides):
+    config = load("configs/digits_dpsgd.py").get_config()
+    values = {**DIGITS, **{name.replace("__", "."): value for name, value in overrides.items()}}
+    config.update_from_flattened_dict({name: convert(value) for name, value in values.items()})
+    return config
+
+
+def convert(text):
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- Configs of data sets that are not bundled -----------------------------------------------------------------------
+
+TFDS = {
+    "cifar10": ("configs/cifar10_dpsgd.py:cpu", "cifar10/train", 50_000),
+    "fashion_mnist": ("configs/fashion_mnist_dpsgd.py", "fashion_mnist/train", 60_000),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        ("configs/cifar10_dpsgd.py", ()),
+        ("configs/cifar10_dpsgd.py", ("paper",)),
+        ("configs/cifar10_dpsgd.py", ("cpu",)),
+        ("configs/fashion_mnist_dpsgd.py", ()),
+        ("configs/digits_dpsgd.py", ()),
+    ],
+)
+def test_configs_build_and_name_a_model_that_exists(path, arguments):
+    config = load(path).get_config(*arguments)
+    assert json.loads(config.to_json())
+    assert set(config) == set(load("configs/digits_dpsgd.py").get_config())
+    assert set(config.private) == set(load("configs/digits_dpsgd.py").get_config().private)
+    models.create(config.model.name, num_classes=10, **dict(config.model.options))
+
+
+def test_an_unknown_variant_of_a_config_is_refused():
+    with pytest.raises(ValueError, match="'paper' or 'cpu'"):
+        load("configs/cifar10_dpsgd.py").get_config("gpu")
+
+
+@pytest.mark.parametrize("name", TFDS)
+def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(tmp_path, name):
+    path, *_ = TFDS[name]
+    config = load(path.split(":")[0]).get_config(*path.split(":")[1:])
+    config.data.data_dir = str(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=f"data set '{name}' is not prepared"):
+        finetune.run(config, tmp_path / "run")
+    # Nothing of the experiment is there, so the mended command runs in the same workdir.
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.download
+@pytest.mark.parametrize("name", TFDS)
+def test_two_steps_on_real_data(tmp_path, name):
+    path, dataset, n = TFDS[name]
+    process = launch(
+        tmp_path / "run",
+        path,
+        data__data_dir=os.environ["JAXDP_DATA_DIR"],
+        data__test_split="test[:200]",
+        private__steps="2",
+        private__checkpoint_every="1",
+        private__batch_size="12",
+        private__physical_batch_size="8",
+        references="False",
+    )
+    assert process.returncode == 0, process.stderr
+    result = result_of(tmp_path / "run")
+    assert result["dataset"] == dataset
+    step = dp_event.PoissonSampledDpEvent(12 / n, dp_event.GaussianDpEvent(result["noise_multiplier"]))
+    assert steps_charged(tmp_path / "run", dataset) == {step: 2}
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "private" / "metrics.jsonl")] == [1, 2]
+
+
+# --- The command line ------------------------------------------------------------------------------------------------
+
+
+def test_missing_or_superfluous_arguments_are_refused():
+    for arguments, message in [([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")]:
+        process = subprocess.run(
+            [sys.executable, "-m", "launch.finetune", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert process.returncode != 0
+        assert message in process.stdout + process.stderr
+    process = subprocess.run(
+        [*command("configs/digits_dpsgd.py", "workdir", {}), "digits"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode != 0
+    assert "unexpected arguments ['digits']" in process.stdout + process.stderr
