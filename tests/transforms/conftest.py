@@ -1,0 +1,117 @@
+"""What the clipping tests share: an independent float64 reference, and comparison with it."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdp.transforms import clipping
+
+# Many small programs are compiled once each: LLVM's expensive passes would be most of the time.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Gradients of one example at a time in float64, [B, ...] at trainable leaves and None at others."""
+
+    losses: np.ndarray
+    grads: list[np.ndarray | None]
+    norms: np.ndarray
+
+    def clipped_sum(self, clip_norm: float, keep: np.ndarray | None = None) -> list[np.ndarray | None]:
+        factors = np.where(self.norms > clip_norm, clip_norm / np.where(self.norms > 0, self.norms, 1), 1)
+        factors = factors * (1 if keep is None else keep)
+        return [None if g is None else np.einsum("b,b...->...", factors, g) for g in self.grads]
+
+
+def _float64(tree: Any) -> Any:
+    def cast(x: Any) -> Any:
+        if not hasattr(x, "dtype") or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return np.asarray(x, np.float64) if jax.dtypes.issubdtype(x.dtype, np.floating) else np.asarray(x)
+
+    return jax.tree.map(cast, tree)
+
+
+def micro_batches_of_one(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    trainable: Callable[[str, Any], bool] = lambda path, leaf: True,
+    compiler_options: Any = QUICK_COMPILE,
+) -> Reference:
+    """`jax.grad` of `loss_fn` on one example after the other, in float64; norms by NumPy."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(_float64(params))
+    leaves = [leaf for _, leaf in paths]
+    moving = [
+        i
+        for i, (path, leaf) in enumerate(paths)
+        if getattr(leaf, "dtype", None) == np.float64
+        and trainable(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+    ]
+
+    def loss(values: list[Any], example: Any) -> Any:
+        every = list(leaves)
+        for i, value in zip(moving, values, strict=True):
+            every[i] = value
+        return loss_fn(jax.tree.unflatten(structure, every), example)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax mixes float32 into float64
+        step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options)
+        size = len(jax.tree.leaves(batch)[0])
+        rows = [
+            step([leaves[i] for i in moving], jax.tree.map(lambda x, b=b: x[b], _float64(batch))) for b in range(size)
+        ]
+        losses = np.array([float(value) for value, _ in rows])
+        stacked = [np.stack([np.asarray(g[k], np.float64) for _, g in rows]) for k in range(len(moving))]
+    norms = np.sqrt(sum(((g.reshape(size, -1) ** 2).sum(1) for g in stacked), np.zeros(size)))
+    grads: list[np.ndarray | None] = [None] * len(leaves)
+    for i, g in zip(moving, stacked, strict=True):
+        grads[i] = g
+    return Reference(losses, grads, norms)
+
+
+def assert_same_sum(
+    params: Any, grads: Any, expected: list[np.ndarray | None], *, rtol: float = 1e-5, err: str = ""
+) -> None:
+    """Each entry within rtol of itself, or within rtol/10 of the largest entry of the whole gradient."""
+    atol = rtol / 10 * max(np.abs(e).max(initial=0) for e in expected if e is not None)
+    for g, e in zip(jax.tree.structure(params).flatten_up_to(grads), expected, strict=True):
+        if e is None:
+            assert g is None, err
+        else:
+            assert g.shape == e.shape, err
+            np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=rtol, atol=atol, err_msg=err)
+
+
+@contextmanager
+def forced(method: str) -> Iterator[None]:
+    """Every component gets its norms and sum by `method`: "factors" (where there are factors), "keep" or "drop"."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose = clipping._choose
+
+        def pick(component: Any, *args: Any) -> str:
+            if method == "factors" and not clipping._can_factor(component):
+                return choose(component, *args)
+            return method
+
+        patch.setattr(clipping, "_choose", pick)
+        yield
+
+
+@pytest.fixture(scope="session")
+def oracle() -> types.SimpleNamespace:
+    """The functions above: test modules cannot import each other."""
+    return types.SimpleNamespace(
+        micro_batches_of_one=micro_batches_of_one,
+        assert_same_sum=assert_same_sum,
+        forced=forced,
+        compiler_options=QUICK_COMPILE,
+    )

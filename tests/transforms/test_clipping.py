@@ -1,0 +1,631 @@
+"""What `clipped_grad` promises besides the gradient of a model: its arguments, its edge cases and its guarantee."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxdp
+
+ENGINES = ("vmap", "bookkeeping", "auto")
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def draws(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [np.random.default_rng([seed, i]).normal(size=s).astype(np.float32) for i, s in enumerate(shapes)]
+
+
+PARAMS = dict(zip(("w", "b", "v"), draws(0, (4, 6), (1, 6), (6, 3)), strict=True))
+
+
+def loss(p: Any, example: Any) -> Any:
+    """A small net on a sequence of three rows."""
+    x, y = example
+    return jnp.mean(jnp.square(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] - y))
+
+
+def batch_of(size: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    x, y = draws(seed, (size, 3, 4), (size, 3, 3))
+    return x, y
+
+
+@functools.cache
+def clipped(engine: str, clip_norm: float = 0.5, **options: Any) -> Any:
+    """One function per set of options, so that tests share what it compiles."""
+    return jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(oracle: Any) -> Any:
+    """Of `batch_of(5)`."""
+    return oracle.micro_batches_of_one(loss, PARAMS, batch_of(5))
+
+
+def norm(tree: Any) -> float:
+    return float(np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(tree))))
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a: Any, b: Any, rtol: float = 1e-5) -> None:
+    atol = rtol / 10 * max((float(np.abs(x).max(initial=0)) for x in jax.tree.leaves(b)), default=0)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+
+
+# --- Clipping ---
+
+
+@every_engine
+@pytest.mark.parametrize("clip_norm", [0.0, 0.01, 0.5, 100.0, float("inf")])
+def test_clip_norm(engine: str, clip_norm: float, reference: Any, oracle: Any) -> None:
+    out = clipped(engine, clip_norm)(PARAMS, batch_of(5))
+    oracle.assert_same_sum(PARAMS, out.grads, reference.clipped_sum(clip_norm))
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+    np.testing.assert_allclose(out.losses, reference.losses, rtol=1e-5)
+    assert out.aux is None
+    assert (out.nonfinite.dtype, int(out.nonfinite)) == (jnp.int32, 0)
+    if clip_norm == 0:
+        assert norm(out.grads) == 0
+
+
+@every_engine
+def test_traced_clip_norm(engine: str, reference: Any, oracle: Any) -> None:
+    step = jax.jit(lambda c: jaxdp.clipped_grad(loss, clip_norm=c, engine=engine)(PARAMS, batch_of(5)).grads)
+    for clip_norm in (0.01, 0.5, float("inf")):
+        oracle.assert_same_sum(PARAMS, step(clip_norm), reference.clipped_sum(clip_norm))
+    for nothing in (0.0, -1.0, float("nan"), float("-inf"), 1e-13):
+        assert norm(step(nothing)) == 0
+    assert step._cache_size() == 1
+
+
+@every_engine
+def test_automatic_clip_rule_makes_examples_count_alike(engine: str, reference: Any, oracle: Any) -> None:
+    out = clipped(engine, 2.0, clip_rule="automatic")(PARAMS, batch_of(5))
+    factors = 2.0 / (reference.norms + 0.01)
+    oracle.assert_same_sum(PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads])
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+
+
+def test_sensitivity() -> None:
+    f = clipped("auto", 0.5)
+    assert (f.sensitivity(), f.sensitivity("add_remove"), f.sensitivity("zero_out")) == (0.5, 0.5, 0.5)
+    assert f.sensitivity("replace_one") == 1.0
+    with pytest.raises(ValueError, match="adjacency must be one of"):
+        f.sensitivity("substitute")
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(data=st.data())
+@pytest.mark.parametrize("method", ["vmap", "factors", "keep", "drop"])
+def test_one_example_moves_the_sum_by_at_most_clip_norm(method: str, data: Any, oracle: Any) -> None:
+    """Gradients sum_t u_t w_t^T of any scale, whose terms may cancel; examples of all kinds share a batch."""
+    size, length = 3, 6
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    u, w = rng.normal(size=(size, length, 5)), rng.normal(size=(size, length, 4))
+    for i in range(size):
+        cancel = data.draw(st.sampled_from([1.0, 1.0, 1e-2, 1e-4, 0.0]))
+        u[i] = np.repeat(u[i, ::2], 2, axis=0) if cancel < 1 else u[i]
+        w[i] = np.repeat(w[i, ::2], 2, axis=0) * np.resize([1, -1], (length, 1)) + cancel * w[i] if cancel < 1 else w[i]
+        u[i] *= 10.0 ** data.draw(st.integers(-20, 15))
+        w[i] *= 10.0 ** data.draw(st.integers(-20, 15))
+    batch = u.astype(np.float32), w.astype(np.float32)
+    f = product_loss_function(method)
+    weight = np.zeros((5, 4), np.float32)
+    with oracle.forced(method):
+        whole = np.asarray(f(weight, batch, np.ones(size, bool)).grads, np.float64)
+        for i in range(size):
+            others = np.asarray(f(weight, batch, np.arange(size) != i).grads, np.float64)
+            assert np.linalg.norm(whole - others) <= 1 + 1e-4
+            alone = np.asarray(f(weight, batch, np.arange(size) == i).grads, np.float64)
+            assert np.linalg.norm(alone) <= 1 + 1e-4
+
+
+@functools.cache
+def product_loss_function(method: str) -> Any:
+    """The gradient is u^T w, whatever the weight."""
+    engine = "vmap" if method == "vmap" else "auto"
+    return jaxdp.clipped_grad(lambda p, e: jnp.sum((e[0] @ p) * e[1]), clip_norm=1.0, engine=engine)
+
+
+@every_engine
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_tiny_input_cannot_hide_a_huge_error(engine: str, rows: int) -> None:
+    """|x|^2 underflows, and the gradient -2 y x is 4 times its bound."""
+    f = jaxdp.clipped_grad(lambda w, e: jnp.sum(jnp.square(e[0] @ w - e[1])), clip_norm=1.0, engine=engine)
+    x = np.full((1, rows, 3072), 1e-20, np.float32)
+    out = f(np.zeros(3072, np.float32), (x, np.full((1, rows), 4e18 / rows, np.float32)))
+    assert norm(out.grads) <= 1 + 1e-5
+    assert out.norms[0] >= 4 or out.nonfinite == 1
+
+
+@every_engine
+def test_gradients_of_norm_zero(engine: str) -> None:
+    x, y = batch_of(5)
+    f = jaxdp.clipped_grad(lambda p, e: 0 * loss(p, e), clip_norm=1.0, engine=engine)
+    out = f(PARAMS, (x, y))
+    assert norm(out.grads) == 0
+    np.testing.assert_allclose(out.norms, 0, atol=1e-15)
+    assert out.nonfinite == 0
+
+
+# --- Masks and bad examples ---
+
+
+@every_engine
+@pytest.mark.parametrize("padding", [0.0, np.nan, np.inf, 1e38])
+def test_masked_examples_contribute_nothing_whatever_they_hold(
+    engine: str, padding: float, reference: Any, oracle: Any
+) -> None:
+    x, y = batch_of(5)
+    mask = np.array([True, False, True, True, False])
+    x[~mask], y[~mask] = padding, padding
+    out = clipped(engine)(PARAMS, (x, y), mask)
+    oracle.assert_same_sum(PARAMS, out.grads, reference.clipped_sum(0.5, mask))
+    np.testing.assert_allclose(out.norms, reference.norms * mask, rtol=1e-5)
+    np.testing.assert_allclose(out.losses, reference.losses * mask, rtol=1e-5)
+    assert out.nonfinite == 0
+
+
+@every_engine
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+def test_examples_without_a_finite_gradient_are_left_out_and_counted(engine: str, poison: float) -> None:
+    x, y = batch_of(5)
+    bad = np.array([False, True, False, False, True])
+    poisoned = x.copy(), y.copy()
+    poisoned[0][1, 2, 0], poisoned[1][4] = np.nan, poison
+    out = clipped(engine)(PARAMS, poisoned)
+    without = clipped(engine)(PARAMS, (x, y), ~bad)
+    assert_close(out.grads, without.grads, rtol=1e-6)
+    assert out.nonfinite == 2
+    assert not np.isfinite(np.asarray(out.norms)[bad]).any()
+    np.testing.assert_array_equal(np.asarray(out.norms)[~bad], np.asarray(without.norms)[~bad])
+
+
+@every_engine
+def test_masked_and_non_finite_is_not_counted(engine: str) -> None:
+    x, y = batch_of(5)
+    x[2], y[3] = np.nan, np.nan
+    out = clipped(engine)(PARAMS, (x, y), np.arange(5) != 2)
+    assert out.nonfinite == 1
+
+
+@every_engine
+def test_no_examples(engine: str) -> None:
+    for chunk in (None, 2):
+        f = clipped(engine, has_aux=False, microbatch_size=chunk)
+        out = f(PARAMS, batch_of(0))
+        assert norm(out.grads) == 0
+        assert jax.tree.map(jnp.shape, out.grads) == jax.tree.map(jnp.shape, PARAMS)
+        assert out.norms.shape == out.losses.shape == (0,)
+        assert (out.norms.dtype, out.losses.dtype, int(out.nonfinite)) == (jnp.float32, jnp.float32, 0)
+    nothing = clipped(engine)(PARAMS, batch_of(5), np.zeros(5, bool))
+    assert norm(nothing.grads) == 0
+    assert not np.any(nothing.norms)
+    assert not np.any(nothing.losses)
+
+
+@every_engine
+def test_one_example(engine: str, reference: Any, oracle: Any) -> None:
+    x, y = batch_of(5)
+    out = clipped(engine)(PARAMS, (x[3:4], y[3:4]))
+    oracle.assert_same_sum(PARAMS, out.grads, reference.clipped_sum(0.5, np.arange(5) == 3))
+
+
+# --- Microbatches, keys, aux, groups ---
+
+
+@every_engine
+@pytest.mark.parametrize("chunk", [1, 2, 5, 9])
+def test_microbatches_change_nothing(engine: str, chunk: int) -> None:
+    x, y = batch_of(5)
+    x[1] = np.nan
+    mask = np.arange(5) != 3
+    whole = clipped(engine)(PARAMS, (x, y), mask)
+    chunked = clipped(engine, microbatch_size=chunk)(PARAMS, (x, y), mask)
+    assert_close(chunked.grads, whole.grads)
+    np.testing.assert_allclose(chunked.norms, whole.norms, rtol=1e-6)
+    np.testing.assert_allclose(chunked.losses, whole.losses, rtol=1e-6)
+    assert chunked.nonfinite == whole.nonfinite == 1
+
+
+def dropout_loss(p: Any, example: Any, *, key: Any) -> Any:
+    x, y = example
+    keep = jax.random.bernoulli(key, 0.5, x.shape)
+    return loss(p, (jnp.where(keep, 2 * x, 0), y)), {"kept": keep, "bits": jax.random.bits(key)}
+
+
+@every_engine
+def test_each_example_has_its_own_key(engine: str) -> None:
+    key = jax.random.key(7)
+    f = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, engine=engine, has_aux=True)
+    x, y = batch_of(5)
+    out = f(PARAMS, (x, y), key=key)
+    kept = np.stack([np.asarray(jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (3, 4))) for i in range(5)])
+    np.testing.assert_array_equal(out.aux["kept"], kept)
+    assert len(set(np.asarray(out.aux["bits"]).tolist())) == 5
+    by_hand = clipped(engine)(PARAMS, (np.where(kept, 2 * x, 0), y))
+    assert_close(out.grads, by_hand.grads)
+    # Padding at the end, a mask, and microbatches leave the keys of the others alone.
+    padded = tuple(np.concatenate([a, np.full((2, *a.shape[1:]), np.nan, np.float32)]) for a in (x, y))
+    longer = f(PARAMS, padded, np.arange(7) < 5, key=key)
+    np.testing.assert_array_equal(longer.aux["kept"][:5], kept)
+    assert_close(longer.grads, out.grads)
+    chunked = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=2)
+    again = chunked(PARAMS, (x, y), key=key)
+    np.testing.assert_array_equal(again.aux["kept"], kept)
+    assert_close(again.grads, out.grads)
+
+
+def aux_loss(p: Any, example: Any) -> Any:
+    x, y = example
+    logits = jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
+    return loss(p, example), {"logits": logits, "label": (jnp.argmax(y), None), "weights": p["b"], "count": 3}
+
+
+@every_engine
+def test_aux_is_stacked(engine: str) -> None:
+    x, y = batch_of(5)
+    for chunk in (None, 2):
+        f = jaxdp.clipped_grad(aux_loss, clip_norm=0.5, engine=engine, has_aux=True, microbatch_size=chunk)
+        out = f(PARAMS, (x, y))
+        np.testing.assert_allclose(
+            out.aux["logits"], np.tanh(x @ PARAMS["w"] + PARAMS["b"]) @ PARAMS["v"], rtol=1e-4, atol=1e-5
+        )
+        np.testing.assert_array_equal(out.aux["label"][0], y.reshape(5, -1).argmax(1))
+        np.testing.assert_array_equal(out.aux["weights"], np.broadcast_to(PARAMS["b"], (5, 1, 6)))
+        np.testing.assert_array_equal(out.aux["count"], np.full(5, 3))
+        assert_close(out.grads, clipped(engine)(PARAMS, (x, y)).grads)
+    empty = f(PARAMS, batch_of(0))
+    assert empty.aux["logits"].shape == (0, 3, 3)
+
+
+def groups(size: int, members: int) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(a.reshape(size, members, *a.shape[1:]) for a in batch_of(size * members))
+
+
+@every_engine
+def test_groups_clip_the_gradient_of_their_mean(engine: str, oracle: Any) -> None:
+    batch = groups(4, 3)
+    mean_loss = lambda p, g: jnp.mean(jnp.stack([loss(p, (g[0][i], g[1][i])) for i in range(3)]))  # noqa: E731
+    reference = oracle.micro_batches_of_one(mean_loss, PARAMS, batch)
+    f = clipped(engine, 0.3, group=True)
+    out = f(PARAMS, batch)
+    oracle.assert_same_sum(PARAMS, out.grads, reference.clipped_sum(0.3))
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+    np.testing.assert_allclose(out.losses, reference.losses, rtol=1e-5)
+    mask = np.array([True, False, True, True])
+    oracle.assert_same_sum(PARAMS, f(PARAMS, batch, mask).grads, reference.clipped_sum(0.3, mask))
+
+
+@every_engine
+def test_groups_of_different_sizes(engine: str, oracle: Any) -> None:
+    x, y = groups(4, 3)
+    mask = np.array([[True, True, True], [False, True, False], [False, False, False], [True, False, True]])
+
+    def mean_loss(p: Any, group: Any) -> Any:
+        x, y, present = group
+        losses = jnp.stack([loss(p, (x[i], y[i])) for i in range(3)])
+        return jnp.sum(jnp.where(present, losses, 0)) / jnp.maximum(present.sum(), 1).astype(losses.dtype)
+
+    reference = oracle.micro_batches_of_one(mean_loss, PARAMS, (x, y, mask))
+    x[~mask], y[~mask] = np.nan, np.inf  # padding within a group may hold anything
+    for chunk in (None, 3):
+        out = clipped(engine, 0.3, group=True, microbatch_size=chunk)(PARAMS, (x, y), mask)
+        oracle.assert_same_sum(PARAMS, out.grads, reference.clipped_sum(0.3))
+        np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5, atol=1e-15)
+        assert out.nonfinite == 0
+
+
+def test_each_member_of_a_group_has_its_own_key() -> None:
+    key = jax.random.key(3)
+    f = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, has_aux=True, group=True)
+    bits = np.asarray(f(PARAMS, groups(2, 3), key=key).aux["bits"])
+    expected = [
+        [jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, i), j)) for j in range(3)] for i in range(2)
+    ]
+    np.testing.assert_array_equal(bits, np.array(expected))
+
+
+# --- Which leaves, which dtypes ---
+
+
+@every_engine
+def test_trainable_leaves_by_path(engine: str, oracle: Any) -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2, name="head")(nn.tanh(nn.Dense(5, name="body")(x)))
+
+    model, (x,) = Model(), draws(2, (5, 4))
+    params = model.init(jax.random.key(0), x)["params"]
+    apply = lambda p, x: jnp.sum(jnp.square(model.apply({"params": p}, x)))  # noqa: E731
+    head = lambda path, leaf: path.startswith("head/") and leaf.ndim > 1  # noqa: E731
+    f = jaxdp.clipped_grad(apply, clip_norm=0.5, engine=engine, trainable=head)
+    out = f(params, x)
+    assert out.grads["body"] == {"kernel": None, "bias": None}
+    assert out.grads["head"]["bias"] is None
+    reference = oracle.micro_batches_of_one(apply, params, x, trainable=head)
+    oracle.assert_same_sum(params, out.grads, reference.clipped_sum(0.5))
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+    kept = f.trainable_params(params)
+    assert jax.tree.structure(kept) == jax.tree.structure(out.grads)
+    np.testing.assert_array_equal(kept["head"]["kernel"], params["head"]["kernel"])
+
+
+def test_paths_of_nnx_and_equinox() -> None:
+    seen: list[str] = []
+    graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    total = lambda p, x: jnp.sum(nnx.merge(graph, p)(x))  # noqa: E731
+    f = jaxdp.clipped_grad(total, clip_norm=1.0, trainable=lambda path, leaf: seen.append(path) or "kernel" in path)
+    out = f(state, np.ones((2, 2), np.float32))
+    assert sorted(set(seen)) == ["bias/value", "kernel/value"]
+    assert len(jax.tree.leaves(out.grads)) == 1
+    module = eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=jax.random.key(0)), eqx.nn.Dropout(0.5, inference=True)])
+    f = jaxdp.clipped_grad(lambda m, x: jnp.sum(m(x)), clip_norm=1.0)
+    grads = f(module, np.ones((2, 2), np.float32)).grads
+    assert isinstance(grads, eqx.nn.Sequential)
+    assert [g.shape for g in jax.tree.leaves(grads)] == [(3, 2), (3,)]  # the dropout rate is a setting, no parameter
+
+
+@every_engine
+def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
+    params = {
+        **PARAMS,
+        "order": np.array([2, 1, 0, 3]),
+        "flag": np.array(True),
+        "name": "net",
+        "rate": 0.5,
+        "none": None,
+    }
+
+    def with_settings(p: Any, example: Any) -> Any:
+        assert p["name"] == "net"
+        return p["rate"] * 2 * loss(p, (example[0][:, p["order"]], jnp.where(p["flag"], example[1], 0)))
+
+    f = jaxdp.clipped_grad(with_settings, clip_norm=0.5, engine=engine)
+    x, y = batch_of(5)
+    out = f(params, (x, y))
+    assert [out.grads[name] for name in ("order", "flag", "name", "rate", "none")] == [None] * 5
+    expected = clipped(engine)(PARAMS, (x[:, :, [2, 1, 0, 3]], y)).grads
+    assert_close({name: out.grads[name] for name in PARAMS}, expected)
+
+
+@every_engine
+@pytest.mark.parametrize("cast", ["parameters", "compute"])
+def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str) -> None:
+    """Per-example gradients that bfloat16 holds exactly: then every rounding left is that of norms, clipping, sums."""
+    x = draws(3, (300, 8))[0].astype(jnp.bfloat16)
+    kind = jnp.bfloat16 if cast == "parameters" else jnp.float32
+    linear = lambda w, e: jnp.sum(e @ w.astype(jnp.bfloat16))  # noqa: E731
+    out = jaxdp.clipped_grad(linear, clip_norm=2.0, engine=engine)(jnp.zeros(8, kind), x)
+    exact = np.asarray(x, np.float64)
+    norms = np.linalg.norm(exact, axis=1)
+    assert out.grads.dtype == out.norms.dtype == jnp.float32
+    np.testing.assert_allclose(out.norms, norms, rtol=1e-5)
+    expected = (exact * np.minimum(1, 2 / norms)[:, None]).sum(0)
+    np.testing.assert_allclose(out.grads, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_model_against_its_own_gradients_of_one_example() -> None:
+    """jax.grad rounds every gradient to bfloat16, 2^-8; the vmap engine starts from it, the others never round it."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    batch = tuple(a.astype(jnp.bfloat16) for a in batch_of(64))
+    grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(params, batch)
+    grads = jax.tree.map(lambda g: np.asarray(g, np.float64), grads)
+    norms = np.sqrt(sum(np.square(g).reshape(64, -1).sum(1) for g in jax.tree.leaves(grads)))
+    clip_norm = float(np.median(norms))
+    expected = jax.tree.map(lambda g: np.einsum("b,b...->...", np.minimum(1, clip_norm / norms), g), grads)
+    for engine in ENGINES:
+        out = clipped(engine, clip_norm)(params, batch)
+        assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(out.grads))
+        assert out.losses.dtype == jnp.bfloat16
+        rounding = 1e-5 if engine == "vmap" else 2.0**-7
+        np.testing.assert_allclose(out.norms, norms, rtol=rounding)
+        error = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, out.grads, expected)
+        assert norm(error) <= rounding * norm(expected)
+
+
+@every_engine
+def test_float64(engine: str, reference: Any) -> None:
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: a.astype(np.float64), (PARAMS, batch_of(5)))
+        f = jaxdp.clipped_grad(loss, clip_norm=0.5, engine=engine, microbatch_size=2)
+        out = f(*wide)
+        assert all(g.dtype == np.float64 for g in jax.tree.leaves((out.grads, out.norms, out.losses)))
+        expected = dict(zip(sorted(PARAMS), reference.clipped_sum(0.5), strict=True))
+        assert_close(out.grads, expected, rtol=1e-6)
+        assert f(wide[0], jax.tree.map(lambda a: a[:0], wide[1])).norms.dtype == np.float64
+        # float32 leaves stay float32 beside float64 ones, and alone while x64 is on.
+        narrow = clipped(engine)(PARAMS, batch_of(5))
+        assert {g.dtype for g in jax.tree.leaves((narrow.grads, narrow.norms))} == {np.dtype(np.float32)}
+        mixed_loss = lambda p, e: loss({**p, "w": p["w"].astype(np.float32)}, e)  # noqa: E731
+        mixed = jaxdp.clipped_grad(mixed_loss, clip_norm=0.5, engine=engine)
+        out = mixed({**PARAMS, "w": PARAMS["w"].astype(np.float64)}, batch_of(5))
+        assert (out.grads["w"].dtype, out.grads["b"].dtype) == (np.float64, np.float32)
+        assert_close(out.grads, expected)
+
+
+# --- Compilation and devices ---
+
+
+@every_engine
+def test_second_call_does_not_recompile(engine: str) -> None:
+    traces: list[None] = []
+
+    def counted(p: Any, example: Any) -> Any:
+        traces.append(None)
+        return loss(p, example)
+
+    f = jaxdp.clipped_grad(counted, clip_norm=0.5, engine=engine, microbatch_size=2)
+    mask = np.arange(5) < 4
+    first = f(PARAMS, batch_of(5), mask)
+    count = len(traces)
+    assert count > 0
+    assert_equal(f(PARAMS, batch_of(5), mask), first)
+    f(jax.tree.map(lambda p: 2 * p, PARAMS), batch_of(5, seed=8), ~mask)
+    assert len(traces) == count
+    step = jax.jit(lambda p, b, m, c: jaxdp.clipped_grad(counted, clip_norm=c, engine=engine)(p, b, m).grads)
+    step(PARAMS, batch_of(5), mask, 0.5)
+    count = len(traces)
+    step(PARAMS, batch_of(5, seed=9), ~mask, 0.7)
+    assert len(traces) == count
+
+
+@every_engine
+def test_no_transfers_in_a_compiled_step(engine: str) -> None:
+    f = clipped(engine, 0.5, has_aux=False, microbatch_size=2)
+    step = jax.jit(lambda p, b, m: (f(p, b, m), f(p, b)))
+    arguments = jax.device_put((PARAMS, batch_of(5), np.arange(5) < 4))
+    with jax.transfer_guard("disallow"):
+        out, _ = jax.block_until_ready(step(*arguments))
+    assert out.nonfinite == 0
+
+
+@every_engine
+def test_batch_sharded_over_eight_devices(engine: str) -> None:
+    if len(jax.devices()) < 8:
+        pytest.skip("fewer than eight devices")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_row, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    batch, mask = batch_of(16), np.arange(16) % 3 > 0
+    f = clipped(engine)
+    sharded = f(jax.device_put(PARAMS, everywhere), jax.device_put(batch, by_row), jax.device_put(mask, by_row))
+    single = f(PARAMS, batch, mask)
+    assert len(sharded.norms.sharding.device_set) == 8
+    assert_close(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, single))
+
+
+def test_bookkeeping_holds_no_gradient_per_example() -> None:
+    """64 examples of a 256 x 256 weight are 16 MiB; the engine should need about what the sum does."""
+    linear = lambda w, x: jnp.sum(jnp.square(x @ w[0])) + jnp.sum(x @ w[1])  # noqa: E731
+    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    needed = {}
+    for engine in ENGINES:
+        f = jaxdp.clipped_grad(linear, clip_norm=1.0, engine=engine)
+        memory = jax.jit(lambda w, x, f=f: f(w, x).grads).lower(*shapes).compile().memory_analysis()
+        needed[engine] = memory.temp_size_in_bytes
+    assert needed["vmap"] >= 16 * 2**20
+    assert max(needed["bookkeeping"], needed["auto"]) <= 2 * 2**20
+
+
+# --- What is refused ---
+
+
+def linen_batch_norm(train: bool) -> tuple[Callable[..., Any], Any]:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
+
+    model = Model()
+    variables = model.init(jax.random.key(0), np.ones((1, 4), np.float32))
+
+    def loss(p: Any, x: Any) -> Any:
+        given = {**variables, "params": p}
+        out = model.apply(given, x[None], mutable=["batch_stats"])[0] if train else model.apply(given, x[None])
+        return jnp.sum(jnp.square(out))
+
+    return loss, variables["params"]
+
+
+def nnx_batch_norm(train: bool) -> tuple[Callable[..., Any], Any]:
+    model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    model.set_attributes(use_running_average=not train)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda p, x: jnp.sum(jnp.square(nnx.merge(graph, p, rest, copy=True)(x[None]))), params
+
+
+@every_engine
+@pytest.mark.parametrize("build", [linen_batch_norm, nnx_batch_norm])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(engine: str, build: Any, wrap: Any) -> None:
+    (x,) = draws(2, (5, 4))
+    loss, params = build(True)
+    f = jaxdp.clipped_grad(wrap(loss), clip_norm=1.0, engine=engine)
+    with jax.numpy_rank_promotion("allow"):
+        with pytest.raises(
+            ValueError, match=r"(?s)BatchNorm in batch mode.*whole batch.*GroupNorm.*use_running_average=True"
+        ):
+            f(params, x)
+        loss, params = build(False)
+        assert norm(jaxdp.clipped_grad(wrap(loss), clip_norm=1.0, engine=engine)(params, x).grads) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": -1.0}, "clip_norm must be at least 0, got -1.0"),
+        ({"clip_norm": float("nan")}, "clip_norm must be at least 0, got nan"),
+        ({"clip_norm": np.ones(5)}, r"clip_norm must be one number.*\(5,\)"),
+        ({"clip_norm": 1.0, "engine": "ghost"}, "engine must be .* got 'ghost'"),
+        ({"clip_norm": 1.0, "clip_rule": "flat"}, "clip_rule must be .* got 'flat'"),
+        ({"clip_norm": 1.0, "microbatch_size": 0}, "microbatch_size must be at least 1 or None, got 0"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jaxdp.clipped_grad(loss, **options)
+
+
+def test_a_clip_norm_is_required() -> None:
+    with pytest.raises(TypeError, match="clip_norm"):
+        jaxdp.clipped_grad(loss)
+
+
+@every_engine
+def test_bad_calls(engine: str) -> None:
+    f, (x, y) = clipped(engine), batch_of(5)
+    with pytest.raises(ValueError, match=r"leading axis \[B\], the same for all.*\(5, 3, 4\).*\(4, 3, 3\)"):
+        f(PARAMS, (x, y[:4]))
+    with pytest.raises(ValueError, match=r"leading axis \[B\]"):
+        f(PARAMS, (x, np.float32(1)))
+    with pytest.raises(ValueError, match=r"leading axis \[B\]"):
+        f(PARAMS, ())
+    with pytest.raises(ValueError, match=r"two leading axes \[B, G\]"):
+        clipped(engine, 0.3, group=True)(PARAMS, (x, y[:, :2]))
+    with pytest.raises(TypeError, match=r"mask must be boolean, got float32.*astype\(bool\)"):
+        f(PARAMS, (x, y), np.ones(5, np.float32))
+    with pytest.raises(ValueError, match=r"mask must have shape \(5,\), got \(4,\)"):
+        f(PARAMS, (x, y), np.ones(4, bool))
+    with pytest.raises(ValueError, match=r"mask must have shape \(5,\), got \(5, 3\)"):
+        f(PARAMS, (x, y), np.ones((5, 3), bool))
+    with pytest.raises(TypeError, match=r"typed key such as jax.random.key"):
+        f(PARAMS, (x, y), key=jax.random.PRNGKey(0))
+    with pytest.raises(TypeError, match=r"typed key such as jax.random.key"):
+        f(PARAMS, (x, y), key=0)
+    with pytest.raises(TypeError, match="positional"):
+        f(PARAMS, (x, y), None, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"no trainable leaf of floating dtype.*order"):
+        f({"order": np.arange(3)}, (x, y))
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda p, e: (e[0] @ p["w"]).sum(0),
+        lambda p, e: (loss(p, e), None),
+        lambda p, e: jnp.argmax(e[0] @ p["w"]),
+    ],
+    ids=["vector", "tuple", "integer"],
+)
+def test_loss_that_is_no_scalar(engine: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match="floating scalar for ONE example"):
+        jaxdp.clipped_grad(bad, clip_norm=1.0, engine=engine)(PARAMS, batch_of(5))
+
+
+def test_loss_with_has_aux_returns_a_pair() -> None:
+    with pytest.raises(ValueError, match="floating scalar and aux"):
+        jaxdp.clipped_grad(lambda p, e: loss(p, e), clip_norm=1.0, has_aux=True)(PARAMS, batch_of(5))

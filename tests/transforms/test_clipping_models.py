@@ -1,0 +1,811 @@
+"""Every engine and method gives what float64 micro-batching of one gives, model by model."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxdp
+
+BATCH = 5
+# The engines a user chooses, and every way to treat a layer whether or not "auto" would choose it.
+METHODS = ("vmap", "bookkeeping", "auto", "factors", "keep", "drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    loss: Callable[..., Any]
+    params: Any
+    batch: Any
+    trainable: Callable[[str, Any], bool] = lambda path, leaf: True
+
+
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(build: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[build.__name__] = build
+    return build
+
+
+def draws(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.normal(size=s)).astype(np.float32) for s in shapes]
+
+
+def plain(loss: Callable[..., Any], params: Any, *example: tuple[int, ...], seed: int = 1) -> Case:
+    """A case whose params are drawn from their shapes, and whose example is one array or a tuple of arrays."""
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    shapes, structure = jax.tree.flatten(params, is_leaf=is_shape)
+    batch = draws(seed + 100, *((BATCH, *s) for s in example), scale=1.0)
+    return Case(
+        loss, jax.tree.unflatten(structure, draws(seed, *shapes)), batch[0] if len(batch) == 1 else tuple(batch)
+    )
+
+
+def energy(x: Any) -> Any:
+    """A scalar that no layer's symmetry makes constant."""
+    return jnp.sum(jnp.sin(x) + 0.3 * jnp.square(x)) / 2
+
+
+# --- A weight meets data in a product ---
+
+
+@case
+def mlp() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        hidden = jnp.tanh(x @ p["a"] + p["b"])
+        return energy(hidden @ p["c"] + p["d"])
+
+    return plain(loss, {"a": (4, 6), "b": (6,), "c": (6, 3), "d": (3,)}, (4,))
+
+
+@case
+def dense_on_a_sequence() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(x @ w[0]) @ w[1]), [(7, 9), (9, 8)], (3, 7))
+
+
+@case
+def dense_on_a_long_sequence() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(x @ w[0] + w[1])), [(3, 2), (2,)], (20, 3))
+
+
+@case
+def weight_on_the_left() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(w @ x)), (5, 4), (4, 6))
+
+
+@case
+def einsums_with_several_contracted_and_free_axes() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        heads = jnp.einsum("td,dhk->htk", x, p["in"])
+        return energy(jnp.einsum("khd,htk->td", p["out"], jnp.tanh(heads)))
+
+    return plain(loss, {"in": (4, 2, 3), "out": (3, 2, 5)}, (6, 4))
+
+
+@case
+def mixture_of_experts() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        inner = jax.nn.gelu(jnp.einsum("td,edf->etf", x, p["up"]))
+        return energy(jnp.einsum("etf,efd->etd", inner, p["down"]))
+
+    return plain(loss, {"up": (3, 4, 5), "down": (3, 5, 4)}, (6, 4))
+
+
+@case
+def vmapped_over_heads() -> Case:
+    return plain(lambda w, x: energy(jax.vmap(lambda wh, xh: jnp.tanh(xh @ wh), (2, 1))(w, x)), (4, 3, 2), (6, 2, 4))
+
+
+@case
+def vector_products() -> Case:
+    return plain(
+        lambda p, e: energy(jnp.dot(p[0], e[0])) + energy(jnp.dot(e[1], p[1] @ e[0])), [(4,), (3, 4)], (4,), (3,)
+    )
+
+
+@case
+def low_rank_adapter() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(x @ p["w"] + jnp.tanh((x @ p["a"]) @ p["b"]) + x @ (p["c"] @ p["d"]))
+
+    return plain(loss, {"w": (4, 5), "a": (4, 2), "b": (2, 5), "c": (4, 2), "d": (2, 5)}, (3, 4))
+
+
+@case
+def moved_weights() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        x = jnp.tanh(x @ p["flat"].reshape(4, 5))
+        x = jnp.tanh(x @ jnp.flip(p["flip"].T, 0)[None].squeeze(0))
+        return energy(jnp.einsum("td,d...->t...", x, p["cube"].swapaxes(0, 2)))
+
+    return plain(loss, {"flat": (20,), "flip": (6, 5), "cube": (2, 3, 6)}, (3, 4))
+
+
+@case
+def weights_cut_and_joined() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        joined = jnp.concatenate([p["a"], 2 * p["b"]], axis=1)
+        q, k = jnp.split(joined, 2, axis=1)
+        return energy((x @ q) @ (x @ k).T) + energy(x @ p["a"][:, 1:])
+
+    return plain(loss, {"a": (4, 3), "b": (4, 5)}, (3, 4))
+
+
+@case
+def computed_weights() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        w = p["w"] / jnp.sqrt(jnp.square(p["w"]).sum(0, keepdims=True) + 1e-3) * p["gain"]
+        return energy(x @ w + jax.nn.softplus(p["bias"]))
+
+    return plain(loss, {"w": (4, 5), "gain": (1, 5), "bias": (5,)}, (3, 4))
+
+
+# --- A weight is used more than once ---
+
+
+@case
+def same_dense_twice() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(jnp.tanh(x @ w) @ w)), (4, 4), (4,))
+
+
+@case
+def same_dense_twice_on_a_sequence() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(jnp.tanh(x @ w) @ w) @ w), (4, 4), (2, 4))
+
+
+@case
+def weight_and_its_transpose() -> Case:
+    return plain(lambda w, x: energy(jnp.tanh(jnp.tanh(x @ w) @ w.T)), (4, 6), (3, 4))
+
+
+@case
+def transpose_first() -> Case:
+    return plain(lambda w, x: energy(w @ jnp.tanh(w.T @ x)), (4, 6), (4, 3))
+
+
+@case
+def reshaped_weight_twice() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        w = p.reshape(4, 4)
+        return energy(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    return plain(loss, (16,), (2, 4))
+
+
+@case
+def two_leaves_shared_by_two_layers() -> Case:
+    return plain(lambda p, x: energy(jnp.tanh(x @ (p[0] + p[1])) @ (p[0] * p[1])), [(4, 4), (4, 4)], (3, 4))
+
+
+@case
+def same_kernel_in_two_convolutions() -> Case:
+    def loss(w: Any, x: Any) -> Any:
+        conv = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return energy(conv(jnp.tanh(conv(x[None], w, dimension_numbers=numbers)), w, dimension_numbers=numbers))
+
+    return plain(loss, (3, 3, 2, 2), (4, 4, 2))
+
+
+@case
+def tied_embedding_and_logits() -> Case:
+    def loss(p: Any, tokens: Any) -> Any:
+        hidden = jnp.tanh(p["table"][tokens] @ p["w"])
+        return -jnp.sum(jax.nn.log_softmax(hidden @ p["table"].T)[jnp.arange(4), tokens])
+
+    case = plain(loss, {"table": (7, 4), "w": (4, 4)}, (4,))
+    return dataclasses.replace(case, batch=np.random.default_rng(0).integers(0, 7, (BATCH, 4), np.int32))
+
+
+@case
+def logits_before_tied_embedding() -> Case:
+    def loss(table: Any, example: Any) -> Any:
+        x, tokens = example
+        return energy(jnp.tanh(x @ table.T) @ jnp.tanh(table[tokens]))
+
+    tokens = np.random.default_rng(0).integers(0, 7, (BATCH, 7), np.int32)
+    return Case(loss, draws(1, (7, 4))[0], (draws(2, (BATCH, 3, 4))[0], tokens))
+
+
+# --- Embeddings ---
+
+
+@case
+def linen_embedding_with_positions() -> Case:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: Any) -> Any:
+            x = nn.Embed(11, 6)(tokens) + self.param("positions", nn.initializers.normal(1.0), (5, 6))[: len(tokens)]
+            return nn.Dense(3)(jnp.tanh(x))
+
+    model, tokens = (
+        Model(),
+        np.array([[0, 1, 2, 3], [5, 5, 5, 5], [10, 0, 10, 0], [7, 8, 9, 9], [4, 3, 2, 1]], np.int32),
+    )
+    params = model.init(jax.random.key(0), tokens[0])
+    return Case(lambda p, t: energy(model.apply(p, t)), params, tokens)
+
+
+@case
+def take_out_of_range() -> Case:
+    def loss(p: Any, index: Any) -> Any:
+        clipped = jnp.take(p["clip"], index, axis=0, mode="clip")
+        filled = jnp.nan_to_num(jnp.take(p["fill"], index, axis=0, mode="fill", fill_value=0))
+        wrapped = jnp.take(p["wrap"], index, axis=0, mode="wrap")
+        return energy(clipped) + energy(filled) + energy(jnp.tanh(wrapped))
+
+    index = np.array([[0, 5, 99, -1], [-99, -2, 4, 4], [5, 6, 7, 8], [-5, -6, -7, 0], [2, 2, 2, 2]], np.int32)
+    params = dict(zip(("clip", "fill", "wrap"), draws(3, (6, 3), (6, 3), (6, 2, 2)), strict=True))
+    return Case(loss, params, index)
+
+
+@case
+def lookups_that_are_not_of_rows() -> Case:
+    def loss(p: Any, example: Any) -> Any:
+        i, j = example
+        return (
+            energy(p["w"][i[0]]) + energy(p["w"][i, j]) + energy(p["v"][:, i]) + energy(jnp.tanh(p["u"][i[:, None], j]))
+        )
+
+    index = np.random.default_rng(0).integers(0, 4, (2, BATCH, 3), np.int32)
+    return Case(loss, dict(zip("wvu", draws(3, (4, 4), (2, 4), (4, 4, 2)), strict=True)), (index[0], index[1]))
+
+
+# --- Convolutions, normalisation, attention, through Linen, NNX and Equinox ---
+
+
+def linen(model: nn.Module, *example: tuple[int, ...], seed: int = 0) -> Case:
+    """The model is given one example with a leading axis of one, as users do."""
+    (x,) = draws(seed + 7, (BATCH, *example[0]), scale=1.0)
+    params = model.init(jax.random.key(seed), x[:1])
+    noisy = jax.tree.map(lambda p: p + 0.1 * np.random.default_rng(3).normal(size=p.shape).astype(p.dtype), params)
+    return Case(lambda p, x: energy(model.apply(p, x[None])), noisy, x)
+
+
+@case
+def linen_convnet() -> Case:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.Conv(4, (3, 3), strides=2)(x)
+            x = nn.relu(nn.GroupNorm(2)(x))
+            x = nn.Conv(4, (2, 2), feature_group_count=2, kernel_dilation=2, padding=((1, 0), (0, 2)))(x)
+            x = jnp.tanh(nn.ConvTranspose(3, (3, 2), strides=(2, 1))(x))
+            return nn.Dense(3)(x[:, ::2].reshape(len(x), -1))
+
+    return linen(Model(), (6, 5, 2))
+
+
+@case
+def convolutions_of_one_and_three_dimensions() -> Case:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            y = nn.Conv(3, (3,), padding="CIRCULAR")(x.reshape(1, 12, 2))
+            z = nn.Conv(2, (2, 1, 2), padding="VALID", strides=(1, 1, 2), use_bias=False)(x.reshape(1, 3, 2, 4, 1))
+            return jnp.concatenate([jnp.tanh(y).ravel(), jnp.tanh(z).ravel()])
+
+    return linen(Model(), (24,))
+
+
+@case
+def lax_convolution_of_channels_first_with_negative_padding() -> Case:
+    def loss(w: Any, x: Any) -> Any:
+        y = lax.conv_general_dilated(
+            x[None], w, (2, 1), ((2, -1), (0, 3)), (1, 2), (1, 2), ("NCHW", "OIHW", "NCHW"), feature_group_count=2
+        )
+        return energy(jnp.tanh(y))
+
+    return plain(loss, (4, 1, 3, 2), (2, 6, 4))
+
+
+@case
+def convolution_with_a_weight_standardised_kernel() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        w = p["w"]
+        w = (w - w.mean((0, 1, 2))) / jnp.sqrt(w.var((0, 1, 2)) + 1e-4) * p["gain"]
+        y = lax.conv_general_dilated(x[None], w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return energy(jnp.tanh(y))
+
+    return plain(loss, {"w": (3, 3, 2, 4), "gain": (4,)}, (5, 5, 2))
+
+
+@case
+def convolution_of_data_as_the_kernel() -> Case:
+    def loss(w: Any, x: Any) -> Any:
+        return energy(lax.conv_general_dilated(w, x, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")))
+
+    return plain(loss, (1, 6, 2), (3, 2, 3))
+
+
+@case
+def transformer_block() -> Case:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+            return x + nn.Dense(4)(nn.gelu(nn.Dense(6)(nn.RMSNorm()(x))))
+
+    return linen(Model(), (5, 4))
+
+
+@case
+def frozen_batch_norm() -> Case:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=True)(nn.Dense(4)(x))
+
+    case = linen(Model(), (3,))
+    statistics = case.params["batch_stats"]
+    model = Model()
+    loss = lambda p, x: energy(model.apply({"params": p, "batch_stats": statistics}, x[None]))  # noqa: E731
+    return Case(loss, case.params["params"], case.batch)
+
+
+@case
+def linen_remat_scan() -> Case:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any) -> Any:
+            return x + jnp.tanh(nn.Dense(4)(nn.LayerNorm()(x))), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            stack = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return stack()(x, None)[0]
+
+    return linen(Model(), (2, 4))
+
+
+@case
+def linen_lstm() -> Case:
+    model = lambda dtype: nn.RNN(nn.OptimizedLSTMCell(3, param_dtype=dtype))  # noqa: E731
+    case = linen(model(jnp.float32), (4, 2))
+    return dataclasses.replace(case, loss=lambda p, x: energy(model(x.dtype).apply(p, x[None])))
+
+
+@case
+def nnx_model() -> Case:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.conv = nnx.Conv(2, 3, (3, 3), rngs=rngs)
+            self.norm = nnx.GroupNorm(3, num_groups=1, rngs=rngs)
+            self.out = nnx.Linear(3, 2, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.out(nnx.relu(self.norm(self.conv(x))).mean((1, 2)))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    loss = lambda p, x: energy(nnx.merge(graph, p)(x[None]))  # noqa: E731
+    return Case(loss, params, draws(3, (BATCH, 4, 4, 2), scale=1.0)[0])
+
+
+@case
+def equinox_module() -> Case:
+    class Model(eqx.Module):
+        conv: eqx.nn.Conv2d
+        norm: eqx.nn.LayerNorm
+        drop: eqx.nn.Dropout  # keeps a rate and a flag among its leaves
+        mlp: eqx.nn.MLP
+
+        def __init__(self, key: jax.Array):
+            a, b = jax.random.split(key)
+            self.conv = eqx.nn.Conv2d(2, 3, 3, stride=2, padding=1, key=a)
+            self.norm = eqx.nn.LayerNorm((3, 2, 2))
+            self.drop = eqx.nn.Dropout(0.5, inference=True)
+            self.mlp = eqx.nn.MLP(12, 3, 4, 1, key=b)
+
+        def __call__(self, x: Any) -> Any:
+            return self.mlp(self.drop(self.norm(jnp.tanh(self.conv(x)))).ravel())
+
+    return Case(lambda m, x: energy(m(x)), Model(jax.random.key(0)), draws(3, (BATCH, 2, 4, 4), scale=1.0)[0])
+
+
+# --- Calls, loops and branches ---
+
+
+@case
+def checkpoints() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        block = lambda w, x: jnp.sin(jnp.tanh(x @ w["a"]) @ w["b"])  # noqa: E731
+        x = jax.checkpoint(block)(p[0], x)
+        return energy(jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)(p[1], x))
+
+    layer = {"a": (4, 5), "b": (5, 4)}
+    return plain(loss, [layer, layer], (3, 4))
+
+
+@case
+def one_compiled_layer_called_twice() -> Case:
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w["w"] + w["b"]))
+    parameters = {"w": (4, 4), "b": (4,)}
+    return plain(lambda p, x: energy(layer(p[1], layer(p[0], layer(p[1], x)))), [parameters, parameters], (3, 4))
+
+
+@case
+def scan_over_stacked_layers() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        def body(h: Any, layer: Any) -> Any:
+            h = h + jnp.tanh(h @ layer["w"] + layer["b"])
+            return h, h.sum() * layer["b"][0]
+
+        h, ys = lax.scan(body, x, p)
+        return energy(h) + energy(ys)
+
+    return plain(loss, {"w": (3, 4, 4), "b": (3, 4)}, (2, 4))
+
+
+@case
+def scan_that_uses_each_layer_twice() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(lax.scan(lambda h, w: (jnp.tanh(jnp.tanh(h @ w) @ w.T), None), x, p)[0])
+
+    return plain(loss, (3, 4, 5), (2, 4))
+
+
+@case
+def recurrent_net_with_shared_weights() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        def body(h: Any, x: Any) -> Any:
+            h = jnp.tanh(h @ p["h"] + x @ p["x"] + p["b"])
+            return h, h @ p["out"]
+
+        return energy(lax.scan(body, jnp.zeros(4, x.dtype), x, reverse=True)[1])
+
+    return plain(loss, {"h": (4, 4), "x": (2, 4), "b": (4,), "out": (4, 3)}, (5, 2))
+
+
+@case
+def nested_scans_with_outer_inner_and_shared_weights() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        def outer(h: Any, layer: Any) -> Any:
+            def inner(h: Any, given: Any) -> Any:
+                w, t = given
+                return jnp.tanh(h @ w @ layer["square"] + t * layer["bias"] @ p["shared"]), None
+
+            return lax.scan(inner, h, (layer["inner"], x))[0], None
+
+        return energy(lax.scan(outer, jnp.ones((2, 3), x.dtype), p["layers"])[0])
+
+    shapes = {"inner": (2, 4, 3, 3), "square": (2, 3, 3), "bias": (2, 3)}
+    return plain(loss, {"layers": shapes, "shared": (3, 3)}, (4, 1))
+
+
+@case
+def scan_that_starts_from_returns_and_stacks_weights() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        def body(carry: Any, given: Any) -> Any:
+            h, counter = carry
+            t, w = given
+            return (jnp.tanh(h * t @ p["w"]), counter + 1), (w * 2, p["w"][0], counter)
+
+        (h, _), (ws, firsts, counts) = lax.scan(body, (p["start"], 0), (x, p["stack"]))
+        return energy(h) + energy(ws.sum(0) * x[0]) + energy(firsts) + jnp.sum(counts).astype(h.dtype)
+
+    return plain(loss, {"w": (3, 3), "start": (3,), "stack": (4, 3)}, (4, 3))
+
+
+@case
+def scan_over_weights_alone() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        product = lax.scan(lambda m, w: (jnp.tanh(m @ w), None), p["eye"], p["stack"])[0]
+        return energy(x @ product)
+
+    return plain(loss, {"eye": (3, 3), "stack": (3, 3, 3)}, (2, 3))
+
+
+@case
+def scan_with_a_constant_table_of_scales() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        scales = jnp.arange(1, 4).astype(x.dtype) / 3
+        return energy(lax.scan(lambda h, s: (jnp.tanh(h @ (p * s)), None), x, scales)[0])
+
+    return plain(loss, (4, 4), (2, 4))
+
+
+@case
+def loops_that_index_their_layers() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        x = lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["stack"][i]), x)
+        return energy(lax.map(lambda row: jnp.tanh(row @ p["w"]), x)) + energy(
+            lax.associative_scan(jnp.add, x * p["s"])
+        )
+
+    return plain(loss, {"stack": (3, 4, 4), "w": (4, 2), "s": (4,)}, (2, 4))
+
+
+@case
+def branches() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        y = lax.cond(x[0] > 0, lambda x: jnp.tanh(x @ p["a"]), lambda x: x @ p["b"], x)
+        y = lax.switch((x[1] > 0).astype(np.int32), [lambda y: y * p["s"], lambda y: y + p["s"]], y)
+        return energy(jnp.where(p["s"] > y, p["s"] * y, y))
+
+    return plain(loss, {"a": (4, 3), "b": (4, 3), "s": (3,)}, (4,))
+
+
+@case
+def while_loop_beside_the_gradient() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        frozen = lax.stop_gradient(p["w"])
+        steps = lax.while_loop(lambda s: s[1] < 3, lambda s: (jnp.tanh(s[0] @ frozen), s[1] + 1), (x, 0))[0]
+        return energy(lax.stop_gradient(steps) @ p["v"] + x @ p["w"] + x @ lax.stop_gradient(p["v"]))
+
+    return plain(loss, {"w": (3, 3), "v": (3, 3)}, (3,))
+
+
+# --- Custom derivatives and primitives without a rule ---
+
+
+@case
+def custom_derivatives_without_weights() -> Case:
+    @jax.custom_vjp
+    def scaled_gradient(x: Any) -> Any:
+        return jnp.sin(x)
+
+    scaled_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (3 * g * jnp.cos(x),))
+
+    @jax.custom_jvp
+    def bent(x: Any) -> Any:
+        return x * jax.nn.sigmoid(x)
+
+    bent.defjvp(lambda primals, tangents: (bent(*primals), 0.5 * tangents[0]))
+    return plain(lambda p, x: energy(bent(scaled_gradient(x @ p[0]) @ p[1])), [(4, 5), (5, 3)], (2, 4))
+
+
+@case
+def custom_derivatives_with_weights() -> Case:
+    @jax.custom_vjp
+    def layer(w: Any, x: Any) -> Any:
+        return x @ w
+
+    # Not linear in the cotangent: only a backward pass of each example by itself gives this gradient.
+    def backward(residual: Any, g: Any) -> Any:
+        w, x = residual
+        g = jnp.clip(g, -0.1, 0.2)
+        return x.T @ g, g @ w.T
+
+    layer.defvjp(lambda w, x: (x @ w, (w, x)), backward)
+
+    @jax.custom_jvp
+    def scaled(w: Any, x: Any) -> Any:
+        return w * x
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * primals[1] + 2 * primals[0] * tangents[1]))
+    return plain(lambda p, x: energy(scaled(p["s"], layer(p["w"], x))), {"w": (4, 3), "s": (3,)}, (2, 4))
+
+
+@case
+def straight_through_quantised_weights() -> Case:
+    @jax.custom_jvp
+    def quantise(w: Any) -> Any:
+        return jnp.round(w * 4) / 4
+
+    quantise.defjvp(lambda primals, tangents: (quantise(*primals), tangents[0]))
+    return plain(lambda w, x: energy(jnp.tanh(x @ quantise(w))), (4, 3), (2, 4))
+
+
+@case
+def weight_and_data_in_primitives_without_a_rule() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        system = p["w"] @ p["w"].T + x.T @ x + 2 * jnp.eye(3, dtype=x.dtype)
+        solved = jnp.linalg.solve(system, x[0] + p["b"])
+        return (
+            energy(solved)
+            + energy(jnp.sort(x[0] * p["b"]))
+            + energy(jnp.maximum(x, p["b"]))
+            + energy(x[1] ** p["e"] ** 2)
+        )
+
+    case = plain(loss, {"w": (3, 3), "b": (3,), "e": (3,)}, (2, 3))
+    return dataclasses.replace(case, batch=np.abs(case.batch) + np.float32(0.1))
+
+
+@case
+def weights_that_make_each_others_kernel() -> Case:
+    return plain(lambda p, x: energy(x @ (p["a"] * jnp.tanh(x @ p["b"])[:, None])), {"a": (3, 4), "b": (3, 3)}, (3,))
+
+
+# --- Losses ---
+
+
+@case
+def weight_decay_inside_the_loss() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(jnp.tanh(x @ p["w"] + p["b"])) + 0.1 * sum(jnp.sum(jnp.square(w)) for w in jax.tree.leaves(p))
+
+    return plain(loss, {"w": (4, 3), "b": (3,)}, (2, 4))
+
+
+@case
+def loss_without_data() -> Case:
+    return plain(lambda p, x: energy(p["w"]), {"w": (4, 3), "unused": (2,)}, (2,))
+
+
+@case
+def loss_that_ignores_a_parameter_and_one_that_is_none() -> Case:
+    case = plain(lambda p, x: energy(x @ p["w"]), {"w": (4, 3), "unused": (2, 2)}, (4,))
+    return dataclasses.replace(case, params={**case.params, "none": None})
+
+
+@case
+def frozen_and_integer_leaves() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        x = jnp.tanh(x[p["order"]] @ p["frozen"]["w"] + p["head"]["b"])
+        return energy(x @ p["head"]["w"])
+
+    shapes = {"frozen": {"w": (4, 3)}, "head": {"w": (3, 2), "b": (3,)}}
+    case = plain(loss, shapes, (4,))
+    params = {**case.params, "order": np.array([2, 0, 3, 1], np.int32)}
+    return dataclasses.replace(case, params=params, trainable=lambda path, leaf: path.startswith("head/"))
+
+
+# --- The conformance tests ---
+
+
+def every_method(case: Case, methods: tuple[str, ...], clip_norm: float, oracle: Any) -> dict[str, Any]:
+    """What each method returns, from one program: the methods share its compilation."""
+
+    def run(params: Any, batch: Any) -> dict[str, Any]:
+        out = {}
+        for method in methods:
+            engine = method if method in ("vmap", "bookkeeping") else "auto"
+            f = jaxdp.clipped_grad(case.loss, clip_norm=clip_norm, engine=engine, trainable=case.trainable)
+            if method in ("factors", "keep", "drop"):
+                with oracle.forced(method):
+                    out[method] = f(params, batch)
+            else:
+                out[method] = f(params, batch)
+        return out
+
+    arrays, static = eqx.partition(case.params, eqx.is_array)
+    compiled = jax.jit(
+        lambda arrays, batch: run(eqx.combine(arrays, static), batch), compiler_options=oracle.compiler_options
+    )
+    return compiled(arrays, case.batch)
+
+
+def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
+    reference = oracle.micro_batches_of_one(case.loss, case.params, case.batch, trainable=case.trainable)
+    clip_norm = float(np.median(reference.norms))
+    expected = reference.clipped_sum(clip_norm)
+    for method, out in every_method(case, methods, clip_norm, oracle).items():
+        np.testing.assert_allclose(out.losses, reference.losses, rtol=2e-5, atol=1e-6, err_msg=method)
+        np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5, atol=1e-12, err_msg=method)
+        oracle.assert_same_sum(case.params, out.grads, expected, err=method)
+        assert out.nonfinite == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        check(CASES[name](), METHODS, oracle)
+
+
+# --- Architectures nobody thought of ---
+
+
+def _dense(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    return {"w": (width, out), "b": (out,)}, lambda p, x: jnp.tanh(x @ p["w"] + p["b"]), out
+
+
+def _tied(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    return {"w": (width, out)}, lambda p, x: jnp.sin(x @ p["w"]) @ p["w"].T, width
+
+
+def _convolution(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    groups = 2 if width % 2 == 0 and draw(st.booleans()) else 1
+    out = out * groups
+    stride, data_dilation, kernel_dilation = (draw(st.integers(1, 2)) for _ in range(3))
+    padding = [(draw(st.integers(-1, 3)), draw(st.integers(2, 3)))]
+
+    def apply(p: Any, x: Any) -> Any:
+        y = lax.conv_general_dilated(
+            x[None], p, (stride,), padding, (data_dilation,), (kernel_dilation,), ("NWC", "WIO", "NWC"), groups
+        )
+        return jax.nn.gelu(y[0])
+
+    return (draw(st.integers(1, 3)), width // groups, out), apply, out
+
+
+def _layer_norm(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    def apply(p: Any, x: Any) -> Any:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / jnp.sqrt(jnp.square(centred).mean(-1, keepdims=True) + 0.1) * p["scale"] + p["bias"]
+
+    return {"scale": (width,), "bias": (width,)}, apply, width
+
+
+def _attention(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    def apply(p: Any, x: Any) -> Any:
+        q, k, v = (jnp.einsum("td,dhk->htk", x, w) for w in p["qkv"])
+        mixed = jnp.einsum("hts,hsk->htk", jax.nn.softmax(jnp.einsum("htk,hsk->hts", q, k)), v)
+        return x + jnp.einsum("htk,hkd->td", mixed, p["out"])
+
+    return {"qkv": [(width, 2, 2)] * 3, "out": (2, 2, width)}, apply, width
+
+
+def _stack(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    reverse, checkpoint = draw(st.booleans()), draw(st.booleans())
+
+    def apply(p: Any, x: Any) -> Any:
+        body = lambda h, w: (h + jnp.tanh(h @ w @ p["shared"]), None)  # noqa: E731
+        return lax.scan(jax.checkpoint(body) if checkpoint else body, x, p["stack"], reverse=reverse)[0]
+
+    return {"stack": (2, width, width), "shared": (width, width)}, apply, width
+
+
+def _recurrence(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    def apply(p: Any, x: Any) -> Any:
+        def body(h: Any, row: Any) -> Any:
+            h = jnp.tanh(h @ p["h"] + row @ p["x"])
+            return h, h
+
+        return lax.scan(body, p["start"], x)[1]
+
+    return {"h": (out, out), "x": (width, out), "start": (out,)}, apply, out
+
+
+def _experts(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    def apply(p: Any, x: Any) -> Any:
+        return jnp.einsum("etf,te->tf", jnp.einsum("td,edf->etf", x, p["w"]), jax.nn.softmax(x @ p["route"]))
+
+    return {"w": (2, width, out), "route": (width, 2)}, apply, out
+
+
+def _standardised(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:
+    return (width, out), lambda w, x: jnp.sin(x @ ((w - w.mean(0)) / jnp.sqrt(w.var(0) + 0.1))), out
+
+
+LAYERS = (
+    _dense, _tied, _convolution, _layer_norm, _attention, _stack, _recurrence, _experts, _standardised
+)  # fmt: skip
+
+
+@st.composite
+def architectures(draw: Any) -> Case:
+    width, length = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    with_tokens = draw(st.booleans())
+    params: dict[str, Any] = {"table": (5, width)} if with_tokens else {}
+    example = (length,) if with_tokens else (length, width)
+    layers = []
+    for i, layer in enumerate(draw(st.lists(st.sampled_from(LAYERS), min_size=1, max_size=3))):
+        params[f"layer{i}"], apply, width = layer(width, draw(st.integers(1, 4)), draw)
+        layers.append(apply)
+    twice = draw(st.integers(0, len(layers) - 1)) if draw(st.booleans()) else None
+
+    def loss(p: Any, x: Any) -> Any:
+        if with_tokens:
+            x = p["table"][x]
+        for i, apply in enumerate(layers):
+            y = apply(p[f"layer{i}"], x)
+            x = apply(p[f"layer{i}"], y) if i == twice and y.shape == x.shape else y
+        return energy(x) + jnp.mean(x)
+
+    case = plain(loss, params, example, seed=draw(st.integers(0, 99)))
+    if with_tokens:
+        tokens = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 5, (BATCH, length), np.int32)
+        case = dataclasses.replace(case, batch=tokens)
+    return case
+
+
+@hypothesis.settings(max_examples=16, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(case=architectures())
+def test_all_methods_agree_on_random_architectures(case: Case, oracle: Any) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        check(case, ("auto", "factors", "keep", "drop"), oracle)

@@ -1,0 +1,284 @@
+"""The rules of where weights meet data, one by one, against NumPy float64 and JAX's own derivatives."""
+
+import dataclasses
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxdp.transforms import sites
+
+N = 3
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICK = hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def site_of(
+    rule: Any, tap_shape: tuple[int, ...], weight_shape: tuple[int, ...], loops: Any = (), sliced: Any = ()
+) -> Any:
+    tap = jax.ShapeDtypeStruct(tap_shape, jnp.float32)
+    return sites.Site(rule, frozenset({0}), None, tuple(loops), tuple(sliced), tap, weight_shape)
+
+
+def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
+    """Everything a rule says about dV, against the true dV of each example [B, ...]."""
+
+    def everything(record: Any, g: Any) -> dict[str, Any]:
+        # `contract` may prefer the primitive's own transpose; every way to form dV must be right.
+        ways = {name for name in ("weight_grad", "weight_grad_by_primitive") if hasattr(site.rule, name)}
+        forms = {w: jax.vmap(sites._vmap_or_squeeze(getattr(site.rule, w)))(*site._by_slice((record, g))) for w in ways}
+        return {
+            **{name: site._loops_in_front(form) for name, form in forms.items()},
+            "per_example": site.per_example(record, g),
+            "sum": site.contract(record, g),
+            "squares": sites.squared_norms([site.factors(record, g)]),
+            "bound": site.reformed_norm(record, g) / np.sqrt(sites._REFORMED_FLOOR),
+        }
+
+    got = jax.jit(everything, compiler_options=COMPILER_OPTIONS)(record, g)
+    bound, squares = got.pop("bound"), np.square(truth.astype(np.float64)).reshape(len(truth), -1).sum(1)
+    # What counts as rounding: a millionth of what the gradient would be if nothing cancelled.
+    np.testing.assert_array_less(np.sqrt(squares), bound * (1 + 1e-5) + 1e-30)
+    floored = np.maximum(squares, sites._CANCELLATION_FLOOR * bound**2)
+    np.testing.assert_allclose(got.pop("squares"), floored, rtol=1e-5, atol=1e-6 * np.square(bound).max(initial=1e-30))
+    np.testing.assert_allclose(got.pop("sum"), truth.sum(0), rtol=1e-5, atol=1e-6 * bound.sum())
+    for name, dv in got.items():
+        np.testing.assert_allclose(dv, truth, rtol=1e-5, atol=1e-6 * bound.max(initial=1e-30), err_msg=name)
+
+
+def equation(fn: Any, name: str, *args: Any) -> Any:
+    """The one equation of a primitive in the program of `fn`, calls included."""
+
+    def search(jaxpr: Any) -> Any:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == name:
+                yield eqn
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from search(inner)
+
+    (found,) = search(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
+def vjp_of_each(fn: Any, weight: Any, xs: Any, gs: Any) -> np.ndarray:
+    """[B, *weight]: JAX's derivative of one example at a time, in float64."""
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) if a.dtype == np.float32 else a for a in (weight, xs, gs)]
+        pull = jax.jit(lambda w, x, g: jax.vjp(lambda w: fn(w, x), w)[1](g)[0], compiler_options=COMPILER_OPTIONS)
+        return np.stack([np.asarray(pull(wide[0], x, g)) for x, g in zip(wide[1], wide[2], strict=True)])
+
+
+@st.composite
+def contractions(draw: Any) -> tuple[str, dict[str, int]]:
+    """An einsum of data "x" and weight "w": batch, contracted and free axes in any number and order, on either side."""
+    letters = {
+        kind: [c for c in names if draw(st.booleans())]
+        for kind, names in {"b": "ab", "c": "cd", "f": "fg", "t": "tu"}.items()
+    }
+    letters["c"] = letters["c"] or ["c"]
+    data = draw(st.permutations(letters["b"] + letters["c"] + letters["t"]))
+    weight = draw(st.permutations(letters["b"] + letters["c"] + letters["f"]))
+    out = draw(st.permutations(letters["b"] + letters["t"] + letters["f"]))
+    sides = ["".join(data), "".join(weight)]
+    spec = ",".join(sides if draw(st.booleans()) else sides[::-1]) + "->" + "".join(out)
+    return spec, {c: draw(st.integers(1, 4)) for c in "abcdfgtu"}
+
+
+@QUICK
+@hypothesis.given(contractions())
+def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None:
+    spec, sizes = drawn
+    left, right = spec.split("->")[0].split(",")
+    data, weight = (left, right) if not set(left) & set("fg") and not set(right) & set("tu") else (right, left)
+    weight_first = left == weight and left != right
+    shape = lambda axes: tuple(sizes[c] for c in axes)  # noqa: E731
+    w, xs = normal(0, *shape(weight)), normal(1, N, *shape(data))
+
+    def fn(w: Any, x: Any) -> Any:
+        # One dot_general, without the transposes that einsum puts around it.
+        contracted = [c for c in data if c in weight and c not in spec.split("->")[1]]
+        batch = [c for c in data if c in weight and c not in contracted]
+        find = lambda axes, of: tuple(of.index(c) for c in axes)  # noqa: E731
+        first, second = ((w, weight), (x, data)) if weight_first else ((x, data), (w, weight))
+        dims = (
+            (find(contracted, first[1]), find(contracted, second[1])),
+            (find(batch, first[1]), find(batch, second[1])),
+        )
+        return lax.dot_general(first[0], second[0], dims)
+
+    rule = sites.Dot.of(equation(fn, "dot_general", w, xs[0]), 0 if weight_first else 1)
+    tap = jax.eval_shape(fn, w, xs[0]).shape
+    gs = normal(2, N, *tap)
+    site = site_of(rule, tap, w.shape)
+    check_rule(site, xs, gs, vjp_of_each(fn, w, xs, gs))
+    assert rule.rows * rule.cols * rule.groups == w.size
+
+
+@st.composite
+def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    rank = draw(st.integers(1, 3))
+    small = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(rank))  # noqa: E731
+    groups, channels, features = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    size, window = small(3, 5 if rank < 3 else 4), small(1, 3 if rank < 3 else 2)
+    stride, kernel_dilation, data_dilation = small(1, 3), small(1, 2), small(1, 2)
+    if draw(st.booleans()):
+        padding: Any = draw(st.sampled_from(["SAME", "VALID"]))
+        data_dilation = (1,) * rank
+    else:
+        padding = [(draw(st.integers(-1, 2)), draw(st.integers(-1, 2))) for _ in range(rank)]
+    axes = "DHW"[:rank]
+    layout = draw(st.sampled_from(["last", "first", "mixed"]))
+    numbers = {
+        "last": (f"N{axes}C", f"{axes}IO", f"N{axes}C"),
+        "first": (f"NC{axes}", f"OI{axes}", f"NC{axes}"),
+        "mixed": (f"C{axes}N", f"I{axes}O", f"{axes}NC"),
+    }[layout]
+    x_shape = tuple({"N": 2, "C": channels * groups, **dict(zip(axes, size, strict=True))}[c] for c in numbers[0])
+    w_shape = tuple(
+        {"I": channels, "O": features * groups, **dict(zip(axes, window, strict=True))}[c] for c in numbers[1]
+    )
+    settings = {
+        "window_strides": stride,
+        "padding": padding,
+        "lhs_dilation": data_dilation,
+        "rhs_dilation": kernel_dilation,
+        "dimension_numbers": numbers,
+        "feature_group_count": groups,
+    }
+    out = jax.eval_shape(
+        lambda x, w: lax.conv_general_dilated(x, w, **settings),
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x_shape, w_shape)),
+    )
+    hypothesis.assume(out.size)
+    return settings, x_shape, w_shape
+
+
+@QUICK
+@hypothesis.given(convolutions())
+def test_conv_rule_for_any_geometry(drawn: Any) -> None:
+    settings, x_shape, w_shape = drawn
+    fn = lambda w, x: lax.conv_general_dilated(x, w, **settings)  # noqa: E731
+    w, xs = normal(0, *w_shape), normal(1, N, *x_shape)
+    rule = sites.Conv.of(equation(fn, "conv_general_dilated", w, xs[0]))
+    tap = jax.eval_shape(fn, w, xs[0]).shape
+    gs = normal(2, N, *tap)
+    check_rule(site_of(rule, tap, w.shape), xs, gs, vjp_of_each(fn, w, xs, gs))
+    assert rule.positions * rule.groups * rule.cols == np.prod(tap)
+    assert rule.rows * rule.groups * rule.cols == w.size
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "drop_negative"])
+def test_lookup_rule(mode: str) -> None:
+    table, gs = normal(0, 5, 2, 3), normal(1, N, 2, 2, 2, 3)
+    index = np.array([[[0, 4], [4, 4]], [[9, -9], [1, 1]], [[2, 3], [-1, 5]]], np.int32)
+    jax_mode = "fill" if mode == "drop_negative" else mode
+    fn = lambda w, i: jnp.take(w, i, axis=0, mode=jax_mode)  # noqa: E731
+    rule = sites.Lookup.of(equation(fn, "gather", table, index[0]))
+    assert rule is not None
+    # jnp.take wraps negative indices before the gather; the primitive itself may also be given them.
+    given = (
+        index if mode == "drop_negative" or mode == "clip" else np.where((index < 0) & (index >= -5), index + 5, index)
+    )
+    record = jax.vmap(lambda i: rule.record([None, i[..., None]]))(jnp.asarray(given))
+    truth = np.zeros((N, *table.shape))
+    for b, i, j in np.ndindex(N, 2, 2):
+        row = np.clip(given[b, i, j], 0, 4) if mode == "clip" else given[b, i, j]
+        if 0 <= row < 5:
+            truth[b, row] += gs[b, i, j]
+    check_rule(site_of(rule, (2, 2, 2, 3), table.shape), record, gs, truth)
+
+
+def test_lookup_rule_is_for_whole_rows_only() -> None:
+    table, index = normal(0, 4, 5), np.zeros(2, np.int32)
+    assert sites.Lookup.of(equation(lambda w, i: w[:, i], "gather", table, index)) is None
+    assert sites.Lookup.of(equation(lambda w, i: w[i, i], "gather", table, index)) is None
+    assert sites.Lookup.of(equation(lambda w, i: w[i], "gather", table, index)) is not None
+
+
+@pytest.mark.parametrize("sliced", [(False,), (True,), (True, False), (False, True), (True, True), (False, False)])
+def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
+    loops = (2, 3)[: len(sliced)]
+    fn = lambda w, x: x @ w  # noqa: E731
+    w, xs, gs = normal(0, 4, 5), normal(1, N, *loops, 2, 4), normal(2, N, *loops, 2, 5)
+    rule = sites.Dot.of(equation(fn, "dot_general", w, xs[(0,) * (1 + len(loops))]), 1)
+    site = site_of(rule, (2, 5), (4, 5), loops, sliced)
+    kept = "".join(c for c, s in zip("kl", sliced, strict=False) if s)
+    inputs = "kl"[: len(loops)]
+    truth = np.einsum(f"b{inputs}tp,b{inputs}tq->b{kept}pq", xs.astype(np.float64), gs.astype(np.float64))
+    check_rule(site, xs, gs, truth)
+    on_weight = site_of(sites.OnWeight(20), (4, 5), (4, 5), loops, sliced)
+    taps = normal(3, N, *loops, 4, 5)
+    expected = taps.astype(np.float64).sum(tuple(1 + i for i, s in enumerate(sliced) if not s))
+    check_rule(on_weight, (), taps, expected)
+    assert (site.slices, site.repeats) == (
+        np.prod([n for n, s in zip(loops, sliced, strict=True) if s]),
+        np.prod([n for n, s in zip(loops, sliced, strict=True) if not s]),
+    )
+
+
+def test_squared_norms_of_one_weight_at_several_sites() -> None:
+    tokens = np.array([[0, 3, 3], [1, -1, 2]], np.int32)
+    table_w, u, w = normal(0, 2, 1, 3, 4), normal(1, 2, 1, 5, 6), normal(2, 2, 1, 5, 4)
+    pairs = [((sites.OneHot(jnp.asarray(tokens[:, None])),), jnp.asarray(table_w)), ((jnp.asarray(u),), jnp.asarray(w))]
+    one_hot = (tokens[..., None] == np.arange(6)).astype(np.float64)
+    total = np.einsum("btp,btq->bpq", one_hot, table_w[:, 0]) + np.einsum(
+        "btp,btq->bpq", u[:, 0], w[:, 0], dtype=np.float64
+    )
+    expected = np.square(total).sum((1, 2))
+    np.testing.assert_allclose(sites.squared_norms(pairs), expected, rtol=1e-5)
+    np.testing.assert_allclose(sites.squared_norms(pairs[::-1]), expected, rtol=1e-5)
+    flipped = [((w,), u[0]) for u, w in pairs]
+    np.testing.assert_allclose(sites.squared_norms(flipped), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale_u", [1e-30, 1e-20, 1e-10, 1.0, 1e15])
+@pytest.mark.parametrize("scale_w", [1e-15, 1.0, 1e17])
+@pytest.mark.parametrize("length", [1, 4])
+def test_no_gradient_hides_in_squares_that_underflow(scale_u: float, scale_w: float, length: int) -> None:
+    if scale_u * scale_w > 1e15:
+        pytest.skip("the squared norm overflows float32: such an example is left out")
+    u, w = normal(0, 8, 1, length, 30) * np.float32(scale_u), normal(1, 8, 1, length, 20) * np.float32(scale_w)
+    truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
+    for pair in (((u,), w), ((w,), u)):
+        norms = np.sqrt(np.asarray(jax.jit(lambda p: sites.squared_norms([p]))(pair), np.float64))
+        assert np.all(norms >= (1 - 1e-5) * truth - 1e-18)
+        if scale_u > 1e-18:
+            np.testing.assert_allclose(norms, truth, rtol=1e-5, atol=1e-18)
+
+
+@pytest.mark.parametrize("remainder", [0.0, 1e-4, 1e-2, 1e-1])
+@pytest.mark.parametrize("length", [2, 16])
+@pytest.mark.parametrize("rows", [8, 512])
+def test_norms_are_not_understated_when_positions_cancel(remainder: float, length: int, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    sign = np.resize([1, -1], (length, 1))
+    u = np.repeat(rng.normal(size=(32, 1, length // 2, rows)), 2, axis=2).astype(np.float32)
+    w = (np.repeat(rng.normal(size=(32, 1, length // 2, 6)), 2, axis=2) * sign).astype(np.float32)
+    w = (w + remainder * rng.normal(size=w.shape)).astype(np.float32)
+    truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
+    norms = np.sqrt(np.asarray(sites.squared_norms([((jnp.asarray(u),), jnp.asarray(w))]), np.float64))
+    bound = (np.linalg.norm(u.astype(np.float64), axis=-1) * np.linalg.norm(w.astype(np.float64), axis=-1)).sum((1, 2))
+    assert np.all(norms >= (1 - 1e-5) * truth)
+    floor = np.sqrt(sites._CANCELLATION_FLOOR) * bound
+    assert np.all(norms >= 0.99 * floor)
+    assert np.all(norms <= 1.1 * np.maximum(truth, floor))
+
+
+def test_low_precision_is_accumulated_in_float32() -> None:
+    fn = lambda w, x: x @ w  # noqa: E731
+    w, xs, gs = (jnp.asarray(a, jnp.bfloat16) for a in (normal(0, 4, 5), normal(1, N, 300, 4), normal(2, N, 300, 5)))
+    rule = sites.Dot.of(equation(fn, "dot_general", w, xs[0]), 1)
+    site = dataclasses.replace(site_of(rule, (300, 5), (4, 5)), tap=jax.ShapeDtypeStruct((300, 5), jnp.bfloat16))
+    truth = np.einsum("btp,btq->bpq", np.asarray(xs, np.float64), np.asarray(gs, np.float64))
+    assert site.contract(xs, gs).dtype == site.per_example(xs, gs).dtype == jnp.float32
+    check_rule(site, xs, gs, truth)
+    check_rule(site, xs, gs.astype(jnp.float32), truth)  # as when cotangents were scaled in float32
