@@ -85,19 +85,19 @@ def trainer_of(num_examples, clip_norm=0.5):
     return trainer
 
 
-def run(folder, source, seed=SEED, steps=STEPS, epsilon=None, **kwargs):
+def run(folder, source, seed=SEED, steps=STEPS, start=0, **kwargs):
     """Runs or resumes the run in `folder`, and writes down its final state."""
     folder.mkdir(parents=True, exist_ok=True)
     released = os.open(folder / "released.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     trainer = trainer_of(len(source), **kwargs)
     trainer.update.file = released
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(start)
     params = {
         "hidden": rng.normal(size=(64, 8)).astype(np.float32) / 8,
         "head": rng.normal(size=(8, 10)).astype(np.float32) / 3,
     }
     with contextlib.closing(os.fdopen(released)), Ledger(folder / "ledger.sqlite") as ledger:
-        ledger.register("digits", adjacency="add_remove", unit="example", epsilon=epsilon, delta=1e-5)
+        ledger.register("digits", adjacency="add_remove", unit="example", delta=1e-5)
         state = finetune.fit(
             trainer,
             params,

@@ -172,36 +172,39 @@ def forget_seed(folder):
     (folder / "secret_seed").unlink()
 
 
+# What is changed, and after how many steps the run crashed. Chunks are of three steps.
 CHANGES = {
-    "nothing": ({}, None),
-    "one pixel of one example": ({"source": other_data}, None),
-    "the order of the examples": ({"source": lambda source: source.take(np.arange(150)[::-1])}, None),
-    "clip norm": ({"clip_norm": 0.500001}, None),
-    "seed": ({"seed": bytes(16)}, forget_seed),
+    "nothing": (5, {}, None),
+    "one pixel of one example": (5, {"source": other_data}, None),
+    "the order of the examples": (5, {"source": lambda source: source.take(np.arange(150)[::-1])}, None),
+    "clip norm": (5, {"clip_norm": 0.500001}, None),
+    "seed": (5, {"seed": bytes(16)}, forget_seed),
+    "first parameters": (2, {"start": 1}, None),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, source, change):
+    crash, arguments, touch = CHANGES[change]
+    kept = crash // CHUNK * CHUNK
     with monkeypatch.context() as patch:
-        crashing(patch, at=5)  # the second step of the second chunk
+        crashing(patch, at=crash)
         with pytest.raises(Crash):
             killed_runs.run(tmp_path, source, steps=6)
-    assert charged(tmp_path) == {STEP: 6}
+    assert charged(tmp_path) == {STEP: kept + CHUNK}
     before = released(tmp_path)
-    assert [record["step"] for record in before] == [0, 1, 2, 3, 4]
+    assert [record["step"] for record in before] == list(range(crash))
 
-    arguments, touch = CHANGES[change]
     arguments = dict(arguments)
     changed = arguments.pop("source", lambda source: source)(source)
     if touch:
         touch(tmp_path)
     killed_runs.run(tmp_path, changed, steps=6, **arguments)
     after = released(tmp_path)[len(before) :]
-    assert [record["step"] for record in after] == [3, 4, 5]
+    assert [record["step"] for record in after] == list(range(kept, 6))
     assert_noise_is_never_reused([*before, *after])
     if change == "nothing":
-        assert after[:2] == before[3:]
+        assert after[: crash - kept] == before[kept:]
         assert charged(tmp_path) == {STEP: 6}
     else:
         assert not {record["noise"] for record in before} & {record["noise"] for record in after}
