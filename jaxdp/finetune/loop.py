@@ -21,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -233,18 +234,30 @@ def _digest(tree: Any) -> bytes:
     return digest.digest()
 
 
+# Of the environment, what changes how XLA computes.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "PJRT_NPROC", "NPROC")
+
+
+def _processor() -> list[Any]:
+    """What XLA compiles for on the host: its instructions, and the cores among which it splits its sums."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    linux = pathlib.Path("/proc/cpuinfo")
+    if not linux.exists():
+        return [cores, platform.machine(), platform.processor()]
+    fields = ("model name", "flags", "Features", "CPU part")
+    return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]
+
+
 def _identity(trainer: PrivateTrainer, state: TrainState, source: Source) -> bytes:
     """All that determines a run's arithmetic except its state and its seed."""
     devices = jax.devices()
-    # XLA splits its sums among the cores it may run on; which examples are drawn depends on the package that draws.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    sampling = importlib.metadata.version("jax-privacy")
+    sampling = importlib.metadata.version("jax-privacy")  # which examples are drawn depends on it
     facts = {
         "program": hashlib.sha256(trainer.lowered_text(state, source).encode()).hexdigest(),
         "data": source.fingerprint,
         "sampler": repr(trainer.sampler),
         "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__, sampling],
-        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, cores],
-        "flags": [os.environ.get("XLA_FLAGS", ""), str(jax.config.values["jax_default_matmul_precision"])],
+        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, *_processor()],
+        "flags": [str(jax.config.values["jax_default_matmul_precision"]), *map(os.environ.get, _VARIABLES)],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()

@@ -1,6 +1,7 @@
 """`fit`: runs that are killed, changed or refused never release what the ledger has not charged."""
 
 import collections
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -234,6 +235,22 @@ def test_a_constant_in_the_loss_is_part_of_the_token():
             moved[size // 2] = np.nextafter(moved[size // 2], np.inf, dtype=np.float32)
             assert identity(array(base), size) == identity(array(base), size)
             assert identity(array(base), size) != identity(array(moved), size)
+
+
+@pytest.mark.parametrize("change", ["environment", "cores", "sampling package", "nothing"])
+def test_what_changes_the_arithmetic_is_part_of_the_token(monkeypatch, change):
+    trainer = blobs_trainer()
+    state = trainer.init({"w": jnp.zeros(2)})
+    before = loop._identity(trainer, state, BLOBS)
+    if change == "environment":
+        monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true")
+    elif change == "cores":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores + 1), raising=False)
+    elif change == "sampling package":
+        version = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{version(name)}.1")
+    assert (loop._identity(trainer, state, BLOBS) == before) == (change == "nothing")
 
 
 # --- Small runs ------------------------------------------------------------------------------------------------------
