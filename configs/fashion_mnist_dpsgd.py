@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
             },
             "model": {"name": "cnn", "options": {"widths": (16, 32), "dense": 32}},
             "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
-            "no_privacy": {"steps": 1000, "batch_size": 128, "learning_rate": 1e-3},
+            "no_privacy": {"steps": 4000, "batch_size": 128, "learning_rate": 2e-3},
             "private": {
                 "epsilon": 3.0,
                 "delta": 1e-5,
