@@ -56,6 +56,7 @@ class Recorded:
             "sum": digest(jax.tree.leaves(sums)),
             "result": digest(jax.tree.leaves((after.params, after.opt_state))),
         }
+        time.sleep(0.05)
         os.write(self.file, json.dumps(record).encode() + b"\n")
         return after, metrics
 
@@ -178,6 +179,7 @@ def attempt(folder, source, kill):
     pid = forked(work)
     if kill and "after" in kill:
         while not (released.exists() and released.stat().st_size > size):
+            assert os.waitpid(pid, os.WNOHANG)[0] == 0, f"{folder.name} ended before its first step"
             time.sleep(0.001)
         time.sleep(kill["after"])
         os.kill(pid, signal.SIGKILL)
