@@ -76,9 +76,8 @@ CHOSEN = [
 def killed(tmp_path_factory):
     """Folders of one run three times: whole, killed at chosen instants, and at random ones."""
     folder = tmp_path_factory.mktemp("killed")
-    delays = np.random.default_rng(0).uniform(
-        0, 0.15, size=3
-    )  # a step takes more than 0.05 s, so no run gets to its end
+    # A step takes more than 0.05 s, so that no run gets to its end.
+    delays = np.random.default_rng(0).uniform(0, 0.15, size=3)
     scenarios = {
         "whole": [],
         "chosen": [kill for kill, _, _ in CHOSEN],
