@@ -358,7 +358,7 @@ def _keep_rows(x: jax.Array, keep: jax.Array | None) -> jax.Array:
 
 def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array | None) -> jax.Array:
     # One contraction: on CPU, multiplying and then reducing over the batch axis is many times slower.
-    return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep))
+    return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep), precision=sites.PRECISION)
 
 
 def _total(terms: Sequence[jax.Array], kind: Any) -> jax.Array:
@@ -446,7 +446,9 @@ class _Component:
         dvs, pull = [site.per_example(r, g) for site, r, g in columns], self._pull_back()
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
-        if method == "keep":
+        # Rounding the sum to bfloat16 is not bounded by any one example: there J^T goes before the clipping.
+        one = [jax.ShapeDtypeStruct(dv.shape[1:], dv.dtype) for dv in dvs]
+        if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(one).jaxpr):
             self._kept = grads
         else:
             floor = _total([site.reformed_norm(r, g) for site, r, g in columns], self.squared_norms.dtype)
@@ -489,6 +491,13 @@ class _Component:
                 dvs.append(site.contract(clean, scaled))
             sums = self._pull_back()(dvs)
         return dict(zip(self._members, sums, strict=True))
+
+
+def _has_low_precision(jaxpr: Any) -> bool:
+    """Whether anything is computed in floats narrower than float32."""
+    floats = [v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+    inner = [body for eqn in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return any(kind.itemsize < 4 for kind in floats) or any(map(_has_low_precision, inner))
 
 
 def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:

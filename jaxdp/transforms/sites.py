@@ -27,6 +27,9 @@ _REFORMED_FLOOR = 1e-8
 # Products below the smallest normal float32 are flushed to zero; each is counted as this much instead.
 _FLUSHED = 2.0**-126
 
+# Accelerators multiply float32 in TF32 or bfloat16 by default: norms and sums would be off by 1e-3 and more.
+PRECISION = lax.Precision.HIGHEST
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
     """einsum that accumulates in float32 or wider whatever its inputs are."""
     kind = wide_dtype(*xs)
     operands = xs if len({x.dtype for x in xs}) == 1 else [x.astype(kind) for x in xs]
-    return jnp.einsum(spec, *operands, preferred_element_type=kind)
+    return jnp.einsum(spec, *operands, preferred_element_type=kind, precision=PRECISION)
 
 
 def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
@@ -265,6 +268,7 @@ class Conv:
                     rhs_dilation=self.kernel_dilation,
                     dimension_numbers=self.numbers,
                     feature_group_count=self.groups,
+                    precision=PRECISION,
                 )
             )(record)
 
