@@ -98,7 +98,7 @@ def forced(method: str) -> Iterator[None]:
         choose = clipping._choose
 
         def pick(component: Any, *args: Any) -> str:
-            if method == "factors" and not clipping._can_factor(component):
+            if method == "auto" or (method == "factors" and not clipping._can_factor(component)):
                 return choose(component, *args)
             return method
 

@@ -403,14 +403,18 @@ def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
 
 
 @every_engine
-@pytest.mark.parametrize("cast", ["parameters", "compute"])
-def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str) -> None:
+@pytest.mark.parametrize("cast", ["parameters", "compute", "computed"])
+@pytest.mark.parametrize("method", ["auto", "drop"])
+def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str, method: str, oracle: Any) -> None:
     """Per-example gradients that bfloat16 holds exactly: then every rounding left is that of norms, clipping, sums."""
     x = draws(3, (300, 8))[0].astype(jnp.bfloat16)
-    kind = jnp.bfloat16 if cast == "parameters" else jnp.float32
-    linear = lambda w, e: jnp.sum(e @ w.astype(jnp.bfloat16))  # noqa: E731
-    out = jaxdp.clipped_grad(linear, clip_norm=2.0, engine=engine)(jnp.zeros(8, kind), x)
-    exact = np.asarray(x, np.float64)
+    kind = jnp.float32 if cast == "compute" else jnp.bfloat16
+    scale = 2 if cast == "computed" else 1  # a weight computed in bfloat16: its sum must not be rounded like that
+    linear = lambda w, e: jnp.sum(e @ (w.astype(jnp.bfloat16) * scale))  # noqa: E731
+    f = jaxdp.clipped_grad(linear, clip_norm=2.0, engine=engine)
+    with oracle.forced(method):
+        out = f(jnp.zeros(8, kind), x)
+    exact = scale * np.asarray(x, np.float64)
     norms = np.linalg.norm(exact, axis=1)
     assert out.grads.dtype == out.norms.dtype == jnp.float32
     np.testing.assert_allclose(out.norms, norms, rtol=1e-5)

@@ -153,6 +153,24 @@ def computed_weights() -> Case:
     return plain(loss, {"w": (4, 5), "gain": (1, 5), "bias": (5,)}, (3, 4))
 
 
+@case
+def weights_through_functions_of_one_argument() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(x @ jnp.tanh(p["a"])) + energy(x @ jnp.cumsum(p["b"], 0)) + energy(x @ jnp.tile(p["c"], (1, 3)))
+
+    return plain(loss, {"a": (4, 3), "b": (4, 3), "c": (4, 1)}, (3, 4))
+
+
+@case
+def weights_of_no_consequence() -> Case:
+    """The gradient is far smaller than that of the value which meets data, or zero."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return energy(x @ (p["w"] * 1e-6 + 1)) + energy(x @ (p["row"] - p["row"].mean(0, keepdims=True)) ** 2)
+
+    return plain(loss, {"w": (1, 3), "row": (1, 3)}, (3, 1))
+
+
 # --- A weight is used more than once ---
 
 
@@ -188,6 +206,23 @@ def reshaped_weight_twice() -> Case:
 @case
 def two_leaves_shared_by_two_layers() -> Case:
     return plain(lambda p, x: energy(jnp.tanh(x @ (p[0] + p[1])) @ (p[0] * p[1])), [(4, 4), (4, 4)], (3, 4))
+
+
+@case
+def leaves_that_share_layers_in_a_chain() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(jnp.tanh(x @ (p[1] + p[2])) @ (p[0] - p[1]) @ (p[2] * p[3]))
+
+    return plain(loss, [(4, 4)] * 4, (2, 4))
+
+
+@case
+def one_weight_twice_in_one_primitive() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        y = lax.cond(x[0] > 0, lambda a, b, x: x @ a, lambda a, b, x: jnp.sin(x) @ b, p["w"], p["w"], x)
+        return energy(y) + energy(jnp.where(x > 0.5, p["s"], p["s"]) * x) + energy(lax.clamp(p["s"], x, p["s"]))
+
+    return plain(loss, {"w": (3, 3), "s": (3,)}, (3,))
 
 
 @case
