@@ -156,7 +156,11 @@ def computed_weights() -> Case:
 @case
 def weights_through_functions_of_one_argument() -> Case:
     def loss(p: Any, x: Any) -> Any:
-        return energy(x @ jnp.tanh(p["a"])) + energy(x @ jnp.cumsum(p["b"], 0)) + energy(x @ jnp.tile(p["c"], (1, 3)))
+        return (
+            energy(x @ jnp.tanh(p["a"]))
+            + energy(x @ jnp.cumsum(p["b"], 0))
+            + energy(x @ jnp.broadcast_to(p["c"], (4, 3)))
+        )
 
     return plain(loss, {"a": (4, 3), "b": (4, 3), "c": (4, 1)}, (3, 4))
 

@@ -240,12 +240,10 @@ def test_squared_norms_of_one_weight_at_several_sites() -> None:
     np.testing.assert_allclose(sites.squared_norms(flipped), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scale_u", [1e-30, 1e-20, 1e-10, 1.0, 1e15])
-@pytest.mark.parametrize("scale_w", [1e-15, 1.0, 1e17])
+@pytest.mark.parametrize("scale_u", [1e-30, 1e-20, 1e-10, 1.0])
+@pytest.mark.parametrize("scale_w", [1e-15, 1.0, 1e15, 1e17])
 @pytest.mark.parametrize("length", [1, 4])
 def test_no_gradient_hides_in_squares_that_underflow(scale_u: float, scale_w: float, length: int) -> None:
-    if scale_u * scale_w > 1e15:
-        pytest.skip("the squared norm overflows float32: such an example is left out")
     u, w = normal(0, 8, 1, length, 30) * np.float32(scale_u), normal(1, 8, 1, length, 20) * np.float32(scale_w)
     truth = np.sqrt(np.square(np.einsum("bstp,bstq->bspq", u, w, dtype=np.float64)).sum((1, 2, 3)))
     for pair in (((u,), w), ((w,), u)):
