@@ -10,6 +10,7 @@ One step, in the order of the algorithm:
 """
 
 import dataclasses
+import hmac
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ class TrainState(NamedTuple):
       params: current parameters.
       opt_state: of the optimizer.
       ema: moving average of params, in float32 or wider; or None.
-      noise: key and step of the noise stream. Secret: who learns the key can subtract the noise.
+      noise: key and step of the noise stream, from which batches are drawn too. Secret: who learns the key can
+        subtract the noise.
       key: of augmentation and stochastic losses.
     """
 
@@ -90,16 +92,22 @@ class PrivateTrainer:
         step = jnp.zeros((), jnp.int32)
         return TrainState(step, params, self.optimizer.init(moving), ema, self.privatizer.init(moving), key)
 
-    def step(
-        self, state: TrainState, source: Source, *, sampler: PoissonSampler | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step of DP-SGD on the batch that the sampler draws for it from `source`.
+    def drawn(self, state: TrainState) -> np.ndarray:
+        """The examples of the next step, [B] indices; private.
 
-        `sampler` replaces the trainer's own by one that differs in its seed only. The metrics are functions of the
-        released gradient: they cost nothing beyond the step's event.
+        They depend on the run's noise key and the step only, not on the sampler's own seed: two runs that shared their
+        batches would cost more than the ledger's composition of independently sampled steps.
         """
-        drawn = (sampler or self.sampler).batch(int(jax.device_get(state.step)))
-        indices, masks = pad_to_physical(drawn, self.physical_batch_size)
+        step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
+        seed = hmac.digest(words.tobytes(), b"jaxdp sampling", "sha256")[:16]
+        return dataclasses.replace(self.sampler, seed=seed).batch(int(step))
+
+    def step(self, state: TrainState, source: Source) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step of DP-SGD on a batch of `source`.
+
+        The metrics are functions of the released gradient: they cost nothing beyond the step's event.
+        """
+        indices, masks = pad_to_physical(self.drawn(state), self.physical_batch_size)
         sums = self.zeros(state.params)
         for part, (rows, mask) in enumerate(zip(indices, masks, strict=True)):
             batch = jax.device_put((source.gather(rows), mask, np.uint32(part)))
@@ -198,7 +206,8 @@ def dp_sgd(
       loss_fn: `loss_fn(params, example) -> scalar`; called with `key=` if `stochastic`.
       optimizer: any optax optimizer, with any schedule; it sees the noisy mean gradient: post-processing. Its state is
         float32 or wider, whatever the parameters are.
-      sampler: draws the batches and knows their event; its expected batch size q * n is the divisor.
+      sampler: how batches are drawn, and their event; its expected batch size q * n is the divisor. Its own seed is
+        not used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
       noise_multiplier: sigma, the noise standard deviation over C; or a public schedule step -> sigma.
       physical_batch_size: examples per compiled call. A sampled batch of any size is cut into as many calls as it

@@ -9,11 +9,11 @@ batches and augmentation are drawn from streams derived from the seed AND the to
   was released before and paid for, and the ledger does not charge it twice;
 * if anything is different, so is the token: noise and batches are fresh, and the ledger charges again.
 
-Noise is never added to two different gradients, and never is less spent than was released.
+Noise is never added to two different gradients, and never is less spent than was released. The workdir notes what each
+chunk was charged, so that a run that is resumed with another ledger charges that one in full.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import hmac
@@ -33,6 +33,7 @@ from tqdm import tqdm
 from jaxdp.data import Source
 from jaxdp.finetune.dp_sgd import PrivateTrainer, TrainState
 from jaxdp.privacy import Ledger
+from jaxdp.privacy.events import from_json, to_json
 from jaxdp.report import MetricsWriter
 from jaxdp.transforms.noise import PrivatizeState, new_seed, stream
 from jaxdp.version import __version__
@@ -57,7 +58,7 @@ def fit(
     """Runs `steps` steps of private training, or what is left of them after a crash.
 
     Args:
-      trainer: from `jaxdp.finetune.dp_sgd`. Its sampler's own seed is not used: batches come from the run's seed.
+      trainer: from `jaxdp.finetune.dp_sgd`.
       params: parameters to start from; read only when the run starts for the first time.
       source: the private examples; `len(source)` must be the sampler's `num_examples`.
       steps: total number of steps.
@@ -97,12 +98,16 @@ def fit(
         state, first = run.restore(trainer.init(params))
         if first > steps:
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
+        for token, event in run.charges():  # free where they were paid; a ledger that lost them is told again
+            with ledger.spend(dataset, from_json(event), label=f"{label}, charged again on resuming", token=token):
+                pass
         identity = _identity(trainer, state, source)
         with tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress) as bar:
             while first < steps:
                 last = min(first + checkpoint_every, steps)
                 token, name = run.token(identity, state, first, last), f"{label} {first}..{last - 1}"
                 with ledger.spend(dataset, trainer.event(first, last), label=name, token=token):
+                    run.charge(token, to_json(trainer.event(first, last)))
                     state, rows = _chunk(trainer, state, source, run.secret(token), last - first, bar)
                     rows[-1]["epsilon"] = ledger.epsilon(dataset, delta=delta)
                     if evaluate is not None:
@@ -121,17 +126,16 @@ def _chunk(
         noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
         key=stream(secret, "augmentation", impl="threefry2x32"),
     )
-    sampler = dataclasses.replace(trainer.sampler, seed=_derive(secret, b"sampling"))
     rows = []
     for _ in range(steps):
-        state, row = trainer.step(state, source, sampler=sampler)
+        state, row = trainer.step(state, source)
         rows.append(row)
         bar.update()
     return state, [{name: float(value) for name, value in row.items()} for row in jax.device_get(rows)]
 
 
 class _Run:
-    """What a run keeps on disk, if it has a workdir: the secret seed, checkpoints, metrics."""
+    """What a run keeps on disk, if it has a workdir: the secret seed, charges, checkpoints, metrics."""
 
     def __init__(self, workdir: pathlib.Path | None, seed: bytes | None):
         self._manager: Any = None
@@ -145,6 +149,7 @@ class _Run:
         with self._opened as opened:  # closes what is open if the rest fails
             opened.enter_context(_locked(workdir / "lock"))
             self._seed = _stored_seed(workdir / "secret_seed", seed)
+            self._charges = workdir / "charges.jsonl"
             self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
             self._manager = ocp.CheckpointManager(
                 (workdir / "checkpoints").absolute(),
@@ -170,6 +175,23 @@ class _Run:
             # Orbax gives arrays that are bound to a device, which compile to another program than the first ones did.
             state = state._replace(**jax.device_put(jax.device_get(saved)))
         return state, step
+
+    def charges(self) -> list[tuple[str, str]]:
+        """(token, event) of every chunk that was ever started here."""
+        if self._manager is None or not self._charges.exists():
+            return []
+        lines = self._charges.read_text().splitlines(keepends=True)
+        # A torn last line was not followed by any computation.
+        return [(row["token"], row["event"]) for row in (json.loads(line) for line in lines if line.endswith("\n"))]
+
+    def charge(self, token: str, event: str) -> None:
+        """Notes, before a chunk starts, what it was charged."""
+        if self._manager is None or (token, event) in self.charges():
+            return
+        with self._charges.open("a+") as file:
+            file.write(json.dumps({"token": token, "event": event}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def save(self, first: int, rows: list[dict[str, float]], state: TrainState) -> None:
         """Makes metrics and state after a chunk durable; the keys of a chunk are derived again, never stored."""

@@ -67,7 +67,8 @@ CHOSEN = [
     ({"at": "step", "time": 3}, 3, 2),
     ({"at": "metrics", "time": 2}, 6, 6),  # the first chunk is kept, the second computed but not written
     ({"at": "checkpoint", "time": 1}, 6, 6),  # the second chunk's checkpoint is written but not in its place
-    ({"at": "saved", "time": 1}, 6, 6),  # it is in its place, but not committed in the ledger
+    # It is in its place, but not committed in the ledger; the two earlier charges are confirmed first.
+    ({"at": "saved", "time": 3}, 6, 6),
     ({"at": "step", "time": 4}, 12, 9),
 ]
 
@@ -524,3 +525,18 @@ def test_metrics_of_a_run(tmp_path):
     assert all(row["released_gradient_norm"] > 0 for row in rows)
     assert np.array_equal(np.asarray(seen[-1]["w"]), np.asarray(state.ema["w"]))
     assert not np.array_equal(np.asarray(state.ema["w"]), np.asarray(state.params["w"]))
+
+
+def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
+    source = data.bundled("digits").take(np.arange(150))
+    trainer = killed_runs.trainer_of.__wrapped__(150)
+    params = {"hidden": np.ones((64, 8), np.float32) / 8, "head": np.ones((8, 10), np.float32)}
+    object.__setattr__(trainer, "update", trainer.update._update)
+    totals = []
+    for path, steps in (("first", CHUNK), ("first", 2 * CHUNK), ("second", 2 * CHUNK), ("second", 3 * CHUNK)):
+        with Ledger(tmp_path / path) as ledger:
+            ledger.register("digits", adjacency="add_remove", unit="example", delta=1e-5)
+            arguments = {"steps": steps, "ledger": ledger, "dataset": "digits", "workdir": tmp_path / "run"}
+            finetune.fit(trainer, params, source, checkpoint_every=CHUNK, progress=False, **arguments)
+            totals.append(composition(ledger.events("digits")[None]))
+    assert totals == [{STEP: n * CHUNK} for n in (1, 2, 2, 3)]
