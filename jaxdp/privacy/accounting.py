@@ -32,9 +32,11 @@ million of them). Poisson sampling under replace_one assumes that the record and
 point in opposite directions; tests/privacy/test_accounting.py checks that in the plane.
 """
 
+import contextlib
 import functools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -466,7 +468,24 @@ def _leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> n
         # Renyi divergence of `_worst_pure_pair`.
         return (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1) + _RDP_SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
-    return np.maximum(accountant.compose(_rdp_event(leaf, adjacency)).rdp, 0.0) + _RDP_SLACK
+    with _without_unused_orders():
+        accountant.compose(_rdp_event(leaf, adjacency))
+    return np.maximum(accountant.rdp, 0.0) + _RDP_SLACK
+
+
+@contextlib.contextmanager
+def _without_unused_orders() -> Iterator[None]:
+    """Drops the log line of every order at which an RDP series does not converge: it is infinite, and never used."""
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "failed to converge" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
