@@ -537,6 +537,9 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
         activations += 4.0 * math.prod(site.tap_shape.shape)
+        if isinstance(rule, sites.OnWeight):  # the cotangent is dV: nothing to form, but to scale and sum
+            contract += 8.0 * s * t * rule.cols
+            continue
         contract += 2.0 * s * t * rule.rows * rule.cols / balance
         form += 2.0 * s * t * rule.rows * rule.cols / balance + 8.0 * s * rule.rows * rule.cols
         if t == 1:
