@@ -4,7 +4,7 @@ Importing this package imports neither TensorFlow Datasets nor scikit-learn nor 
 """
 
 from jaxdp.data.augment import augment, normalise, random_crop, random_flip
-from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, new_seed, pad_to_physical
+from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, from_arrays, from_tfds
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "bundled",
     "from_arrays",
     "from_tfds",
-    "new_seed",
     "normalise",
     "pad_to_physical",
     "random_crop",

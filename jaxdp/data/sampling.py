@@ -19,8 +19,7 @@ _SEED_BYTES = 16
 _POISSON, _SHUFFLE = 1, 2
 
 
-def new_seed() -> bytes:
-    """Returns 16 bytes from the operating system's entropy source, for use as a sampler's `seed`."""
+def _new_seed() -> bytes:
     return os.urandom(_SEED_BYTES)
 
 
@@ -44,9 +43,9 @@ def _check_step(step: int) -> None:
 
 def _check_seed(seed: bytes) -> None:
     if not isinstance(seed, bytes):
-        raise TypeError(f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {type(seed).__name__}")
+        raise TypeError(f"seed must be {_SEED_BYTES} bytes such as os.urandom(16), got {type(seed).__name__}")
     if len(seed) != _SEED_BYTES:
-        raise ValueError(f"seed must be {_SEED_BYTES} bytes (see jaxdp.data.new_seed), got {len(seed)}")
+        raise ValueError(f"seed must be {_SEED_BYTES} bytes such as os.urandom(16), got {len(seed)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class PoissonSampler:
     num_examples: int
     sampling_probability: float
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=new_seed, repr=False)
+    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
     truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -173,7 +172,7 @@ class FixedBatchSampler:
     num_examples: int
     batch_size: int
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=new_seed, repr=False)
+    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
 
     def __post_init__(self) -> None:
         _check_count("num_examples", self.num_examples, 1)
