@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_clipping --models mlp,resnet20,vit --rounds 15 --output .bench/clipping.json
 
-Steps are interleaved, warm, and reported as medians; ratios are medians of per-round ratios to the plain step of the
-same round. "memory" is what XLA allocates for a step beyond its arguments (temporaries and outputs). "cpu" is processor
-time of all threads, which a busy machine distorts less than wall time. Peer: `jax_privacy.clipping.clipped_grad`.
+Steps are interleaved, each timed after an untimed call of its own, and reported as medians; ratios are medians of
+per-round ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
+(temporaries and outputs). "cpu" is processor time of all threads, which a busy machine distorts less than wall time.
+Peer: `jax_privacy.clipping.clipped_grad`.
 """
 
 import argparse
@@ -95,6 +96,7 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
     cpu: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in compiled.items():
+            jax.block_until_ready(step(*args))  # the step before has emptied the caches
             start, start_cpu = time.perf_counter(), time.process_time()
             jax.block_until_ready(step(*args))
             wall[name].append(time.perf_counter() - start)

@@ -7,7 +7,8 @@ runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy; 
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-runs ResNet-20, also with weight standardisation, at epsilon 4 for a few steps of the same recipe. DIR is a directory of
+runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe: five minutes, and about
+0.33 test accuracy; it shows that the pipeline works, not what the method can do. DIR is a directory of
 prepared TFDS data; without it TFDS's usual one is read.
 """
 
