@@ -34,7 +34,7 @@ from jaxdp.data import Source
 from jaxdp.finetune.dp_sgd import PrivateTrainer, TrainState
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import from_json, to_json
-from jaxdp.report import MetricsWriter
+from jaxdp.report import MetricsWriter, read_metrics
 from jaxdp.transforms.noise import PrivatizeState, new_seed, stream
 from jaxdp.version import __version__
 
@@ -98,16 +98,16 @@ def fit(
         state, first = run.restore(trainer.init(params))
         if first > steps:
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
-        for token, event in run.charges():  # free where they were paid; a ledger that lost them is told again
-            with ledger.spend(dataset, from_json(event), label=f"{label}, charged again on resuming", token=token):
+        for token, paid in run.charges().items():  # free where they were paid; a ledger that lost them is told again
+            with ledger.spend(dataset, from_json(paid), label=f"{label}, charged again on resuming", token=token):
                 pass
         identity = _identity(trainer, state, source)
         with tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress) as bar:
             while first < steps:
                 last = min(first + checkpoint_every, steps)
-                token, name = run.token(identity, state, first, last), f"{label} {first}..{last - 1}"
-                with ledger.spend(dataset, trainer.event(first, last), label=name, token=token):
-                    run.charge(token, to_json(trainer.event(first, last)))
+                token, event = run.token(identity, state, first, last), trainer.event(first, last)
+                with ledger.spend(dataset, event, label=f"{label} {first}..{last - 1}", token=token):
+                    run.charge(first, token, to_json(event))
                     state, rows = _chunk(trainer, state, source, run.secret(token), last - first, bar)
                     rows[-1]["epsilon"] = ledger.epsilon(dataset, delta=delta)
                     if evaluate is not None:
@@ -149,7 +149,8 @@ class _Run:
         with self._opened as opened:  # closes what is open if the rest fails
             opened.enter_context(_locked(workdir / "lock"))
             self._seed = _stored_seed(workdir / "secret_seed", seed)
-            self._charges = workdir / "charges.jsonl"
+            self._workdir = workdir
+            self._charges = opened.enter_context(MetricsWriter(workdir / "charges.jsonl", fsync=True))
             self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
             self._manager = ocp.CheckpointManager(
                 (workdir / "checkpoints").absolute(),
@@ -176,22 +177,16 @@ class _Run:
             state = state._replace(**jax.device_put(jax.device_get(saved)))
         return state, step
 
-    def charges(self) -> list[tuple[str, str]]:
-        """(token, event) of every chunk that was ever started here."""
-        if self._manager is None or not self._charges.exists():
-            return []
-        lines = self._charges.read_text().splitlines(keepends=True)
-        # A torn last line was not followed by any computation.
-        return [(row["token"], row["event"]) for row in (json.loads(line) for line in lines if line.endswith("\n"))]
+    def charges(self) -> dict[str, str]:
+        """The event, by token, of every chunk that was ever started here."""
+        if self._manager is None:
+            return {}
+        return {row["token"]: row["event"] for row in read_metrics(self._workdir / "charges.jsonl")}
 
-    def charge(self, token: str, event: str) -> None:
+    def charge(self, first: int, token: str, event: str) -> None:
         """Notes, before a chunk starts, what it was charged."""
-        if self._manager is None or (token, event) in self.charges():
-            return
-        with self._charges.open("a+") as file:
-            file.write(json.dumps({"token": token, "event": event}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._manager is not None:
+            self._charges.write(first, token=token, event=event)
 
     def save(self, first: int, rows: list[dict[str, float]], state: TrainState) -> None:
         """Makes metrics and state after a chunk durable; the keys of a chunk are derived again, never stored."""
