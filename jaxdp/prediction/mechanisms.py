@@ -1,0 +1,627 @@
+"""Mechanisms that answer queries of a model: randomised labels and noisy values, calibrated to stability.
+
+A certificate (`jaxdp.prediction.certify`) gives every query a label and a *calibrated distance* k: an integer that
+changes by at most one between neighbouring data sets, and that is 0 for both of them if their labels differ. All label
+mechanisms here are one family: they keep the label with probability 1 - p(k) and otherwise answer one of the other
+labels, uniformly. Adding noise to a label in {0, 1} and rounding at 1/2 is the member with p(k) = P(noise > 1/2).
+
+=====================  ==================================================================  =============
+label mechanism        flip probability p(k)                                               guarantee
+=====================  ==================================================================  =============
+randomised_response    the smallest possible, `flip_probability`                           epsilon
+smooth_cauchy          Cauchy noise of scale exp(-epsilon k) / (2 sinh(epsilon / 2))       epsilon
+  "smooth"             Cauchy noise of scale exp(-beta k) / (epsilon - beta)               epsilon
+  "paper"              Cauchy noise of scale 6 exp(-epsilon k / 6) / epsilon               epsilon
+smooth_laplace         Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
+  "paper"              Laplace noise of scale 2 exp(-beta k) / epsilon                     epsilon, delta
+global_laplace         Laplace noise of scale 1 / epsilon, whatever k                      epsilon
+=====================  ==================================================================  =============
+
+**Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different labels have k = 0,
+so their answers are distributed as k-ary randomised response, (epsilon, 0)-DP iff (1 - p(0)) (C - 1) <= E p(0) (and
+p(0) <= (C - 1) E (1 - p(0)), which any mechanism better than a uniform guess satisfies). Neighbours with the same label
+have distances k and k + 1 or k twice; with p non-increasing, the two densities are within a factor E iff
+
+    p(k) <= E p(k + 1)   and   1 - p(k + 1) <= E (1 - p(k)).                                                        (*)
+
+The smallest p that satisfies all three is found greedily, since each bound on p(k + 1) rises with p(k): it is
+`flip_probability`, so no epsilon-DP member of the family is ever more accurate than randomised response.
+
+**Proof for Cauchy noise.** For Cauchy laws of centres x, x' and scales s, s' the largest log ratio of the densities is
+
+    arcosh(1 + ((x - x')^2 + (s - s')^2) / (2 s s')),                                                               (**)
+
+the hyperbolic distance of (x, s) and (x', s') in the upper half-plane. (Shift and scale to x' = 0, s' = 1: the ratio
+s (1 + z^2) / ((z - x)^2 + s^2) touches its maximum r where a quadratic in z has a double root, which is
+r + 1/r = (1 + x^2 + s^2) / s.) For a label, centres differ only where both distances are 0 and the scales equal, and
+scales differ only where centres are equal: the first costs arcosh(1 + 1 / (2 s(0)^2)), the second the log of the ratio.
+Both are epsilon for "stable". "smooth" adds the two instead, since neither derivative of the log density, by x / s and
+by log s, exceeds 1; "paper" is Nissim, Raskhodnikova and Smith 2007, Corollary 2.4.
+
+**Proof for Laplace noise.** Centres that are D / scale apart cost D / scale. A scale that shrinks by exp(b) costs
+(e, (1 - exp(-b)) exp(-(e + b) / (exp(b) - 1))) for every e >= 0, a scale that grows by exp(b) costs (b, 0): integrate
+the excess of one density over exp(e) times the other. First change the scale and then the centre, and the two costs add
+up with no factor on delta (the other order, or a delta for both steps, is where Nissim et al. get (1 + exp(epsilon /
+2)) / 2). For labels only one of the two happens.
+
+**Sampling is exact.** Flips are drawn by comparing 64 random bits with integer thresholds, and the thresholds satisfy
+the three conditions in integer arithmetic, with a rational number below E in its place (`_thresholds`). So the
+distribution that is sampled is epsilon-DP, not only the real-valued one that it approximates; flip probabilities below
+2**-64 are rounded up to it. What is left to trust is the generator of the bits. Noise on values is floating point and
+shares the limits in `jaxdp.transforms.noise`.
+"""
+
+import fractions
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize
+
+from jaxdp.privacy.events import DpEvent, PureDpEvent
+from jaxdp.transforms import noise
+
+CauchyCalibration = Literal["stable", "smooth", "paper"]
+LaplaceCalibration = Literal["stable", "paper"]
+
+_BITS = 64
+_LARGEST_CLASSES = 2**20
+
+
+# --- Flip probabilities -----------------------------------------------------------------------------------------
+
+
+def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
+    """Returns p(k) of randomised response, the smallest that pure DP allows; the module's text has the proof.
+
+        p(0) = (C - 1) / (e^epsilon + C - 1),   p(k + 1) = max(e^-epsilon p(k), 1 - e^epsilon (1 - p(k)))
+
+    For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows by e^epsilon per
+    step, until p(k) <= e^epsilon / (1 + e^epsilon), and then p(k) shrinks by e^epsilon per step.
+
+    Args:
+        distance: integers >= 0, any shape.
+        epsilon: finite, > 0.
+        num_classes: C >= 2.
+
+    Returns:
+        float64, the shape of `distance`; 0 where it underflows (beyond about e^-745).
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    epsilon, classes = _check_epsilon(epsilon), _check_classes(num_classes)
+    k = _check_distances(distance).astype(np.float64)
+    log_others = math.log(classes - 1)
+    log_total = float(np.logaddexp(epsilon, log_others))
+    # The first distance at which p <= e^epsilon / (1 + e^epsilon).
+    turn = max(0, math.ceil((log_total - float(np.logaddexp(0.0, epsilon))) / epsilon) - 1)
+    at_turn = math.exp(log_others - log_total) if turn == 0 else -math.expm1((turn + 1) * epsilon - log_total)
+    with np.errstate(under="ignore"):
+        before = -np.expm1(np.minimum((k + 1) * epsilon - log_total, 0.0))
+        after = at_turn * np.exp(-epsilon * np.maximum(k - turn, 0.0))
+    return np.where(k < turn, before, after)
+
+
+def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
+    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon: the same at every distance.
+
+    Arguments, shape and errors as `flip_probability`, for two classes.
+    """
+    epsilon = _check_epsilon(epsilon)
+    return np.full(_check_distances(distance).shape, math.exp(-epsilon / 2) / 2)
+
+
+def flip_probability_cauchy(
+    distance: Any, *, epsilon: float, calibration: CauchyCalibration = "stable", beta: float | None = None
+) -> np.ndarray:
+    """Returns arctan(2 s(k)) / pi, the probability that Cauchy noise of scale s(k) exceeds 1/2.
+
+    Args:
+        distance: integers >= 0, any shape.
+        epsilon: finite, > 0.
+        calibration: which s(k), see the module's text; all are epsilon-DP.
+        beta: of "smooth" only, fixed in (0, epsilon) without looking at data. exp(-beta k) / (epsilon - beta) is
+            smallest at the distance k if beta = epsilon - 1 / k; the default epsilon / 2 is the best one at k = 2 /
+            epsilon.
+
+    Returns:
+        float64, the shape of `distance`.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    epsilon, k = _check_epsilon(epsilon), _check_distances(distance).astype(np.float64)
+    if calibration not in ("stable", "smooth", "paper"):
+        raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}")
+    if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
+        raise ValueError(f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})")
+    beta = epsilon / 2 if beta is None else beta
+    rate, at_zero = {
+        "stable": (epsilon, _inverse_sinh_half(epsilon)),
+        "smooth": (beta, 2 / (epsilon - beta)),
+        "paper": (epsilon / 6, 12 / epsilon),
+    }[calibration]
+    with np.errstate(under="ignore"):
+        return np.arctan(at_zero * np.exp(-rate * k)) / math.pi
+
+
+def flip_probability_smooth_laplace(
+    distance: Any, *, epsilon: float, delta: float, calibration: LaplaceCalibration = "stable"
+) -> np.ndarray:
+    """Returns exp(-1 / (2 s(k))) / 2, the probability that Laplace noise of scale s(k) exceeds 1/2.
+
+    Args:
+        distance: integers >= 0, any shape.
+        epsilon: finite, > 0.
+        delta: in (0, 1).
+        calibration: "stable", s(k) = exp(-b k) / epsilon with the largest b whose change of scale is (epsilon,
+            delta)-DP; or the paper's "paper", s(k) = 2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). The
+            latter is refused where epsilon is so large that this b does not give the delta that was asked for.
+
+    Returns:
+        float64, the shape of `distance`.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    epsilon, k = _check_epsilon(epsilon), _check_distances(distance).astype(np.float64)
+    rate, inverse_scale = _laplace_calibration(epsilon, _check_delta(delta), calibration)
+    with np.errstate(under="ignore", over="ignore"):
+        return np.exp(-inverse_scale * np.exp(rate * k) / 2) / 2
+
+
+def _inverse_sinh_half(epsilon: float) -> float:
+    """Returns 1 / sinh(epsilon / 2), which does not overflow."""
+    return 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)
+
+
+def _laplace_calibration(epsilon: float, delta: float, calibration: str) -> tuple[float, float]:
+    """Returns (b, 1 / s(0)) of Laplace noise of scale s(0) exp(-b k) on labels."""
+    if calibration == "stable":
+        return dilation_rate(epsilon, delta), epsilon
+    if calibration != "paper":
+        raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}")
+    rate = epsilon / (2 * math.log(2 / delta))
+    if _dilation_delta(rate, epsilon) > delta:
+        raise ValueError(
+            f"epsilon={epsilon:g} is too large for the paper's constants: they do not give delta={delta:g} there; "
+            "use calibration='stable'"
+        )
+    return rate, epsilon / 2
+
+
+def _dilation_delta(rate: float, epsilon: float) -> float:
+    """Returns the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >= rate."""
+    return math.exp(_log_dilation_delta(rate, epsilon))
+
+
+def _log_dilation_delta(rate: float, epsilon: float) -> float:
+    rate = min(rate, 700.0)  # Beyond this the value does not change.
+    return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
+
+
+def dilation_rate(epsilon: float, delta: float) -> float:
+    """Returns the largest b <= epsilon for which changing a Laplace scale by exp(+-b) is (epsilon, delta)-DP.
+
+    Solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) - 1)) = delta, whose left side rises in b; the result is on the
+    side where delta holds.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+    epsilon, delta = _check_epsilon(epsilon), _check_delta(delta)
+    if _dilation_delta(epsilon, epsilon) <= delta:
+        return epsilon
+    low = min(epsilon, 1.0) / (4 * math.log(2 / delta) + 4)  # There the exponent is below -3 log(2 / delta).
+    root = optimize.brentq(lambda b: _log_dilation_delta(b, epsilon) - math.log(delta), low, epsilon, rtol=1e-13)
+    return root * (1 - 1e-12)
+
+
+# --- Labels -----------------------------------------------------------------------------------------------------
+
+
+def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
+    """Answers labels by randomised response with the flip probability of their distance.
+
+    Args:
+        key: typed noise key, used for this call only (`jaxdp.transforms.noise.stream`).
+        labels: int [Q] in [0, num_classes).
+        distances: int [Q] >= 0, 1-Lipschitz in the data and 0 where a neighbour's label differs (see the module's
+        text). epsilon: of each answer; finite, > 0.
+        num_classes: C >= 2, a public declaration.
+
+    Returns:
+        int32 [Q], the noisy labels.
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the distances, for any
+        number of classes, and pointwise the most accurate of its family. It holds for the sampled distribution.
+
+    Raises:
+        TypeError: an old-style key.
+        ValueError: an argument out of range, or an epsilon too small for 64 bits (below about 1e-12).
+    """
+    return _answer(key, labels, distances, None, epsilon=epsilon, num_classes=num_classes)
+
+
+def smooth_cauchy(
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int = 2,
+    calibration: CauchyCalibration = "stable",
+    beta: float | None = None,
+) -> np.ndarray:
+    """Answers labels in {0, 1} by rounding label + Cauchy noise at 1/2, the paper's mechanism.
+
+    Arguments, result and errors as `randomised_response` and `flip_probability_cauchy`; `num_classes` must be 2.
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP under every calibration, `PureDpEvent(epsilon)`.
+    """
+    _check_binary("smooth_cauchy", num_classes)
+    flips = functools.partial(flip_probability_cauchy, epsilon=epsilon, calibration=calibration, beta=beta)
+    return _answer(key, labels, distances, flips, epsilon=epsilon, num_classes=2)
+
+
+def global_laplace(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
+    """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2: what needs no certificate.
+
+    Arguments, result and errors as `randomised_response`; the distances are not used, `num_classes` must be 2.
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, whatever the model and the neighbouring relation.
+    """
+    del distances
+    _check_binary("global_laplace", num_classes)
+    flips = functools.partial(flip_probability_global_laplace, epsilon=epsilon)
+    return _answer(key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2)
+
+
+def smooth_laplace(
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    calibration: LaplaceCalibration = "stable",
+) -> np.ndarray:
+    """Answers labels in {0, 1} by rounding label + Laplace noise of scale s(k) at 1/2.
+
+    Arguments, result and errors as `randomised_response` and `flip_probability_smooth_laplace`.
+
+    Formal guarantees:
+        Each answer is (epsilon, delta)-DP (plus (1 + e^epsilon) 2**-64 for rounding). The ledger has no event for such
+        a release, so `event` refuses it and `private_predict` does not offer it: for comparison only.
+    """
+    k = _check_distances(distances)
+    flips = flip_probability_smooth_laplace(k, epsilon=epsilon, delta=delta, calibration=calibration)
+    thresholds = np.array([math.ceil(math.ldexp(p, _BITS)) for p in flips.ravel()], np.uint64).reshape(k.shape)
+    return _sample(key, _check_labels(labels, 2, k.shape), thresholds, 2)
+
+
+LABEL_MECHANISMS: Mapping[str, Callable[..., np.ndarray]] = {
+    "randomised_response": randomised_response,
+    "smooth_cauchy": smooth_cauchy,
+    "paper_cauchy": functools.partial(smooth_cauchy, calibration="paper"),
+    "global_laplace": global_laplace,
+}
+
+
+def event(mechanism: str, *, epsilon: float) -> DpEvent:
+    """Returns what one answer of a mechanism costs.
+
+    Args:
+        mechanism: a key of `LABEL_MECHANISMS`, or "cauchy_values" or "laplace_values".
+        epsilon: finite, > 0.
+
+    Returns:
+        `PureDpEvent(epsilon)`.
+
+    Raises:
+        ValueError: an unknown mechanism, or one whose guarantee the ledger has no event for.
+    """
+    if mechanism in ("smooth_laplace", "smooth_laplace_values"):
+        raise ValueError(
+            f"mechanism={mechanism!r} is (epsilon, delta)-DP, for which the ledger has no event; use a pure one, such "
+            "as 'randomised_response' for labels or 'cauchy_values' for values"
+        )
+    pure = (*LABEL_MECHANISMS, "cauchy_values", "laplace_values")
+    if mechanism not in pure:
+        raise ValueError(f"mechanism must be one of {sorted(pure)}, got {mechanism!r}")
+    return PureDpEvent(_check_epsilon(epsilon))
+
+
+def _answer(
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    flips: Callable[[np.ndarray], np.ndarray] | None,
+    *,
+    epsilon: float,
+    num_classes: int,
+) -> np.ndarray:
+    """Answers by the smallest thresholds above `flips` (None: above zero) that are exactly epsilon-DP."""
+    epsilon, classes = _check_epsilon(epsilon), _check_classes(num_classes)
+    k = _check_distances(distances)
+    labels = _check_labels(labels, classes, k.shape)
+    last = int(k.max(initial=0))
+    wanted = None if flips is None else flips(np.arange(last + 1)).tolist()
+    table = _thresholds(wanted, last, epsilon=epsilon, num_classes=classes)
+    thresholds = np.array(table, np.uint64)[np.minimum(k, len(table) - 1)]
+    return _sample(key, labels, thresholds, classes)
+
+
+def _thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int) -> list[int]:
+    """Returns integers r(0) >= r(1) >= ...: each of the C - 1 other labels is answered with probability r(k) / 2**64.
+
+    The smallest integers that are at least `wanted[k] * 2**64 / (C - 1)` (`wanted` does not increase) and that satisfy,
+    with own = 2**64 - (C - 1) r and a rational number E, 1 < E < exp(epsilon), exactly
+
+        own(0) <= E r(0),   r(0) <= E own(0),   r(k) <= E r(k + 1),   own(k + 1) <= E own(k).
+
+    The list ends at distance `last`, or earlier where r stays 1 for ever.
+    """
+    unit, others = 1 << _BITS, num_classes - 1
+    # exp is within an ulp (2**-52); a factor beyond 2**80 changes no threshold.
+    factor = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 1 << 50))
+    numerator, denominator = factor.numerator, factor.denominator
+
+    def at_least(k: int) -> int:
+        return 0 if wanted is None else -(-math.ceil(math.ldexp(wanted[k], _BITS)) // others)
+
+    rare = max(at_least(0), -(-unit * denominator // (numerator + others * denominator)))
+    own = unit - others * rare
+    if factor <= 1 or rare * denominator > own * numerator:
+        raise ValueError(f"epsilon={epsilon:g} is too small for {num_classes} classes and 64 random bits")
+    table = [rare]
+    while len(table) <= last and not (rare == 1 and wanted is None):
+        by_others = -(-rare * denominator // numerator)
+        by_own = -((numerator * own - unit * denominator) // (others * denominator))
+        rare = min(rare, max(by_others, by_own, at_least(len(table))))  # Rounding may make `wanted` rise by an ulp.
+        own = unit - others * rare
+        table.append(rare)
+    return table
+
+
+def _sample(key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
+    """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per label."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise TypeError("key must be a typed key; use jaxdp.transforms.noise.stream(seed, purpose)")
+    words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
+    return _flip(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
+
+
+def _flip(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
+    """Maps uniform 64-bit numbers to labels: each other label has `threshold` of them, the rest keep the label."""
+    # The numbers below (C - 1) r, cut into C - 1 runs of r: the run says which other label.
+    runs = draws // np.maximum(thresholds, np.uint64(1))
+    flipped = (runs < num_classes - 1) & (thresholds > 0)
+    shift = np.where(flipped, runs + np.uint64(1), np.uint64(0)).astype(np.int64)
+    return ((labels + shift) % num_classes).astype(np.int32)
+
+
+# --- Values -----------------------------------------------------------------------------------------------------
+
+
+def smooth_sensitivity(
+    values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
+) -> np.ndarray:
+    """Bounds how much values can move between neighbours, by certified intervals: a beta-smooth upper bound.
+
+    With box_0 = {value}, box_j the interval for data at distance j (everything clipped to `output_range`, and the whole
+    range beyond the last row),
+
+        S = max_j exp(-beta j) g_j,   g_j = max(upper_{j+1} - lower_j, upper_j - lower_{j+1}).
+
+    Args:
+        values: [Q], the outputs of the model, real.
+        lower, upper: [J, Q], row j - 1 bounds the outputs of all models within distance j = 1, 2, ..., J.
+        beta: > 0, fixed without looking at data.
+        output_range: (low, high), a public declaration.
+
+    Returns:
+        float64 [Q], in (0, high - low].
+
+    Formal guarantees:
+        S(D) >= |value(D) - value(D')| and S(D) <= exp(beta) S(D') for all neighbours D, D', provided the boxes nest
+        across neighbours: box_j(D) lies in box_{j+1}(D'), as certified boxes do (`jaxdp.prediction.certify`), also for
+        a sparse grid of distances. Proof: value(D') lies in box_1(D), so g_0 bounds the difference. Nesting gives
+        g_j(D) <= g_{j+1}(D'), hence exp(-beta j) g_j(D) <= exp(beta) exp(-beta (j + 1)) g_{j+1}(D') <= exp(beta) S(D');
+        beyond the last row both g are high - low.
+
+    Raises:
+        ValueError: an argument out of range or of another shape.
+    """
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be finite and > 0, got {beta!r}")
+    low, high = _check_range(output_range)
+    values = _clip(values, (low + high) / 2, low, high)
+    lower, upper = _clip(lower, low, low, high), _clip(upper, high, low, high)
+    if values.ndim != 1 or lower.ndim != 2 or lower.shape != upper.shape or lower.shape[1:] != values.shape:
+        raise ValueError(
+            f"values must be [Q] and lower, upper [J, Q], got {values.shape}, {lower.shape} and {upper.shape}"
+        )
+    ends = np.full_like(values, low), np.full_like(values, high)
+    lows, highs = np.vstack([values, lower, ends[0], ends[0]]), np.vstack([values, upper, ends[1], ends[1]])
+    gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])
+    decay = np.exp(-beta * np.arange(len(gaps)))
+    return np.max(decay[:, None] * gaps, axis=0)
+
+
+def cauchy_values(
+    key: jax.Array,
+    values: Any,
+    lower: Any,
+    upper: Any,
+    *,
+    epsilon: float,
+    output_range: tuple[float, float],
+    beta: float | None = None,
+) -> np.ndarray:
+    """Answers real values with Cauchy noise scaled to their smooth sensitivity.
+
+    Args:
+        key: typed noise key, used for this call only.
+        values, lower, upper, output_range: as in `smooth_sensitivity`.
+        epsilon: of each answer; finite, > 0.
+        beta: in (0, epsilon), fixed without looking at data; see `default_beta`.
+
+    Returns:
+        float32 [Q], clipped to `output_range` after the noise.
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
+        `jaxdp.transforms.noise`. The scale is S / sqrt(2 min(cosh(epsilon) - 1, e^beta (cosh(epsilon) - cosh(beta)))),
+        about S / sqrt(epsilon^2 - beta^2): by (**) of the module's text the cost of centres d <= min(S, S') apart and
+        scales exp(t) apart, 0 <= t <= beta, is at most arcosh(cosh(t) + exp(-t) / (2 c^2)) for scale c S, which is
+        convex in t inside the arcosh, so largest at t = 0 or t = beta, and both are at most epsilon.
+
+    Raises:
+        TypeError, ValueError: an argument out of range or of another shape.
+    """
+    epsilon = _check_epsilon(epsilon)
+    beta = default_beta(epsilon) if beta is None else beta
+    if not 0 < beta < epsilon:
+        raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g})")
+    scale = _cauchy_multiplier(epsilon, beta) * smooth_sensitivity(
+        values, lower, upper, beta=beta, output_range=output_range
+    )
+    return _add_noise(noise.cauchy, key, values, scale, output_range)
+
+
+def default_beta(epsilon: float) -> float:
+    """Returns the beta of `cauchy_values`: 0.8 epsilon, or more where more costs nothing.
+
+    0.8 epsilon gives the least noise if the sensitivity that counts lies at distance 2.2 / epsilon, and 5/3 of the
+    least noise if it lies at 0. Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0 at
+    all.
+    """
+    epsilon = _check_epsilon(epsilon)
+    free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
+    return max(0.8 * epsilon, min(free, (1 - 1e-9) * epsilon))
+
+
+def _cauchy_multiplier(epsilon: float, beta: float) -> float:
+    # More than 50 would overflow and needs no less noise; the two factors of cosh a - cosh b are exact near a = b.
+    beta, epsilon = min(beta, 49.9), min(epsilon, 50.0)
+    same = 2 * math.sinh(epsilon / 2) ** 2
+    scaled = 2 * math.exp(beta) * math.sinh((epsilon + beta) / 2) * math.sinh((epsilon - beta) / 2)
+    return 1 / math.sqrt(2 * min(same, scaled))
+
+
+def laplace_values(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+    """Answers real values with Laplace noise of scale (high - low) / epsilon: what needs no certificate.
+
+    Arguments, result and errors as `cauchy_values`.
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, whatever the model and the neighbouring relation, up to
+        the floating-point limits in `jaxdp.transforms.noise`.
+    """
+    low, high = _check_range(output_range)
+    scale = np.full(np.shape(values), (high - low) / _check_epsilon(epsilon))
+    return _add_noise(noise.laplace, key, values, scale, output_range)
+
+
+def smooth_laplace_values(
+    key: jax.Array,
+    values: Any,
+    lower: Any,
+    upper: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    output_range: tuple[float, float],
+) -> np.ndarray:
+    """Answers real values with Laplace noise of scale 2 S / epsilon; for comparison only, as `smooth_laplace`.
+
+    Arguments, result and errors as `cauchy_values`.
+
+    Formal guarantees:
+        Each answer is (epsilon, delta)-DP: half of epsilon pays for the centre, half of it and delta for the scale,
+        with S smooth at the rate `dilation_rate(epsilon / 2, delta)`; the module's text has the proof.
+    """
+    epsilon = _check_epsilon(epsilon)
+    beta = dilation_rate(epsilon / 2, delta)
+    sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
+    return _add_noise(noise.laplace, key, values, 2 * sensitivity / epsilon, output_range)
+
+
+def _add_noise(
+    draw: Callable[[jax.Array, Any, float], Any],
+    key: jax.Array,
+    values: Any,
+    scale: np.ndarray,
+    output_range: tuple[float, float],
+) -> np.ndarray:
+    low, high = _check_range(output_range)
+    standard = np.asarray(draw(key, jax.ShapeDtypeStruct(scale.shape, jnp.float32), 1.0), np.float64)
+    noisy = _clip(values, (low + high) / 2, low, high) + scale * standard
+    return np.clip(noisy, low, high).astype(np.float32)
+
+
+def _clip(array: Any, instead: float, low: float, high: float) -> np.ndarray:
+    """Clips to the declared range; NaN, of a bound that overflowed, becomes `instead`."""
+    array = np.asarray(array, np.float64)
+    return np.clip(np.where(np.isnan(array), instead, array), low, high)
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------
+
+
+def _check_epsilon(epsilon: float) -> float:
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
+    return float(epsilon)
+
+
+def _check_delta(delta: float) -> float:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta!r}")
+    return float(delta)
+
+
+def _check_classes(num_classes: int) -> int:
+    if num_classes != int(num_classes) or not 2 <= num_classes <= _LARGEST_CLASSES:
+        raise ValueError(f"num_classes must be an integer in [2, {_LARGEST_CLASSES}], got {num_classes!r}")
+    return int(num_classes)
+
+
+def _check_binary(mechanism: str, num_classes: int) -> None:
+    if num_classes != 2:
+        raise ValueError(f"{mechanism} answers two classes, got num_classes={num_classes}; use randomised_response")
+
+
+# The messages of the two checks below name no values: labels and distances are private.
+
+
+def _check_distances(distances: Any) -> np.ndarray:
+    array = np.asarray(distances)
+    if not np.issubdtype(array.dtype, np.integer) or (array < 0).any():
+        raise ValueError(f"distances must be integers >= 0, got dtype {array.dtype}; clip them at 0")
+    return array.astype(np.int64)
+
+
+def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(labels)
+    if not np.issubdtype(array.dtype, np.integer) or array.shape != shape or len(shape) != 1:
+        raise ValueError(f"labels must be integers [Q] like distances, got {array.dtype} {array.shape} and {shape}")
+    if ((array < 0) | (array >= num_classes)).any():
+        raise ValueError(f"labels must lie in [0, num_classes={num_classes})")
+    return array.astype(np.int64)
+
+
+def _check_range(output_range: tuple[float, float]) -> tuple[float, float]:
+    low, high = (float(end) for end in output_range)
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"output_range must be finite (low, high) with low < high, got {output_range!r}")
+    return low, high
