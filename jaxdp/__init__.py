@@ -6,15 +6,18 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.version import __version__
 
 if TYPE_CHECKING:
-    from jaxdp import data, finetune, models, privacy, report, transforms
+    from jaxdp import data, finetune, models, prediction, privacy, report, transforms
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
+    from jaxdp.transforms.intervals import Interval, interval
     from jaxdp.transforms.noise import privatize
 
 # Names load on first use, so that `import jaxdp` stays fast and pulls in only what is called.
 _ATTRIBUTES = {
     "clipped_grad": "jaxdp.transforms.clipping",
+    "interval": "jaxdp.transforms.intervals",
+    "Interval": "jaxdp.transforms.intervals",
     "privatize": "jaxdp.transforms.noise",
     "Ledger": "jaxdp.privacy.ledger",
     "BudgetExceeded": "jaxdp.privacy.ledger",
@@ -26,18 +29,22 @@ _MODULES = {
     "models": "jaxdp.models",
     "data": "jaxdp.data",
     "finetune": "jaxdp.finetune",
+    "prediction": "jaxdp.prediction",
     "report": "jaxdp.report",
 }
 
 __all__ = [
     "BudgetExceeded",
+    "Interval",
     "Ledger",
     "__version__",
     "clipped_grad",
     "data",
     "finetune",
+    "interval",
     "losses",
     "models",
+    "prediction",
     "privacy",
     "privatize",
     "report",

@@ -5,17 +5,21 @@ them. Logits of any real dtype are read in float32 (float64 stays float64), so b
 the loss, and the gradient comes back in the dtype of the logits.
 
 Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring instead of what
-differentiation of the forward pass would give. It is stable for any finite logits, and it is what rewriting
-transformations of gradients recognise. The price: reverse mode only, once (`jax.grad`, `jax.vjp`,
-`jax.jacrev`; not `jax.jvp` or `jax.hessian`).
+differentiation of the forward pass would give; it is stable for any finite logits. Values and gradients are
+primitives named after the loss ("softmax_cross_entropy_gradient"), so that transformations which rewrite jaxprs
+recognise them (`jaxdp.interval` bounds them in closed form). The price: reverse mode only, once (`jax.grad`,
+`jax.vjp`, `jax.jacrev`; not `jax.jvp` or `jax.hessian`).
 
 NaN logits or labels give a NaN loss and a NaN gradient, never a plausible number.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
 
 __all__ = ["hinge", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_error"]
 
@@ -110,9 +114,98 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
     return _multiclass_hinge(logits, jax.lax.stop_gradient(_class_weights(logits, label)))
 
 
+def _softmax_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return _weighted_sum(weights, jax.nn.logsumexp(logits, axis=-1, keepdims=True) - logits)
+
+
+def _softmax_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights, axis=-1, keepdims=True) * jax.nn.softmax(logits, axis=-1) - weights
+
+
+def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+
+
+def _sigmoid_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(logits) - label
+
+
+def _binary_hinge_value(logits: jax.Array, sign: jax.Array) -> jax.Array:
+    return jnp.maximum(0, 1 - sign * logits)
+
+
+def _binary_hinge_gradient(logits: jax.Array, sign: jax.Array) -> jax.Array:
+    return -sign * _active(_binary_hinge_value(logits, sign))
+
+
+def _multiclass_hinge_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return _multiclass_hinge_parts(logits, weights)[0]
+
+
+def _multiclass_hinge_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    loss, direction = _multiclass_hinge_parts(logits, weights)
+    return _active(loss)[..., None] * direction
+
+
+def _multiclass_hinge_parts(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the loss [...] and e_j - e_y [..., K]."""
+    classes = logits.shape[-1]
+    true = jax.nn.one_hot(jnp.argmax(weights, axis=-1), classes, dtype=logits.dtype)
+    others = jnp.where(true > 0, -jnp.inf, logits)
+    rival = jax.nn.one_hot(jnp.argmax(others, axis=-1), classes, dtype=logits.dtype)
+    margin = jnp.max(others, axis=-1) - _weighted_sum(true, logits)
+    # argmax and one_hot would turn a NaN into an ordinary class.
+    nan = jnp.isnan(weights).any(axis=-1) | jnp.isnan(logits).any(axis=-1)
+    return jnp.maximum(0, 1 + margin) + jnp.where(nan, jnp.nan, 0.0).astype(logits.dtype), rival - true
+
+
+def _active(loss: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(loss), loss, (loss > 0).astype(loss.dtype))
+
+
+def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
+    """Make a function of (logits [..., K], label [..., K]) a primitive.
+
+    Its name in a jaxpr is how other transformations (`jaxdp.interval`) recognise it under `jax.grad`, `jax.vmap`
+    and `jax.jit`.
+    """
+    primitive = jex.Primitive(name)
+
+    def batch(operands: Any, axes: Any) -> tuple[jax.Array, int]:
+        size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+        moved = (
+            jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(operands, axes, strict=True)
+        )
+        return primitive.bind(*moved), 0
+
+    def differentiate(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(function, primals, tuple(ad.instantiate_zeros(t) for t in tangents))
+
+    def out(logits: Any, label: Any) -> Any:
+        return logits.update(shape=jax.eval_shape(function, logits, label).shape, weak_type=False)
+
+    primitive.def_impl(jax.jit(function))
+    primitive.def_abstract_eval(out)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = differentiate
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    return primitive
+
+
+_softmax_value_p = _primitive("softmax_cross_entropy", _softmax_value)
+_softmax_gradient_p = _primitive("softmax_cross_entropy_gradient", _softmax_gradient)
+_sigmoid_value_p = _primitive("sigmoid_cross_entropy", _sigmoid_value)
+_sigmoid_gradient_p = _primitive("sigmoid_cross_entropy_gradient", _sigmoid_gradient)
+_binary_hinge_value_p = _primitive("binary_hinge", _binary_hinge_value)
+_binary_hinge_gradient_p = _primitive("binary_hinge_gradient", _binary_hinge_gradient)
+_multiclass_hinge_value_p = _primitive("multiclass_hinge", _multiclass_hinge_value)
+_multiclass_hinge_gradient_p = _primitive("multiclass_hinge_gradient", _multiclass_hinge_gradient)
+
+
 @jax.custom_vjp
 def _softmax_cross_entropy(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _weighted_sum(weights, jax.nn.logsumexp(logits) - logits)
+    return _softmax_value_p.bind(logits, weights)
 
 
 def _softmax_cross_entropy_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
@@ -121,7 +214,7 @@ def _softmax_cross_entropy_fwd(logits: jax.Array, weights: jax.Array) -> tuple[j
 
 def _softmax_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits, weights = residuals
-    d_logits = weights.sum() * jax.nn.softmax(logits) - weights
+    d_logits = _softmax_gradient_p.bind(logits, weights)
     return cotangent * d_logits, cotangent * (jax.nn.logsumexp(logits) - logits)
 
 
@@ -130,7 +223,7 @@ _softmax_cross_entropy.defvjp(_softmax_cross_entropy_fwd, _softmax_cross_entropy
 
 @jax.custom_vjp
 def _sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits))))
+    return jnp.sum(_sigmoid_value_p.bind(logits, label))
 
 
 def _sigmoid_cross_entropy_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
@@ -139,7 +232,7 @@ def _sigmoid_cross_entropy_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax
 
 def _sigmoid_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits, label = residuals
-    return cotangent * (jax.nn.sigmoid(logits) - label), cotangent * -logits
+    return cotangent * _sigmoid_gradient_p.bind(logits, label), cotangent * -logits
 
 
 _sigmoid_cross_entropy.defvjp(_sigmoid_cross_entropy_fwd, _sigmoid_cross_entropy_bwd)
@@ -164,17 +257,15 @@ _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
 
 @jax.custom_vjp
 def _binary_hinge(logits: jax.Array, sign: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.maximum(0, 1 - sign * logits))
+    return jnp.sum(_binary_hinge_value_p.bind(logits, sign))
 
 
 def _binary_hinge_fwd(logits: jax.Array, sign: jax.Array) -> tuple[jax.Array, Any]:
-    loss = _binary_hinge(logits, sign)
-    return loss, (loss, sign)
+    return _binary_hinge(logits, sign), (logits, sign)
 
 
 def _binary_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    loss, sign = residuals
-    return cotangent * _active(loss) * -sign, None
+    return cotangent * _binary_hinge_gradient_p.bind(*residuals), None
 
 
 _binary_hinge.defvjp(_binary_hinge_fwd, _binary_hinge_bwd)
@@ -182,35 +273,23 @@ _binary_hinge.defvjp(_binary_hinge_fwd, _binary_hinge_bwd)
 
 @jax.custom_vjp
 def _multiclass_hinge(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _multiclass_hinge_fwd(logits, weights)[0]
+    return _multiclass_hinge_value_p.bind(logits, weights)
 
 
 def _multiclass_hinge_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-    true = jax.nn.one_hot(jnp.argmax(weights), logits.size, dtype=logits.dtype)
-    others = jnp.where(true > 0, -jnp.inf, logits)
-    rival = jax.nn.one_hot(jnp.argmax(others), logits.size, dtype=logits.dtype)
-    margin = jnp.max(others) - _weighted_sum(true, logits)
-    # argmax and one_hot would turn a NaN into an ordinary class.
-    nan = jnp.where(jnp.isnan(weights).any() | jnp.isnan(logits).any(), jnp.nan, 0.0).astype(logits.dtype)
-    loss = jnp.maximum(0, 1 + margin) + nan
-    return loss, (loss, rival - true)
+    return _multiclass_hinge(logits, weights), (logits, weights)
 
 
 def _multiclass_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    loss, direction = residuals
-    return cotangent * _active(loss) * direction, None
+    return cotangent * _multiclass_hinge_gradient_p.bind(*residuals), None
 
 
 _multiclass_hinge.defvjp(_multiclass_hinge_fwd, _multiclass_hinge_bwd)
 
 
-def _active(loss: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isnan(loss), loss, (loss > 0).astype(loss.dtype))
-
-
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     # A zero weight ignores even an infinite value (a class of probability zero), where 0 * inf would be NaN.
-    return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values))
+    return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values), axis=-1)
 
 
 def _at_least_float32(logits: jax.Array) -> jax.Array:

@@ -111,7 +111,7 @@ class Plan:
             operands = env.read(step.eqn.invars)
             if step.kind == "meet":
                 records.append(self.sites[len(records)].rule.record(operands))
-                env.write(step.eqn.outvars, [_bind(self.jaxpr, step.eqn, operands)[0] + next(pending)])
+                env.write(step.eqn.outvars, [bind_equation(self.jaxpr, step.eqn, operands)[0] + next(pending)])
                 continue
             for i in step.weights:
                 operands[i] = operands[i] + next(pending)
@@ -127,7 +127,7 @@ class Plan:
                 outs, inner_records = _FORWARD[step.kind](step.eqn, step.inner, operands, inner_taps)
                 records += inner_records
             else:
-                outs = _bind(self.jaxpr, step.eqn, operands)
+                outs = bind_equation(self.jaxpr, step.eqn, operands)
             env.write(step.eqn.outvars, outs)
         outputs = env.read(self.jaxpr.outvars)
         for index in self.closing:
@@ -173,7 +173,7 @@ class _Env:
         self._values.update(zip(variables, values, strict=True))
 
 
-def _bind(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates one equation as a program of its own: how to bind a primitive is not a public interface of JAX."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
     program = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
@@ -190,9 +190,9 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
     if eqn.primitive.name in _MOVES:
-        return [_widen(x) for x in _bind(jaxpr, eqn, operands)]
+        return [_widen(x) for x in bind_equation(jaxpr, eqn, operands)]
     declared = [x.astype(v.aval.dtype) if _is_float(x) else x for x, v in zip(operands, eqn.invars, strict=True)]
-    return [_widen(x) for x in _bind(jaxpr, eqn, declared)]
+    return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]
 
 
 def _forward_call(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:

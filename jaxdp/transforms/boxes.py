@@ -1,0 +1,270 @@
+"""Interval values, outward rounding and the registry of rules under `jaxdp.interval`."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Interval:
+    """The set of all x with lower <= x <= upper, entry by entry.
+
+    A pytree of its two endpoints, so it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.tree.map`.
+
+    Attributes:
+      lower, upper: arrays of one shape and dtype; or two pytrees of such arrays, for a box of parameters.
+
+    Raises:
+      ValueError: if structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere (traced
+        values are not checked).
+    """
+
+    __slots__ = ("lower", "upper")
+
+    lower: Any
+    upper: Any
+
+    def __init__(self, lower: Any, upper: Any):
+        if jax.tree.structure(lower) != jax.tree.structure(upper):
+            raise ValueError(
+                f"lower and upper must have one structure, got {jax.tree.structure(lower)} and"
+                f" {jax.tree.structure(upper)}"
+            )
+        self.lower = jax.tree.map(lambda x: _outward(x, -1), lower)
+        self.upper = jax.tree.map(lambda x: _outward(x, +1), upper)
+        jax.tree.map(_check_endpoints, self.lower, self.upper)
+
+    @classmethod
+    def point(cls, value: Any) -> "Interval":
+        """Returns the interval that holds `value` (an array or pytree) alone."""
+        return cls(value, value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the endpoints."""
+        return self.lower.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the endpoints."""
+        return self.lower.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the endpoints."""
+        return self.lower.ndim
+
+    @property
+    def width(self) -> Any:
+        """upper - lower."""
+        return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
+
+    def contains(self, value: Any) -> Any:
+        """Returns a boolean [], whether `value` (like `lower`) lies inside in every entry."""
+        inside = jax.tree.map(lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper)
+        return jnp.all(jnp.stack(jax.tree.leaves(inside)))
+
+    def __getitem__(self, index: Any) -> "Interval":
+        return unchecked(jax.tree.map(lambda x: x[index], self.lower), jax.tree.map(lambda x: x[index], self.upper))
+
+    def __repr__(self) -> str:
+        return f"Interval(lower={self.lower}, upper={self.upper})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """For jax.tree."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("lower"), self.lower), (key("upper"), self.upper)), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> "Interval":
+        """For jax.tree; unchecked, since transformations put arbitrary objects into leaves."""
+        return unchecked(*children)
+
+
+def unchecked(lower: Any, upper: Any) -> Interval:
+    """An `Interval` without the checks of its constructor."""
+    interval = object.__new__(Interval)
+    interval.lower, interval.upper = lower, upper
+    return interval
+
+
+def _outward(value: Any, direction: int) -> jax.Array:
+    """Returns `value` as an array, rounded outward if JAX's dtype is narrower than NumPy's."""
+    array = jnp.asarray(value)
+    if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(array.dtype, jnp.floating):
+        inward = direction * (np.asarray(array, np.float64) - np.asarray(value, np.float64)) < 0
+        moved = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
+        array = jnp.asarray(np.where(inward, moved, np.asarray(array)))
+    return array
+
+
+def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
+    if lower.shape != upper.shape or lower.dtype != upper.dtype:
+        raise ValueError(
+            "lower and upper must have one shape and dtype, got"
+            f" {lower.dtype}{list(lower.shape)} and {upper.dtype}{list(upper.shape)}"
+        )
+    if isinstance(lower, jax.core.Tracer) or isinstance(upper, jax.core.Tracer):
+        return
+    bad = ~np.asarray(lower <= upper)
+    if bad.any():
+        raise ValueError(
+            f"lower must be at most upper and neither NaN, violated in {bad.sum()} of {bad.size} entries; an interval"
+            " of one point has lower == upper"
+        )
+
+
+class Box(Interval):
+    """An `Interval` inside the interpreter, with what is known about its points besides the endpoints.
+
+    Attributes:
+      nonnegative: every point is >= 0, by construction of the function (not by looking at the endpoints).
+      zero_sum: the entries of every point sum to zero along the last axis.
+      differences: returns upper bounds [..., K, K] of z_j - z_c over all points z [..., K].
+    """
+
+    __slots__ = ("differences", "nonnegative", "zero_sum")
+
+    nonnegative: bool
+    zero_sum: bool
+    differences: Callable[[], jax.Array] | None
+
+    def __init__(self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False) -> None:
+        self.lower = jnp.maximum(lower, 0) if nonnegative else lower
+        self.upper = upper
+        self.nonnegative, self.zero_sum, self.differences = nonnegative, zero_sum, None
+
+
+Operand = jax.Array | Interval  # an array is an exactly known point
+
+
+def lower(x: Operand) -> jax.Array:
+    """The lower endpoint of an interval; an array itself."""
+    return x.lower if isinstance(x, Interval) else x
+
+
+def upper(x: Operand) -> jax.Array:
+    """The upper endpoint of an interval; an array itself."""
+    return x.upper if isinstance(x, Interval) else x
+
+
+def magnitude(x: Operand) -> jax.Array:
+    """The largest |x| in the interval."""
+    return jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
+
+
+def is_nonnegative(x: Operand) -> bool:
+    """Whether x >= 0 is known while tracing."""
+    if isinstance(x, Box):
+        return x.nonnegative
+    if isinstance(x, np.ndarray | np.generic | float | int):
+        return bool(np.all(np.asarray(x) >= 0))
+    return not isinstance(x, Interval) and bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
+
+
+def is_float(x: Any) -> bool:
+    """Whether an operand has a floating-point dtype."""
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def slack(dtype: Any, roundings: float) -> float:
+    """A relative error above that of `roundings` operations rounded to nearest, each off by at most eps/2.
+
+    n roundings move a result by at most n u / (1 - n u) with u = eps/2 (Higham 2002, Lemma 3.1). The additional
+    two eps pay for applying the slack in the same arithmetic.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    if roundings * unit >= 0.5:
+        return math.inf
+    return roundings * unit / (1 - roundings * unit) + 4 * unit
+
+
+def tiny(dtype: Any) -> float:
+    """The smallest normal number: an error above that of underflow, also where subnormals are flushed to zero."""
+    return float(jnp.finfo(dtype).tiny)
+
+
+def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
+    """Moves computed endpoints outward by the relative error of `roundings` operations, and by `tiny`.
+
+    Both results are monotone in their argument, also in floating point.
+    """
+    error, least = slack(low.dtype, roundings), tiny(low.dtype)
+    low = jnp.minimum(low * (1 - error), low * (1 + error)) - least
+    high = jnp.maximum(high * (1 - error), high * (1 + error)) + least
+    return low, high
+
+
+def inflate(x: Operand, roundings: float) -> Interval:
+    """Widens an operand so that a product with it covers the rounding of `roundings` operations.
+
+    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies
+    outside of that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum.
+    """
+    reach = slack(x.dtype, roundings) * magnitude(x)
+    return Box(lower(x) - reach, upper(x) + reach)
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One equation of a jaxpr, as a rule sees it.
+
+    Attributes:
+      name: of the primitive.
+      params: its parameters.
+      outputs: `jax.ShapeDtypeStruct` of each result.
+      product: "tight" or "rump", the setting of `jaxdp.interval`.
+      bind: evaluates the primitive on arrays; returns a list.
+      evaluate: bounds an inner jaxpr, `evaluate(closed_jaxpr, operands)`; returns a list of operands.
+    """
+
+    name: str
+    params: dict[str, Any]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    product: str
+    bind: Callable[..., list[jax.Array]]
+    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]
+
+
+Rule = Callable[..., Operand | Sequence[Operand]]
+
+RULES: dict[str, Rule] = {}
+
+
+def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
+    """Registers how a primitive acts on intervals; a later rule replaces an earlier one.
+
+        @register_rule("erf_inv")
+        def _erf_inv(eqn, x):
+            return Interval(*widen(*(eqn.bind(end)[0] for end in (x.lower, x.upper)), roundings=8))
+
+    Args:
+      primitive_names: names of primitives, as `jax.make_jaxpr` prints them.
+
+    Returns:
+      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`; an operand is an array where the point is
+      known exactly, and an `Interval` otherwise (also where only the rounding is uncertain). The rule returns the
+      result, or a sequence of results. It must contain the exact value at every point of the operands, and be
+      inclusion-isotonic: smaller operands must not give a larger result.
+    """
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(primitive_names, rule))
+        return rule
+
+    return register
+
+
+def at_least_float32(x: Operand) -> Operand:
+    """Converts low-precision floats, exactly."""
+    if is_float(x) and jnp.finfo(x.dtype).bits < 32:
+        if isinstance(x, Interval):
+            return Box(x.lower.astype(jnp.float32), x.upper.astype(jnp.float32), nonnegative=is_nonnegative(x))
+        return lax.convert_element_type(x, jnp.float32)
+    return x

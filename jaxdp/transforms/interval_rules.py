@@ -1,0 +1,1033 @@
+"""One rule per primitive for `jaxdp.interval`, simple ones first.
+
+Every rule is inclusion-isotonic: endpoints come from monotone formulas, and which formula is used depends on shapes
+and on how the function is built, never on endpoints. Labels T1..T3 are the derivations in BUILD_NOTES.md.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdp.transforms.boxes import (
+    Box,
+    Equation,
+    Interval,
+    Operand,
+    at_least_float32,
+    inflate,
+    is_float,
+    is_nonnegative,
+    lower,
+    magnitude,
+    register_rule,
+    slack,
+    tiny,
+    upper,
+    widen,
+)
+
+
+class NoRuleError(Exception):
+    """A rule does not cover such operands."""
+
+
+# Results are sums of at most this many products: bounded corner by corner, unrolled.
+_UNROLLED = 16
+# The same for the products with K rows subtracted, K times as many.
+_CENTRED = 4
+# Logits among which all pairwise differences are bounded.
+_PAIRWISE = 32
+# Longer sums of products are summed in blocks, whose rounding grows with the square root of the length.
+_LONG = 256
+
+# --- data movement and other operations without rounding -------------------------------------------------------------
+
+_MOVES = (
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "copy_p", "tile"),
+    *("concatenate", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"),
+    *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name", "real"),
+)
+_MONOTONE_EXACT = (
+    *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
+    *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
+)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# Exact operands give exact results; anything else that makes floats goes through a rule.
+EXACT = frozenset(
+    {
+        *_MOVES,
+        *_MONOTONE_EXACT,
+        *_COMPARISONS,
+        *("neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k", "empty", "empty2"),
+        *("bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
+        *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
+        *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
+    }
+)
+_SAME_SHAPE = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name"})
+
+
+def _ends(eqn: Equation, operands: Sequence[Operand]) -> tuple[list[jax.Array], list[jax.Array]]:
+    return eqn.bind(*map(lower, operands)), eqn.bind(*map(upper, operands))
+
+
+def _exact_position(eqn: Equation, operands: Sequence[Operand]) -> None:
+    for x in operands:
+        if isinstance(x, Interval):
+            raise NoRuleError("its index or predicate depends on an interval")
+
+
+@register_rule(*_MOVES, *_MONOTONE_EXACT)
+def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
+    if eqn.name in ("gather", "dynamic_slice"):
+        _exact_position(eqn, operands[1:])
+    elif eqn.name == "dynamic_update_slice":
+        _exact_position(eqn, operands[2:])
+    elif eqn.name == "scatter":
+        _exact_position(eqn, operands[1:2])
+    elif eqn.name == "sort" and len(operands) > 1:
+        raise NoRuleError("sorting several operands by an interval is not supported")
+    if eqn.name == "select_n" and isinstance(operands[0], Interval):
+        return [_select_unknown(*operands)]
+    lows, highs = _ends(eqn, operands)
+    known = [is_nonnegative(x) for x in operands]
+    sign = any(known) if eqn.name == "max" else all(known[1:] if eqn.name == "select_n" else known)
+    if eqn.name in ("gather", "dynamic_slice"):
+        sign = known[0]
+    results = [Box(a, b, nonnegative=sign and is_float(a)) for a, b in zip(lows, highs, strict=True)]
+    if isinstance(operands[0], Box) and len(results) == 1:
+        _pass_facts(eqn, operands[0], results[0])
+    return list(results)
+
+
+def _pass_facts(eqn: Equation, x: Box, result: Box) -> None:
+    """Facts about the last axis survive where it keeps its entries: reshapes that leave it alone."""
+    keeps = eqn.name in _SAME_SHAPE or (
+        eqn.name in ("reshape", "squeeze", "expand_dims", "slice", "broadcast_in_dim")
+        and x.shape[-1:] == result.shape[-1:]
+        and math.prod(x.shape) == math.prod(result.shape)
+        and x.ndim > 0
+        and x.shape[-1] > 1
+    )
+    if keeps:
+        result.zero_sum = x.zero_sum
+        if (inner := x.differences) is not None:
+            shape = (*result.shape, result.shape[-1])
+            result.differences = lambda: inner().reshape(shape)
+
+
+def _extremes(dtype: Any) -> tuple[Any, Any]:
+    """The largest and the smallest value of a dtype: the hull of nothing."""
+    if dtype == jnp.bool_:
+        return True, False
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.inf, -jnp.inf
+    return jnp.iinfo(dtype).max, jnp.iinfo(dtype).min
+
+
+def _select_unknown(predicate: Operand, *cases: Operand) -> Box:
+    """The hull of the cases that the predicate (boolean, or an index) allows."""
+    least, most = (jnp.asarray(end(predicate), jnp.int32) for end in (lower, upper))
+    low, high = (jnp.full(np.shape(lower(cases[0])), end, cases[0].dtype) for end in _extremes(cases[0].dtype))
+    for i, case in enumerate(cases):
+        possible = (least <= i) & (most >= i)
+        low = jnp.where(possible, jnp.minimum(low, lower(case)), low)
+        high = jnp.where(possible, jnp.maximum(high, upper(case)), high)
+    return Box(low, high, nonnegative=all(map(is_nonnegative, cases)))
+
+
+@register_rule("neg", "not")
+def _antitone_exact(eqn: Equation, x: Operand) -> Operand:
+    result = Box(*(eqn.bind(end(x))[0] for end in (upper, lower)))
+    result.zero_sum = isinstance(x, Box) and x.zero_sum
+    return result
+
+
+@register_rule("abs")
+def _abs(eqn: Equation, x: Operand) -> Operand:
+    low = jnp.maximum(jnp.maximum(lower(x), -upper(x)), 0)
+    return Box(low, magnitude(x), nonnegative=True)
+
+
+@register_rule("xor")
+def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if x.dtype != jnp.bool_:
+        raise NoRuleError("bitwise operations on an interval of integers are not supported")
+    unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
+    value = lower(x) ^ lower(y)
+    return Box(value & ~unknown, value | unknown)
+
+
+@register_rule("gt", "ge", "lt", "le")
+def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if eqn.name in ("lt", "le"):
+        x, y = y, x
+    if eqn.name in ("gt", "lt"):  # written so that a NaN endpoint means "possible"
+        return Box(lower(x) > upper(y), ~(upper(x) <= lower(y)))
+    return Box(lower(x) >= upper(y), ~(upper(x) < lower(y)))
+
+
+@register_rule("eq", "ne")
+def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
+    possible = ~((upper(x) < lower(y)) | (lower(x) > upper(y)))
+    return Box(certain, possible) if eqn.name == "eq" else Box(~possible, ~certain)
+
+
+@register_rule("is_finite")
+def _is_finite(eqn: Equation, x: Operand) -> Operand:
+    low, high = lower(x), upper(x)
+    return Box(jnp.isfinite(low) & jnp.isfinite(high), ~((low == jnp.inf) | (high == -jnp.inf)))
+
+
+@register_rule("argmax", "argmin")
+def _argmax(eqn: Equation, x: Operand) -> Operand:
+    (axis,) = eqn.params["axes"]
+    sign = 1 if eqn.name == "argmax" else -1
+    low, high = (lower(x), upper(x)) if sign > 0 else (-upper(x), -lower(x))
+    possible = ~(high < jnp.max(low, axis, keepdims=True))
+    first = jnp.argmax(possible, axis)
+    last = x.shape[axis] - 1 - jnp.argmax(jnp.flip(possible, axis), axis)
+    return Box(first.astype(eqn.outputs[0].dtype), last.astype(eqn.outputs[0].dtype))
+
+
+@register_rule("convert_element_type")
+def _convert(eqn: Equation, x: Operand) -> Operand:
+    low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
+    source, target = jnp.dtype(x.dtype), jnp.dtype(eqn.outputs[0].dtype)
+    known = is_nonnegative(x) or source == jnp.bool_ or bool(jnp.issubdtype(source, jnp.unsignedinteger))
+    if not jnp.issubdtype(target, jnp.floating):
+        return Box(low, high) if isinstance(x, Interval) else low
+    if jnp.issubdtype(source, jnp.floating):
+        exact = jnp.finfo(source).nmant <= jnp.finfo(target).nmant and jnp.finfo(source).bits <= jnp.finfo(target).bits
+    else:
+        exact = source == jnp.bool_ or source.itemsize * 8 <= jnp.finfo(target).nmant
+    if not exact:
+        low, high = widen(low, high)
+    elif not isinstance(x, Interval):
+        return low
+    result = Box(low, high, nonnegative=known)
+    if isinstance(x, Box):
+        result.zero_sum, result.differences = x.zero_sum and exact, x.differences if exact else None
+    return result
+
+
+@register_rule("reduce_precision")
+def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
+    unit = 2.0 ** -eqn.params["mantissa_bits"]
+    low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
+    return Box(*widen(low - unit * jnp.abs(low), high + unit * jnp.abs(high)), nonnegative=is_nonnegative(x))
+
+
+# --- elementwise functions -------------------------------------------------------------------------------------------
+
+
+def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box:
+    """A result computed in float32 as the equation's dtype, rounded outward."""
+    dtype = eqn.outputs[0].dtype
+    if low.dtype != dtype:
+        low, high = widen(low.astype(dtype), high.astype(dtype))
+    return Box(low, high, **facts)
+
+
+def _monotone(ulps: float, below: float = -math.inf, above: float = math.inf) -> Callable[..., Operand]:
+    """A rule for an increasing function with range [below, above]."""
+
+    def rule(eqn: Equation, x: Operand) -> Operand:
+        low, high = widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), 2 * ulps)
+        return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
+
+    return rule
+
+
+for _name in ("exp", "exp2"):
+    register_rule(_name)(_monotone(8, below=0))
+for _name in ("expm1", "log1p", "cbrt", "asinh", "atan", "sinh"):
+    register_rule(_name)(_monotone(8))
+register_rule("tanh")(_monotone(8, -1, 1))
+register_rule("erf")(_monotone(16, -1, 1))
+register_rule("logistic")(_monotone(8, 0, 1))
+
+
+@register_rule("log")
+def _log(eqn: Equation, x: Operand) -> Operand:
+    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (lower, upper))
+    return Box(*widen(low, high, 16))
+
+
+@register_rule("sqrt")
+def _sqrt(eqn: Equation, x: Operand) -> Operand:
+    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (lower, upper))
+    return Box(*widen(low, high, 2), nonnegative=True)
+
+
+@register_rule("rsqrt")
+def _rsqrt(eqn: Equation, x: Operand) -> Operand:
+    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (upper, lower))
+    return Box(*widen(low, high, 8), nonnegative=True)
+
+
+@register_rule("erfc")
+def _erfc(eqn: Equation, x: Operand) -> Operand:
+    low, high = (eqn.bind(end(x))[0] for end in (upper, lower))
+    return Box(*widen(low, high, 32), nonnegative=True)
+
+
+@register_rule("square")
+def _square(eqn: Equation, x: Operand) -> Operand:
+    return _even_power(x, 2)
+
+
+@register_rule("integer_pow")
+def _integer_pow(eqn: Equation, x: Operand) -> Operand:
+    y = eqn.params["y"]
+    if y == 0:
+        return jnp.ones_like(lower(x))
+    power = _even_power(x, abs(y)) if y % 2 == 0 else _odd_power(x, abs(y))
+    return power if y > 0 else _reciprocal(power)
+
+
+def _even_power(x: Operand, y: int) -> Box:
+    least = jnp.maximum(jnp.maximum(lower(x), -upper(x)), 0)
+    low, high = (lax.integer_pow(end, y) for end in (least, magnitude(x)))
+    if is_float(low):
+        low, high = widen(low, high, 2 * y)
+    return Box(low, high, nonnegative=True)
+
+
+def _odd_power(x: Operand, y: int) -> Box:
+    low, high = (lax.integer_pow(end(x), y) for end in (lower, upper))
+    if is_float(low):
+        low, high = widen(low, high, 2 * y)
+    return Box(low, high, nonnegative=is_nonnegative(x))
+
+
+@register_rule("pow")
+def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if not is_nonnegative(x):
+        raise NoRuleError("the base of a power with a floating-point exponent must be nonnegative by construction")
+    x, y = (jnp.broadcast_arrays(lower(v), upper(v)) for v in (x, y))
+    corners = [jnp.power(a, b) for a in x for b in y]
+    low, high = widen(_least(corners), _most(corners), 32)
+    return Box(low, high, nonnegative=True)
+
+
+@register_rule("sin", "cos")
+def _sine(eqn: Equation, x: Operand) -> Operand:
+    low, high = widen(lower(x), upper(x), 4)
+    turn, shift = 2 * math.pi, math.pi / 2 if eqn.name == "sin" else 0.0
+
+    def reaches(phase: float) -> jax.Array:
+        # Some phase + 2 pi n lies between; a margin covers the rounding of this test.
+        margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
+        return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
+
+    ends = [eqn.bind(lower(x))[0], eqn.bind(upper(x))[0]]
+    bottom, top = widen(_least(ends), _most(ends), 16)
+    error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
+    bottom = jnp.where(reaches(shift + math.pi), -1, jnp.maximum(bottom - error, -1))
+    return Box(bottom, jnp.where(reaches(shift), 1, jnp.minimum(top + error, 1)))
+
+
+def _least(xs: Sequence[jax.Array]) -> jax.Array:
+    result = xs[0]
+    for x in xs[1:]:
+        result = jnp.minimum(result, x)
+    return result
+
+
+def _most(xs: Sequence[jax.Array]) -> jax.Array:
+    result = xs[0]
+    for x in xs[1:]:
+        result = jnp.maximum(result, x)
+    return result
+
+
+@register_rule("add", "add_any")
+def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    low, high = lower(x) + lower(y), upper(x) + upper(y)
+    if is_float(low):
+        low, high = widen(low, high)
+    result = Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    for a, b in ((x, y), (y, x)):
+        same = a.shape == result.shape and np.shape(lower(b))[-1:] == a.shape[-1:]
+        if isinstance(a, Box) and a.differences is not None and same:
+            result.differences = _shifted(a.differences, b)
+            break
+    return result
+
+
+def _shifted(differences: Callable[[], jax.Array], b: Operand) -> Callable[[], jax.Array]:
+    """Upper bounds of (z + b)_j - (z + b)_c."""
+
+    def shifted() -> jax.Array:
+        gap, step = differences(), upper(b)[..., :, None] - lower(b)[..., None, :]
+        return _off_diagonal(gap + step + slack(step.dtype, 2) * (jnp.abs(gap) + jnp.abs(step)) + tiny(step.dtype))
+
+    return shifted
+
+
+def _off_diagonal(x: jax.Array) -> jax.Array:
+    """Zero on the diagonal of the last two axes: z_c - z_c."""
+    size = x.shape[-1]
+    return jnp.where(np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size), jnp.zeros_like(x), x)
+
+
+@register_rule("sub")
+def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    low, high = lower(x) - upper(y), upper(x) - lower(y)
+    return Box(*widen(low, high)) if is_float(low) else Box(low, high)
+
+
+@register_rule("mul")
+def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    low, high = _corner_products(x, y)
+    if is_float(low):
+        low, high = widen(low, high)
+    result = Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    for a, b in ((x, y), (y, x)):
+        # The same factor for all entries keeps their sum zero.
+        if isinstance(a, Box) and a.zero_sum and not isinstance(b, Interval) and np.shape(b)[-1:] in ((), (1,)):
+            result.zero_sum = True
+    return result
+
+
+def _corner_products(x: Operand, y: Operand) -> tuple[jax.Array, jax.Array]:
+    """The smallest and largest of the products of endpoints, without those that cannot be extreme."""
+    if is_nonnegative(x) and is_nonnegative(y):
+        return lower(x) * lower(y), upper(x) * upper(y)
+    if not isinstance(x, Interval) or is_nonnegative(y):
+        x, y = y, x
+    if not isinstance(y, Interval):
+        if is_nonnegative(y):
+            return lower(x) * y, upper(x) * y
+        ends = [lower(x) * y, upper(x) * y]
+        return _least(ends), _most(ends)
+    if is_nonnegative(x):
+        low, high = [lower(y) * lower(x), lower(y) * upper(x)], [upper(y) * lower(x), upper(y) * upper(x)]
+        return _least(low), _most(high)
+    ends = [end(x) * other(y) for end in (lower, upper) for other in (lower, upper)]
+    return _least(ends), _most(ends)
+
+
+@register_rule("div")
+def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    if not is_float(y):
+        raise NoRuleError("integer division by or of an interval is not supported")
+    if not isinstance(y, Interval):
+        ends = [lower(x) / y, upper(x) / y]
+        known = is_nonnegative(x) and is_nonnegative(y)
+        return Box(*widen(_least(ends), _most(ends), 2), nonnegative=known)
+    inverse = _reciprocal(y)
+    low, high = _corner_products(x, inverse)
+    result = Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and inverse.nonnegative)
+    return _without_nan(result)
+
+
+def _reciprocal(x: Operand) -> Box:
+    """1 / x; everything if x may be zero."""
+    low, high = lower(x), upper(x)
+    if is_nonnegative(x):
+        return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
+    crosses = ~((low > 0) | (high < 0))
+    below, above = widen(1 / high, 1 / low, 2)
+    return Box(jnp.where(crosses, -jnp.inf, below), jnp.where(crosses, jnp.inf, above))
+
+
+def _without_nan(x: Box) -> Box:
+    """0 * inf is anything."""
+    x.lower, x.upper = jnp.where(jnp.isnan(x.lower), -jnp.inf, x.lower), jnp.where(jnp.isnan(x.upper), jnp.inf, x.upper)
+    return x
+
+
+@register_rule("softmax")
+def _softmax(eqn: Equation, x: Operand) -> Operand:
+    """exp(x) / sum(exp(x)) over the last axis, as if each entry were e / (e + the others)."""
+    shift = jnp.max(upper(x), axis=-1, keepdims=True)
+    low, high = widen(jnp.exp(lower(x) - shift), jnp.exp(upper(x) - shift), 16 + 2 * x.shape[-1])
+    # The rounding of x - shift is relative to |x| and multiplies exp by 1 + that.
+    error = 2 * slack(low.dtype, 2) * (jnp.abs(shift) + magnitude(x))
+    low, high = jnp.maximum(low * (1 - error), 0), high * (1 + error)
+    others_low, others_high = (_others(e) for e in (low, high))
+    below, above = widen(low / (low + others_high), high / (high + others_low), 8)
+    return Box(below, jnp.where(jnp.isnan(above), 1, jnp.minimum(above, 1)), nonnegative=True)
+
+
+def _others(e: jax.Array) -> jax.Array:
+    """The sum over the last axis without the entry itself, without cancellation."""
+    size = e.shape[-1]
+    if size == 1:
+        return jnp.zeros_like(e)
+    zero = jnp.zeros((*e.shape[:-1], 1), e.dtype)
+    before = jnp.concatenate([zero, jnp.cumsum(e, axis=-1)[..., :-1]], axis=-1)
+    after = jnp.flip(jnp.cumsum(jnp.flip(e, -1), axis=-1), -1)
+    return before + jnp.concatenate([after[..., 1:], zero], axis=-1)
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def _summed(eqn: Equation, x: Operand, terms: int) -> Operand:
+    """Sums of `terms` entries, some of them twice; integers are exact."""
+    if not is_float(x):
+        return Box(*(eqn.bind(end(x))[0] for end in (lower, upper)))
+    wide = inflate(at_least_float32(x), terms + 2)
+    least = (terms + 1) * tiny(wide.dtype)
+    low, high = (eqn.bind(end)[0] for end in (wide.lower, wide.upper))
+    return _narrow(eqn, low - least, high + least, nonnegative=is_nonnegative(x))
+
+
+@register_rule("reduce_sum")
+def _reduce_sum(eqn: Equation, x: Operand) -> Operand:
+    return _summed(eqn, x, math.prod(x.shape[a] for a in eqn.params["axes"]))
+
+
+@register_rule("cumsum")
+def _cumsum(eqn: Equation, x: Operand) -> Operand:
+    return _summed(eqn, x, x.shape[eqn.params["axis"]])
+
+
+@register_rule("reduce_window_sum")
+def _reduce_window_sum(eqn: Equation, x: Operand) -> Operand:
+    return _summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
+
+
+@register_rule("reduce_prod")
+def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
+    if not is_nonnegative(x):
+        raise NoRuleError("products of entries that may be negative are not supported")
+    terms = math.prod(x.shape[a] for a in eqn.params["axes"])
+    return Box(*widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), terms + 1), nonnegative=True)
+
+
+@register_rule("scatter-add")
+def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) -> Operand:
+    _exact_position(eqn, [indices])
+    terms = math.prod(updates.shape) + 1
+    parts = [inflate(v, terms) if is_float(v) else v for v in (x, updates)]
+    low, high = (eqn.bind(end(parts[0]), indices, end(parts[1]))[0] for end in (lower, upper))
+    if is_float(low):
+        least = terms * tiny(low.dtype)
+        low, high = low - least, high + least
+    return Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(updates))
+
+
+@register_rule("select_and_scatter_add")
+def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
+    """The derivative of max pooling: a window's cotangent goes to its largest entry, or perhaps to any that may be."""
+    window, strides, padding = (eqn.params[k] for k in ("window_dimensions", "window_strides", "padding"))
+    offsets = list(np.ndindex(*window))
+    padded = [
+        lax.pad(end(x), jnp.asarray(-jnp.inf, x.dtype), [(int(a), int(b), 0) for a, b in padding])
+        for end in (lower, upper)
+    ]
+
+    def patch(array: jax.Array, offset: tuple[int, ...]) -> jax.Array:
+        limits = [o + (n - 1) * s + 1 for o, n, s in zip(offset, source.shape, strides, strict=True)]
+        return lax.slice(array, offset, limits, strides)
+
+    lows, highs = ([patch(end, o) for o in offsets] for end in padded)
+    low, high = (jnp.zeros_like(padded[0]) for _ in range(2))
+    wide = inflate(source, len(offsets) + 1)
+    for i, offset in enumerate(offsets):
+        rivals_low = _most([v for j, v in enumerate(lows) if j != i] or [jnp.full_like(lows[0], -jnp.inf)])
+        rivals_high = _most([v for j, v in enumerate(highs) if j != i] or [jnp.full_like(lows[0], -jnp.inf)])
+        # With ties the first entry of the window is selected.
+        certain = (lows[i] > rivals_high) | jnp.isneginf(rivals_high)
+        if not isinstance(x, Interval):
+            earlier = _most([jnp.full_like(lows[0], -jnp.inf), *lows[:i]])
+            later = _most([jnp.full_like(lows[0], -jnp.inf), *lows[i + 1 :]])
+            certain = (lows[i] > earlier) & (lows[i] >= later)
+        possible = certain if not isinstance(x, Interval) else ~(highs[i] < rivals_low)
+        part_low = jnp.where(certain, wide.lower, jnp.where(possible, jnp.minimum(wide.lower, 0), 0))
+        part_high = jnp.where(certain, wide.upper, jnp.where(possible, jnp.maximum(wide.upper, 0), 0))
+        config = [
+            (o, size - o - (n - 1) * s - 1, s - 1)
+            for o, n, s, size in zip(offset, source.shape, strides, low.shape, strict=True)
+        ]
+        low = low + lax.pad(part_low, jnp.zeros((), low.dtype), config)
+        high = high + lax.pad(part_high, jnp.zeros((), low.dtype), config)
+    ends = (lax.pad(v, jnp.zeros((), v.dtype), [(-int(a), -int(b), 0) for a, b in padding]) for v in (low, high))
+    return Box(*widen(*ends))
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def _bilinear(
+    eqn: Equation, multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Operand, b: Operand, terms: int
+) -> tuple[jax.Array, jax.Array]:
+    """Bounds of sums of `terms` products by a few evaluations at endpoints (T1).
+
+    Exact where the sign of a factor is known, or one of them is a point. Otherwise a = a+ - a-, both of known sign and
+    bounded apart: exact for entries of either factor that do not cross zero, and at most twice too wide for the rest.
+    """
+    swapped = not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval))
+    if swapped:
+        multiply, a, b = (lambda x, y, m=multiply: m(y, x)), b, a
+    if eqn.product == "rump":
+        return _midpoint_radius(multiply, a, b, terms)
+    known = is_nonnegative(a)
+    b = inflate(b, terms + 6)
+    if not isinstance(a, Interval):
+        plus, minus = jnp.maximum(a, 0), jnp.maximum(-a, 0)
+        if known:
+            return multiply(plus, b.lower), multiply(plus, b.upper)
+        return (
+            multiply(plus, b.lower) - multiply(minus, b.upper),
+            multiply(plus, b.upper) - multiply(minus, b.lower),
+        )
+    low_plus, low_minus = jnp.maximum(b.lower, 0), jnp.minimum(b.lower, 0)
+    high_plus, high_minus = jnp.maximum(b.upper, 0), jnp.minimum(b.upper, 0)
+    p_low, p_high = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)
+    low = multiply(p_low, low_plus) + multiply(p_high, low_minus)
+    high = multiply(p_high, high_plus) + multiply(p_low, high_minus)
+    if known:
+        return low, high
+    n_low, n_high = jnp.maximum(-a.upper, 0), jnp.maximum(-a.lower, 0)
+    return (
+        low - (multiply(n_high, high_plus) + multiply(n_low, high_minus)),
+        high - (multiply(n_low, low_plus) + multiply(n_high, low_minus)),
+    )
+
+
+def _midpoint_radius(
+    multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Operand, b: Operand, terms: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rump (1999): |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r)."""
+    b_mid = (lower(b) + upper(b)) / 2
+    # The second term pays for the rounding of the midpoints, the products and their sums.
+    b_rad = jnp.maximum(upper(b) - b_mid, b_mid - lower(b)) + slack(b.dtype, terms + 8) * magnitude(b)
+    if not isinstance(a, Interval):
+        mid, rad = multiply(a, b_mid), multiply(jnp.abs(a), b_rad)
+    else:
+        a_mid = (a.lower + a.upper) / 2
+        a_rad = jnp.maximum(a.upper - a_mid, a_mid - a.lower)
+        mid = multiply(a_mid, b_mid)
+        rad = multiply(jnp.abs(a_mid), b_rad) + multiply(a_rad, jnp.abs(b_mid) + b_rad)
+    return mid - rad, mid + rad
+
+
+@register_rule("conv_general_dilated")
+def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    params = {name: eqn.params[name] for name in (*names, "batch_group_count")}
+    terms = math.prod(b.shape[d] for d in eqn.params["dimension_numbers"].rhs_spec[1:])
+
+    def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(x, y, **params, precision=lax.Precision.HIGHEST)
+
+    low, high = _bilinear(eqn, multiply, at_least_float32(a), at_least_float32(b), terms)
+    return _product_result(eqn, low, high, terms, is_nonnegative(a) and is_nonnegative(b))
+
+
+def _product_result(eqn: Equation, low: jax.Array, high: jax.Array, terms: int, known: bool) -> Box:
+    least = (8 * terms + 8) * tiny(low.dtype)
+    return _narrow(eqn, low - least, high + least, nonnegative=known)
+
+
+@register_rule("dot_general")
+def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
+    a, b = at_least_float32(a), at_least_float32(b)
+    dims = eqn.params["dimension_numbers"]
+    (a_contract, _), (a_batch, _) = dims
+    terms = math.prod(a.shape[d] for d in a_contract)
+    known = is_nonnegative(a) and is_nonnegative(b)
+    tight, both = eqn.product == "tight", isinstance(a, Interval) and isinstance(b, Interval)
+    signed = is_nonnegative(a) or is_nonnegative(b)
+    if tight and terms == 1 and not a_batch:
+        low, high = _outer(a, b, dims)
+    elif tight and both and not signed and terms <= _UNROLLED and not a_batch:
+        low, high = _corner_sum(a, b, dims)
+    else:
+        length, multiply = _dot(dims, terms)
+        low, high = _bilinear(eqn, multiply, a, b, length)
+    result = _product_result(eqn, low, high, terms, known)
+    if tight and not a_batch:
+        _use_zero_sum(result, a, b, dims)
+        _note_differences(result, a, b, dims)
+    return result
+
+
+Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
+
+
+def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """A full-precision dot product, and the number of roundings on the way to one of its entries."""
+    (a_contract, b_contract), (a_batch, _) = dims
+
+    def plain(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST)
+
+    if terms <= _LONG or len(a_contract) > 1 or a_batch:
+        return terms, plain
+    size = 32 * math.ceil(math.sqrt(terms) / 32)
+    blocks = math.ceil(terms / size)
+
+    def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
+        parts = []
+        for v, axis in ((x, a_contract[0]), (y, b_contract[0])):
+            v = jnp.moveaxis(v, axis, -1)
+            v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, blocks * size - terms)])
+            parts.append(v.reshape(*v.shape[:-1], blocks, size))
+        a_axes, b_axes = ((v.ndim - 1,) for v in parts), ((v.ndim - 2,) for v in parts)
+        products = lax.dot_general(*parts, (tuple(a_axes), tuple(b_axes)), precision=lax.Precision.HIGHEST)
+        return jnp.sum(products, axis=0)
+
+    return size + blocks, blocked
+
+
+def _last(x: Operand, axes: Sequence[int]) -> Operand:
+    """Moves contracted axes to the end and merges them."""
+    kept = [d for d in range(len(x.shape)) if d not in axes]
+
+    def move(v: jax.Array) -> jax.Array:
+        return jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[d] for d in kept), -1)
+
+    if not isinstance(x, Interval):
+        return move(x)
+    return Box(move(x.lower), move(x.upper), nonnegative=is_nonnegative(x))
+
+
+def _spread(x: Operand, right: int) -> Operand:
+    """Appends `right` axes of length one."""
+
+    def spread(v: jax.Array) -> jax.Array:
+        return v.reshape(*v.shape, *(1,) * right)
+
+    if not isinstance(x, Interval):
+        return spread(x)
+    return Box(spread(x.lower), spread(x.upper), nonnegative=is_nonnegative(x))
+
+
+def _align(x: Operand, left: int) -> Operand:
+    def align(v: jax.Array) -> jax.Array:
+        return v.reshape(*(1,) * left, *v.shape)
+
+    if not isinstance(x, Interval):
+        return align(x)
+    return Box(align(x.lower), align(x.upper), nonnegative=is_nonnegative(x))
+
+
+def _outer(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Array]:
+    """One product per entry: exact. The rounding is paid by the smaller operand, not entry by entry."""
+    (a_contract, b_contract), _ = dims
+    if a_contract:
+        a, b = (_index(_last(x, axes), 0) for x, axes in ((a, a_contract), (b, b_contract)))
+    known = is_nonnegative(a), is_nonnegative(b)
+    if isinstance(a, Interval):
+        a = _keep_sign(inflate(a, 2), known[0])
+    else:
+        b = _keep_sign(inflate(b, 2), known[1])
+    return _corner_products(_spread(a, len(b.shape)), _align(b, len(a.shape)))
+
+
+def _keep_sign(x: Interval, known: bool) -> Box:
+    return Box(x.lower, x.upper, nonnegative=known)
+
+
+def _index(x: Operand, i: int) -> Operand:
+    if not isinstance(x, Interval):
+        return x[..., i]
+    return Box(x.lower[..., i], x.upper[..., i], nonnegative=is_nonnegative(x))
+
+
+def _corner_sum(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Array]:
+    """A short sum of products, each of them exact."""
+    (a_contract, b_contract), _ = dims
+    a, b = _last(a, a_contract), _last(b, b_contract)
+    terms = a.shape[-1]
+    b = inflate(b, terms + 2)
+    low = high = None
+    for i in range(terms):
+        x, y = _index(a, i), _index(b, i)
+        p, q = _corner_products(_spread(x, len(y.shape)), _align(y, len(x.shape)))
+        low, high = (p, q) if low is None else (low + p, high + q)
+    assert low is not None and high is not None
+    return low, high
+
+
+def _use_zero_sum(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+    """sum_j d_j w_j = sum_j d_j (w_j - w_c) for every c if the d_j sum to zero (T3); keeps what is tighter."""
+    (a_contract, b_contract), _ = dims
+    if len(a_contract) != 1:
+        return
+    for d, w, d_axis, w_axis in ((a, b, a_contract[0], b_contract[0]), (b, a, b_contract[0], a_contract[0])):
+        if not (isinstance(d, Box) and d.zero_sum and d_axis == d.ndim - 1 and d.shape[-1] <= _CENTRED):
+            continue
+        rows = _last(w, [w_axis])
+        size = rows.shape[-1]
+        for c in range(size):
+            low, high = lower(rows) - upper(rows)[..., c : c + 1], upper(rows) - lower(rows)[..., c : c + 1]
+            itself = (np.arange(size) == c).reshape(*(1,) * (low.ndim - 1), size)
+            centred = Box(*(jnp.where(itself, 0, end) for end in widen(low, high)))
+            last = (low.ndim - 1,)
+            pair, places = ((d, centred), ((d_axis,), last)) if d is a else ((centred, d), (last, (d_axis,)))
+            below, above = _corner_sum(*pair, (places, ((), ())))
+            least = 8 * size * tiny(low.dtype)
+            result.lower = jnp.maximum(result.lower, (below - least).astype(result.dtype))
+            result.upper = jnp.minimum(result.upper, (above + least).astype(result.dtype))
+        return
+
+
+def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+    """Remembers how to bound z_j - z_c = sum_n h_n (w_nj - w_nc) for a result z [..., K] = h w (T2)."""
+    (a_contract, b_contract), _ = dims
+    if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
+        return
+    if len(b.shape) == 2:
+        h, w, h_axis, w_axis = a, b, a_contract[0], b_contract[0]
+    elif len(b.shape) == 1 and len(a.shape) == 2:
+        h, w, h_axis, w_axis = b, a, b_contract[0], a_contract[0]
+    else:
+        return
+    classes = w.shape[1 - w_axis]
+    if not 1 < classes <= _PAIRWISE:
+        return
+
+    def differences() -> jax.Array:
+        low, high = (jnp.moveaxis(end(w), w_axis, 0) for end in (lower, upper))  # [n, K]
+        ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
+        gap = Box(*map(_off_diagonal, ends))  # [n, K, K]
+        pair_dims = (((h_axis,), (0,)), ((), ()))
+        length, multiply = _dot(pair_dims, h.shape[h_axis])
+        tight = Equation("dot_general", {}, (), "tight", lambda: [], lambda c, x: [])
+        _, top = _bilinear(tight, multiply, h, gap, length)
+        return _off_diagonal(top + 8 * h.shape[h_axis] * tiny(top.dtype))
+
+    result.differences = differences
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _difference_bounds(eqn: Equation, logits: Operand) -> jax.Array:
+    """Upper bounds [..., K, K] of z_j - z_c."""
+    high, low = upper(logits), lower(logits)
+    box = high[..., :, None] - low[..., None, :]
+    box = _off_diagonal(widen(box, box)[1])
+    if eqn.product == "tight" and isinstance(logits, Box) and logits.differences is not None:
+        return jnp.minimum(box, logits.differences())
+    return box
+
+
+def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bounds of softmax(z) from upper bounds [..., j, c] of z_j - z_c: p_c = 1 / sum_j exp(z_j - z_c)."""
+    roundings = gaps.shape[-1] + 20
+    low = 1 / jnp.sum(jnp.exp(gaps), axis=-2)
+    high = 1 / jnp.sum(jnp.exp(-gaps), axis=-1)  # z_j - z_c >= -(upper bound of z_c - z_j)
+    low, high = widen(low, high, roundings)
+    return jnp.maximum(low, 0), jnp.minimum(high, 1)
+
+
+@register_rule("softmax_cross_entropy_gradient")
+def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """(sum_k y_k) softmax(z) - y, with differences of logits and the simplex used (T3)."""
+    low, high = probabilities(_difference_bounds(eqn, logits))
+    if eqn.product == "tight":
+        below, above = widen(1 - _others(high), 1 - _others(low), 2)
+        error = slack(low.dtype, low.shape[-1] + 4)  # the others sum to at most 1 at any point
+        above, below = above + error, below - error * jnp.maximum(1, _others(high))
+        low, high = jnp.maximum(low, below), jnp.minimum(high, above)
+    p = Box(low, high, nonnegative=True)
+    if isinstance(weights, Interval):
+        total = Box(
+            *widen(*(jnp.sum(end(weights), axis=-1, keepdims=True) for end in (lower, upper)), 2 * low.shape[-1])
+        )
+    else:
+        one = jnp.sum(weights, axis=-1, keepdims=True)
+        total = Box(*widen(one, one, low.shape[-1]))
+    low, high = widen(*_corner_products(p, total))
+    low, high = widen(low - upper(weights), high - lower(weights))
+    return Box(low, high, zero_sum=True)
+
+
+@register_rule("softmax_cross_entropy")
+def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """sum_k y_k log sum_j exp(z_j - z_k)."""
+    gaps = _difference_bounds(eqn, logits)
+    roundings = gaps.shape[-1] + 24
+    high = _log_sum_exp(gaps, axis=-2)
+    low = _log_sum_exp(-gaps, axis=-1)
+    error = slack(low.dtype, roundings)
+    low, high = low - error * (1 + jnp.abs(low)), high + error * (1 + jnp.abs(high))
+    per_class = Box(jnp.maximum(low, 0), high, nonnegative=True)
+    low, high = _corner_products(weights, per_class)
+    # A class without weight adds nothing even if its loss is unbounded.
+    absent = (lower(weights) == 0) & (upper(weights) == 0)
+    low, high = (jnp.where(absent, 0, end) for end in widen(low, high))
+    scale = slack(low.dtype, low.shape[-1] + 2)
+    low, high = (jnp.sum(end, axis=-1) for end in (low - scale * jnp.abs(low), high + scale * jnp.abs(high)))
+    return Box(*widen(low, high))
+
+
+def _log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
+    top = jnp.max(x, axis=axis, keepdims=True)
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
+
+
+@register_rule("sigmoid_cross_entropy_gradient")
+def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+    """sigmoid(z) - y."""
+    low, high = widen(*(jax.nn.sigmoid(end(logits)) for end in (lower, upper)), 16)
+    low, high = jnp.maximum(low, 0), jnp.minimum(high, 1)
+    return Box(*widen(low - upper(label), high - lower(label)))
+
+
+@register_rule("sigmoid_cross_entropy")
+def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
+    """log(1 + exp(z)) - y z: convex in z, with its minimum where sigmoid(z) = y."""
+    low, high = lower(logits), upper(logits)
+
+    def value(z: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.maximum(z, 0) - y * z + jnp.log1p(jnp.exp(-jnp.abs(z)))
+
+    tops, bottoms = [], []
+    for y in {id(v): v for v in (lower(label), upper(label))}.values():
+        ends = [value(low, y), value(high, y)]
+        turn = jnp.clip(jnp.log(y) - jnp.log1p(-y), low, high)
+        tops += ends
+        # A little beside the turning point costs the square of the distance: far below the slack.
+        bottoms.append(_least([*ends, value(turn, y)]))
+    error = slack(low.dtype, 32) * (1 + magnitude(logits))
+    bottom, top = _least(bottoms) - error, _most(tops) + error
+    return Box(bottom, top)
+
+
+@register_rule("binary_hinge", "binary_hinge_gradient")
+def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
+    """max(0, 1 - s z) and -s [1 - s z > 0]."""
+    low, high = widen(*_corner_products(sign, logits))
+    low, high = widen(1 - high, 1 - low)
+    if eqn.name == "binary_hinge":
+        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+    active = Box((low > 0).astype(low.dtype), (~(high <= 0)).astype(low.dtype), nonnegative=True)
+    low, high = _corner_products(active, sign)
+    return Box(-high, -low)
+
+
+@register_rule("multiclass_hinge", "multiclass_hinge_gradient")
+def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
+    """max(0, 1 + max_{k != y} z_k - z_y) and (e_j - e_y) [loss > 0]."""
+    if isinstance(weights, Interval):
+        raise NoRuleError("a label that depends on an interval is not supported")
+    true = jnp.argmax(weights, axis=-1)
+    is_true = jax.nn.one_hot(true, weights.shape[-1], dtype=jnp.bool_)
+    gaps = _difference_bounds(eqn, logits)
+    index = true[..., None, None]
+    above = jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-1], 1)), axis=-1)[..., 0]  # z_k - z_y <=
+    below = -jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-2], 1, gaps.shape[-1])), axis=-2)[
+        ..., 0, :
+    ]
+    above, below = (jnp.where(is_true, -jnp.inf, v) for v in (above, below))
+    low, high = widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1))
+    nan = jnp.isnan(weights).any(axis=-1)
+    low, high = jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high)
+    if eqn.name == "multiclass_hinge":
+        return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
+    certain, possible = low > 0, ~(high <= 0)
+    # Class k can be the rival unless some other class is certainly above it.
+    beaten = (jnp.where(is_true[..., :, None], jnp.inf, gaps) < 0) & ~is_true[..., None, :]  # [k, j]: z_k < z_j
+    may_rival = ~jnp.any(beaten, axis=-1) & ~is_true
+    surely = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
+    dtype = low.dtype
+    rival_low = (surely & certain[..., None]).astype(dtype)
+    rival_high = (may_rival & possible[..., None]).astype(dtype)
+    true_low, true_high = -possible.astype(dtype)[..., None], -certain.astype(dtype)[..., None]
+    return Box(jnp.where(is_true, true_low, rival_low), jnp.where(is_true, true_high, rival_high), zero_sum=True)
+
+
+# --- control flow ----------------------------------------------------------------------------------------------------
+
+
+@register_rule("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
+@register_rule("custom_vjp_call", "custom_vmap_call")
+def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
+    inner = next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
+    closed = inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+    return eqn.evaluate(closed, operands)
+
+
+def _as_intervals(xs: Sequence[Operand], wanted: Sequence[bool]) -> list[Operand]:
+    """Plain intervals where wanted, so that a loop carries one kind of value."""
+    return [Box(lower(x), upper(x)) if w else x for x, w in zip(xs, wanted, strict=True)]
+
+
+def _pairs(xs: Sequence[Operand]) -> list[Any]:
+    return [(x.lower, x.upper) if isinstance(x, Interval) else (x,) for x in xs]
+
+
+def _unpairs(xs: Sequence[Any]) -> list[Operand]:
+    return [Box(*x) if len(x) == 2 else x[0] for x in xs]
+
+
+def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]) -> tuple[list[bool], list[Any]]:
+    """Which entries of a loop's state become intervals, and the state to start from, in pairs."""
+    kinds = [isinstance(x, Interval) for x in init]
+    while True:
+        found: list[bool] = []
+
+        def probe(state: Any, found: list[bool] = found) -> Any:
+            outs = body(_unpairs(state))
+            found[:] = [isinstance(x, Interval) for x in outs[: len(init)]]
+            return _pairs(outs)
+
+        jax.eval_shape(probe, _pairs(_as_intervals(init, kinds)))
+        grown = [a or b for a, b in zip(kinds, found, strict=True)]
+        if grown == kinds:
+            return kinds, jax.tree.map(jnp.asarray, _pairs(_as_intervals(init, kinds)))
+        kinds = grown
+
+
+@register_rule("scan")
+def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
+    p, closed = eqn.params, eqn.params["jaxpr"]
+    n_consts, n_carry = p["num_consts"], p["num_carry"]
+    consts, init = list(operands[:n_consts]), list(operands[n_consts : n_consts + n_carry])
+    xs = _pairs(operands[n_consts + n_carry :])
+    first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
+    kinds, start = _carried(lambda state: eqn.evaluate(closed, [*consts, *state, *_unpairs(first)]), init)
+
+    def body(state: Any, x: Any) -> Any:
+        outs = eqn.evaluate(closed, [*consts, *_unpairs(state), *_unpairs(x)])
+        return _pairs(_as_intervals(outs[:n_carry], kinds)), _pairs(outs[n_carry:])
+
+    final, stacked = lax.scan(body, start, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1))
+    return [*_unpairs(final), *_unpairs(stacked)]
+
+
+@register_rule("while")
+def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
+    p = eqn.params
+    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    cond_consts, body_consts = list(operands[:n_cond]), list(operands[n_cond : n_cond + n_body])
+    init = list(operands[n_cond + n_body :])
+    kinds, start = _carried(lambda state: eqn.evaluate(p["body_jaxpr"], [*body_consts, *state]), init)
+
+    def condition(state: Any) -> jax.Array:
+        (result,) = eqn.evaluate(p["cond_jaxpr"], [*cond_consts, *_unpairs(state)])
+        if isinstance(result, Interval):
+            raise NoRuleError("the condition of a while loop depends on an interval")
+        return result
+
+    def body(state: Any) -> Any:
+        return _pairs(_as_intervals(eqn.evaluate(p["body_jaxpr"], [*body_consts, *_unpairs(state)]), kinds))
+
+    return _unpairs(lax.while_loop(condition, body, start))
+
+
+@register_rule("cond")
+def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
+    branches = eqn.params["branches"]
+    if not isinstance(index, Interval):
+        kinds = [True] * len(eqn.outputs)
+        functions = [lambda xs, b=b: _pairs(_as_intervals(eqn.evaluate(b, _unpairs(xs)), kinds)) for b in branches]
+        return _unpairs(lax.switch(jnp.asarray(index, jnp.int32), functions, _pairs(operands)))
+    results = [eqn.evaluate(b, operands) for b in branches]
+    return [_select_unknown(index, *cases) for cases in zip(*results, strict=True)]
