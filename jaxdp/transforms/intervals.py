@@ -23,6 +23,7 @@ from jaxdp.transforms.boxes import (
     Interval,
     Operand,
     is_float,
+    is_nonnegative,
     lower,
     register_rule,
     unchecked,
@@ -134,26 +135,84 @@ def _plain(x: Operand) -> Interval:
     return unchecked(low, high)
 
 
+def stage(fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: str = "tight") -> tuple[Any, Any]:
+    """Splits bounds of `fun(moving, fixed)` into what depends on `fixed` alone and the rest.
+
+    Args:
+      fun: a function of two pytrees.
+      moving: pytree of arrays or shapes; will be intervals.
+      fixed: pytree of arrays or shapes; known points.
+
+    Returns:
+      (first, second): `kept = first(fixed)`, a pytree of arrays that `jax.vmap` and `jax.lax.map` may handle, and
+      `second(moving, kept)`, a list of (lower, upper), one for each array of the result. `first` must be called
+      (or traced) before `second`.
+    """
+    moving_leaves, fixed_leaves = jax.tree.leaves(moving), jax.tree.leaves(fixed)
+    trees = jax.tree.structure(moving), jax.tree.structure(fixed)
+
+    def flat(moving: Sequence[Any], fixed: Sequence[Any]) -> Any:
+        return jax.tree.leaves(fun(*map(jax.tree.unflatten, trees, (moving, fixed))))
+
+    closed = jax.make_jaxpr(flat)(
+        *([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (moving_leaves, fixed_leaves))
+    )
+    jaxpr = closed.jaxpr
+    inputs, points = jaxpr.invars[: len(moving_leaves)], jaxpr.invars[len(moving_leaves) :]
+    moved, early, late = set(inputs), [], []
+    for eqn in _live(jaxpr):
+        if any(not isinstance(v, jex.Literal) and v in moved for v in eqn.invars):
+            late.append(eqn)
+            moved.update(eqn.outvars)
+        else:
+            early.append(eqn)
+    used = [v for eqn in late for v in eqn.invars] + list(jaxpr.outvars)
+    crossing = list(dict.fromkeys(v for v in used if not isinstance(v, jex.Literal) and v not in moved))
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    signs: dict[Any, bool] = {}
+    producers: dict[Any, Any] = {}
+
+    def first(fixed: Any) -> Any:
+        values = {**consts, **dict(zip(points, jax.tree.leaves(fixed), strict=True))}
+        _run(jaxpr, early, values, producers, product)
+        signs.update({v: is_nonnegative(values[v]) for v in crossing})
+        return [(lower(x), upper(x)) if _is_interval(x) else (x,) for x in (values[v] for v in crossing)]
+
+    def second(moving: Any, kept: Any) -> list[tuple[jax.Array, jax.Array]]:
+        values = {**consts, **dict(zip(inputs, jax.tree.leaves(moving, is_leaf=_is_interval), strict=True))}
+        for v, x in zip(crossing, kept, strict=True):
+            values[v] = Box(*x, nonnegative=signs[v]) if len(x) == 2 else x[0]
+        _run(jaxpr, late, values, dict(producers), product)
+        results = [values[v] if not isinstance(v, jex.Literal) else np.asarray(v.val) for v in jaxpr.outvars]
+        return [(jnp.asarray(lower(x)), jnp.asarray(upper(x))) for x in results]
+
+    return first, second
+
+
 def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Operand]:
     """Interprets a closed jaxpr; equations that no result needs are skipped."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    producers: dict[Any, Any] = {}
+    _run(jaxpr, _live(jaxpr), values, {}, product)
+    return [_read(values, a) for a in jaxpr.outvars]
 
-    def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else values[atom]
 
-    for eqn in _live(jaxpr):
-        inputs = [read(a) for a in eqn.invars]
+def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dict[Any, Any], product: str) -> None:
+    """Interprets equations, adding their results to `values` and themselves to `producers`."""
+    for eqn in eqns:
+        inputs = [_read(values, a) for a in eqn.invars]
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = _rewrite(eqn, producers)
-            outs = _apply(jaxpr, eqn, name, [read(a) for a in atoms], product)
+            outs = _apply(jaxpr, eqn, name, [_read(values, a) for a in atoms], product)
         else:
             outs = bind_equation(jaxpr, eqn, inputs)
         values.update(zip(eqn.outvars, outs, strict=True))
         producers.update(dict.fromkeys(eqn.outvars, eqn))
-    return [read(a) for a in jaxpr.outvars]
+
+
+def _read(values: dict[Any, Any], atom: Any) -> Any:
+    return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else values[atom]
 
 
 def _live(jaxpr: Any) -> list[Any]:
