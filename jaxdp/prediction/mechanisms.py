@@ -15,6 +15,7 @@ smooth_cauchy          Cauchy noise of scale exp(-epsilon k) / (2 sinh(epsilon /
 smooth_laplace         Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
   "paper"              Laplace noise of scale 2 exp(-beta k) / epsilon                     epsilon, delta
 global_laplace         Laplace noise of scale 1 / epsilon, whatever k                      epsilon
+global_response        that of randomised_response at k = 0, whatever k                    epsilon
 =====================  ==================================================================  =============
 
 **Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different labels have k = 0,
@@ -285,6 +286,13 @@ def global_laplace(key: jax.Array, labels: Any, distances: Any, *, epsilon: floa
     return _answer(key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2)
 
 
+def global_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
+    """Answers labels by k-ary randomised response, as `global_laplace` but for any number of classes."""
+    del distances
+    nowhere = np.zeros(np.shape(labels), np.int64)
+    return randomised_response(key, labels, nowhere, epsilon=epsilon, num_classes=num_classes)
+
+
 def smooth_laplace(
     key: jax.Array,
     labels: Any,
@@ -313,7 +321,10 @@ LABEL_MECHANISMS: Mapping[str, Callable[..., np.ndarray]] = {
     "smooth_cauchy": smooth_cauchy,
     "paper_cauchy": functools.partial(smooth_cauchy, calibration="paper"),
     "global_laplace": global_laplace,
+    "global_response": global_response,
 }
+# These do not look at distances, so they need no certificates.
+GLOBAL_MECHANISMS = frozenset({"global_laplace", "global_response"})
 
 
 def event(mechanism: str, *, epsilon: float) -> DpEvent:
@@ -443,7 +454,7 @@ def smooth_sensitivity(
     """
     if not 0 < beta < math.inf:
         raise ValueError(f"beta must be finite and > 0, got {beta!r}")
-    low, high = _check_range(output_range)
+    low, high = check_range(output_range)
     values = _clip(values, (low + high) / 2, low, high)
     lower, upper = _clip(lower, low, low, high), _clip(upper, high, low, high)
     if values.ndim != 1 or lower.ndim != 2 or lower.shape != upper.shape or lower.shape[1:] != values.shape:
@@ -527,7 +538,7 @@ def laplace_values(key: jax.Array, values: Any, *, epsilon: float, output_range:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, whatever the model and the neighbouring relation, up to
         the floating-point limits in `jaxdp.transforms.noise`.
     """
-    low, high = _check_range(output_range)
+    low, high = check_range(output_range)
     scale = np.full(np.shape(values), (high - low) / _check_epsilon(epsilon))
     return _add_noise(noise.laplace, key, values, scale, output_range)
 
@@ -563,7 +574,7 @@ def _add_noise(
     scale: np.ndarray,
     output_range: tuple[float, float],
 ) -> np.ndarray:
-    low, high = _check_range(output_range)
+    low, high = check_range(output_range)
     standard = np.asarray(draw(key, jax.ShapeDtypeStruct(scale.shape, jnp.float32), 1.0), np.float64)
     noisy = _clip(values, (low + high) / 2, low, high) + scale * standard
     return np.clip(noisy, low, high).astype(np.float32)
@@ -620,7 +631,8 @@ def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.n
     return array.astype(np.int64)
 
 
-def _check_range(output_range: tuple[float, float]) -> tuple[float, float]:
+def check_range(output_range: tuple[float, float]) -> tuple[float, float]:
+    """Returns a declared (low, high) as floats; raises ValueError unless it is finite and low < high."""
     low, high = (float(end) for end in output_range)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"output_range must be finite (low, high) with low < high, got {output_range!r}")

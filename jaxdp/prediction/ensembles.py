@@ -1,0 +1,320 @@
+"""Ensembles of models trained on disjoint parts of the data: partition, certified vote, and two baselines.
+
+One record touches one member, so a neighbouring data set changes one member's data set by one record, and with it only
+that member's label and calibrated distance: the label stays and the distance k moves by at most one, or the label
+changes and k is 0 on both sides. Everything in this file rests on that sentence. It needs a partition in which a
+record's part depends on nothing but the record (`partition_by_hash`): "the i-th record goes to part i mod T" moves
+every later record when one is removed.
+
+Replacing a record by another removes it from one part and adds another to a part that may be a different one. Members
+that are certified for adding and removing records (adjacency "add_remove") cover that as two steps, which
+`private_predict` counts. Members certified for replacement only do not cover it at all: they need parts that a
+replacement cannot leave, assigned by a public identity that stays (`ids`).
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.privacy.calibration import calibrate_noise
+from jaxdp.privacy.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from jaxdp.transforms import noise
+
+_UNREACHABLE = 2**40
+
+
+# --- Partition --------------------------------------------------------------------------------------------------
+
+
+def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[int | str] | None = None) -> np.ndarray:
+    """Assigns every record to one of `parts` disjoint parts by a keyed hash (BLAKE2b) of its own bytes.
+
+    Args:
+        records: pytree of arrays [n, ...]; a record is one row of every leaf, labels included.
+        parts: number of parts, >= 1.
+        salt: 1 to 64 bytes, public, and chosen without looking at the records. The same salt gives the same parts.
+        ids: one public identity per record, hashed instead of its bytes, so that a record whose content is replaced
+            stays in its part. All records of an identity go to one part, but distances still count records, not
+            identities.
+
+    Returns:
+        int32 [n], the part of each record in [0, parts). `np.flatnonzero(result == t)` are the records of member t;
+        their number is private under "add_remove".
+
+    Formal guarantees:
+        A record's part is a function of that record (or of its identity), `parts` and `salt` only: adding or removing a
+        record changes one part, by that record. Equal records go to the same part.
+
+    Raises:
+        TypeError, ValueError: an argument out of range, leaves of different length, or ids of another type.
+    """
+    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
+        raise ValueError(f"parts must be an integer >= 1, got {parts!r}")
+    if not isinstance(salt, bytes) or not 1 <= len(salt) <= 64:
+        raise ValueError("salt must be 1 to 64 public bytes, for example b'my experiment v1'")
+    count = count_rows(records, "records")
+    leaves, structure = jax.tree.flatten(records)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    if ids is None:
+        layout = repr((str(structure), [(array.dtype.str, array.shape[1:]) for array in arrays]))
+    else:
+        layout, identities = "identity", list(ids)
+        if len(identities) != count:
+            raise ValueError(f"ids must hold one identity for each record, got {len(identities)} for {count}")
+    seen = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
+    result = np.empty(count, np.int32)
+    for i in range(count):
+        digest = seen.copy()
+        digest.update(b"".join(array[i].tobytes() for array in arrays) if ids is None else _id_bytes(identities[i]))
+        result[i] = int.from_bytes(digest.digest(), "little") % parts
+    return result
+
+
+def _id_bytes(identity: Any) -> bytes:
+    # One by one: as an array, a single string among the identities would change the type of all others.
+    value = identity.item() if isinstance(identity, np.generic) else identity
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"ids must be integers or strings, got {type(value).__name__}")
+    return f"{type(value).__name__}:{value}".encode()
+
+
+def count_rows(tree: Any, name: str) -> int:
+    """Returns n of a pytree of arrays [n, ...]; raises ValueError if it has no leaves or leaves of different length."""
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in jax.tree.leaves(tree)}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(f"{name} must be a pytree of arrays with one first axis, found leaves of different lengths")
+    return lengths.pop()
+
+
+# --- The certified vote -----------------------------------------------------------------------------------------
+
+
+def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the majority label of every query and its calibrated distance.
+
+    The distance is one less than the number of records that have to change before some class c draws level with the
+    winner w: a member's label costs k + 1 changes, a member that leaves w for c closes the gap n_w - n_c by two, a
+    member that votes for neither closes it by one,
+
+        K = max(0, min over c != w, a, b with 2 a + b >= n_w - n_c of A(a) + B_c(b) - 1),
+
+    where A(a) and B_c(b) are the sums of the a and b smallest k + 1 among the members that vote for w, and for neither
+    w nor c. With two classes b = 0, and K is the paper's Theorem 5.3: the sum of the n smallest k among the members
+    that vote for the winner, plus n - 1, with n = ceil((n_w - n_c) / 2), and 0 at ties.
+
+    Args:
+        labels: int [T, Q] in [0, num_classes), one row per member.
+        distances: int [T, Q] >= 0, the members' calibrated distances.
+        num_classes: C >= 2.
+
+    Returns:
+        (label, distance): int32 [Q] each. Ties go to the smallest label, with distance 0.
+
+    Formal guarantees:
+        If every neighbouring data set changes one member only, whose label stays while its distance moves by at most
+        one, or whose label changes while its distance is 0 on both sides, then the returned distance changes by at most
+        one and is 0 on both sides where the returned labels differ: `randomised_response` on it is private. Proof:
+        call such a change of the vector of (label, distance) a step; steps can be reversed. 1 + K is the least number
+        of steps from this vector to the set U_w of vectors in which some class has at least as many votes as w.
+        (Members change independently, a changed label costs k + 1 steps, and c is the best label to change to, so the
+        formula is that minimum.) The number of steps to a fixed set changes by at most one per step. If a neighbour has
+        another winner, or a tie, it lies in U_w and is one step away: K = 0, and by symmetry K = 0 there too.
+
+    Two shortcuts break this. Taking the n smallest k among ALL members is not 1-Lipschitz: a step of a member that
+    votes against the winner changes n, and K by more than one. And with three or more classes, counting only the
+    winner's voters is unsound: members that vote for neither class may be cheaper to move to the runner-up.
+
+    Raises:
+        ValueError: an argument out of range or of another shape.
+    """
+    votes, costs = _check_votes(labels, distances, num_classes)
+    costs = costs + 1
+    counts = _counts(votes, num_classes)
+    winner = counts.argmax(axis=1)
+    leaving = _cheapest(costs, votes == winner)
+    best = np.full(winner.shape, _UNREACHABLE)
+    for rival in range(num_classes):
+        joining = _cheapest(costs, (votes != winner) & (votes != rival))
+        gap = counts.max(axis=1) - counts[:, rival]
+        for left in range(math.ceil(len(votes) / 2) + 1):
+            joined = np.maximum(gap - 2 * left, 0)
+            cost = leaving[left] + np.take_along_axis(joining, joined[None], axis=0)[0]
+            best = np.minimum(best, np.where(winner == rival, _UNREACHABLE, cost))
+    largest = np.iinfo(np.int32).max
+    return winner.astype(np.int32), np.clip(best - 1, 0, largest).astype(np.int32)
+
+
+def _cheapest(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """Returns [T + 1, Q]: row a is the sum of the a smallest allowed costs, out of reach if there are fewer."""
+    ordered = np.sort(np.where(allowed, costs, _UNREACHABLE), axis=0)
+    return np.vstack([np.zeros_like(ordered[:1]), np.cumsum(ordered, axis=0)])
+
+
+def _counts(votes: np.ndarray, num_classes: int) -> np.ndarray:
+    return np.stack([(votes == label).sum(axis=0) for label in range(num_classes)], axis=1)
+
+
+def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    votes, away = np.asarray(labels), np.asarray(distances)
+    if votes.ndim != 2 or not len(votes) or votes.shape != away.shape:
+        raise ValueError(f"labels and distances must be [T, Q] with T >= 1, got {votes.shape} and {away.shape}")
+    if not (np.issubdtype(votes.dtype, np.integer) and np.issubdtype(away.dtype, np.integer)):
+        raise ValueError(f"labels and distances must be integers, got {votes.dtype} and {away.dtype}")
+    if num_classes < 2 or (votes < 0).any() or (votes >= num_classes).any():
+        raise ValueError(f"labels must lie in [0, num_classes={num_classes}), num_classes must be >= 2")
+    if (away < 0).any():
+        raise ValueError("distances must be >= 0; clip them at 0")
+    return votes.astype(np.int64), np.minimum(away.astype(np.int64), np.iinfo(np.int32).max)
+
+
+# --- Baselines --------------------------------------------------------------------------------------------------
+
+
+def laplace_vote(
+    key: jax.Array, labels: Any, *, epsilon: float, num_classes: int, changed_members: int = 1
+) -> np.ndarray:
+    """Answers the class with most votes after Laplace noise of scale 2 changed_members / epsilon on every count.
+
+    Args:
+        key: typed noise key, used for this call only.
+        labels: int [T, Q] in [0, num_classes).
+        epsilon: of each answer; finite, > 0.
+        num_classes: C >= 2.
+        changed_members: how many members one neighbouring data set may change: 1, or 2 where records are replaced and a
+            replacement may land in another part.
+
+    Returns:
+        int32 [Q].
+
+    Formal guarantees:
+        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`: a changed vote moves two counts by one each (Dwork and
+        Roth 2014, Theorem 3.6), up to the floating-point limits in `jaxdp.transforms.noise`.
+
+    Raises:
+        TypeError, ValueError: an argument out of range or of another shape.
+    """
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
+    if changed_members not in (1, 2):
+        raise ValueError(f"changed_members must be 1 or 2, got {changed_members!r}")
+    votes, _ = _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)
+    counts = _counts(votes, num_classes)
+    return _noisy_counts(noise.laplace, key, counts, 2 * changed_members / epsilon).argmax(axis=1).astype(np.int32)
+
+
+def _noisy_counts(draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float) -> np.ndarray:
+    sample = draw(key, jax.ShapeDtypeStruct(counts.shape, jnp.float32), scale)
+    return counts + np.asarray(sample, np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfidentGNMax:
+    """PATE's Confident-GNMax (Papernot et al. 2018, arXiv 1802.08908, Algorithm 1), with data-independent accounting.
+
+    A query is answered if the largest vote count plus N(0, sigma_threshold^2) reaches `threshold`, by the class whose
+    count plus N(0, sigma_votes^2) is largest.
+
+    Attributes:
+        threshold: finite; 0.6 to 0.8 of the number of members is usual.
+        sigma_threshold, sigma_votes: standard deviations, finite, > 0.
+
+    Formal guarantees:
+        `answer` satisfies `event`. Changing one member's label moves the largest count by at most 1 and the vector of
+        counts by sqrt(2) in L2 norm. All thresholds are checked first, then at most `max_answers` of the queries that
+        passed are answered: a sequence of `queries` Gaussian mechanisms of noise multiplier sigma_threshold and
+        `max_answers` of sigma_votes / sqrt(2) whose inputs depend on earlier outputs and whose noise does not. Unused
+        answers are charged. Under "replace_one" accounting doubles both sensitivities, which covers a replacement that
+        changes two members.
+    """
+
+    threshold: float
+    sigma_threshold: float
+    sigma_votes: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold must be finite, got {self.threshold!r}")
+        for name in ("sigma_threshold", "sigma_votes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)!r}")
+
+    @classmethod
+    def calibrated(
+        cls,
+        *,
+        threshold: float,
+        queries: int,
+        max_answers: int,
+        epsilon: float,
+        delta: float,
+        adjacency: Adjacency = "add_remove",
+        ratio: float = 3.0,
+    ) -> "ConfidentGNMax":
+        """Returns the least noise, with sigma_threshold = ratio * sigma_votes, whose event costs at most (epsilon,
+        delta).
+
+        Raises:
+            ValueError: an argument out of range, or a target that no noise meets.
+        """
+        if not 0 < ratio < math.inf:
+            raise ValueError(f"ratio must be finite and > 0, got {ratio!r}")
+
+        def make(sigma_votes: float) -> ConfidentGNMax:
+            return cls(threshold, ratio * sigma_votes, sigma_votes)
+
+        return make(
+            calibrate_noise(
+                lambda sigma: make(sigma).event(queries, max_answers=max_answers),
+                epsilon=epsilon,
+                delta=delta,
+                adjacency=adjacency,
+            )
+        )
+
+    def event(self, queries: int, *, max_answers: int) -> DpEvent:
+        """Returns what `queries` queries of which at most `max_answers` are answered cost, whatever the votes.
+
+        Raises:
+            ValueError: `queries` < 1 or `max_answers` outside [1, queries].
+        """
+        if not 1 <= max_answers <= queries:
+            raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}]")
+        return ComposedDpEvent(
+            [
+                SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries),
+                SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers),
+            ]
+        )
+
+    def answer(self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int) -> np.ndarray:
+        """Answers the first `max_answers` queries that pass the noisy threshold.
+
+        Args:
+            key: typed noise key, used for this call only.
+            labels: int [T, Q] in [0, num_classes).
+            num_classes: C >= 2.
+            max_answers: in [1, Q].
+
+        Returns:
+            int32 [Q], -1 for a query without an answer.
+
+        Raises:
+            TypeError, ValueError: an argument out of range or of another shape.
+        """
+        votes, _ = _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)
+        if not 1 <= max_answers <= votes.shape[1]:
+            raise ValueError(f"max_answers={max_answers} must lie in [1, queries={votes.shape[1]}]")
+        counts = _counts(votes, num_classes)
+        key_threshold, key_votes = jax.random.split(key)
+        largest = _noisy_counts(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
+        passed = largest >= self.threshold
+        answered = passed & (np.cumsum(passed) <= max_answers)
+        noisy = _noisy_counts(noise.gaussian, key_votes, counts, self.sigma_votes)
+        return np.where(answered, noisy.argmax(axis=1), -1).astype(np.int32)
