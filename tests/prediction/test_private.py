@@ -1,0 +1,441 @@
+"""Private answers: the ledger comes first, nothing but answers comes back, adjacencies match; planning; the student.
+
+Certificates are fakes with chosen labels and distances, so that what is tested is what happens to them.
+"""
+
+import dataclasses
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import jaxdp
+from jaxdp.prediction import ensembles, mechanisms, private
+from jaxdp.privacy import PureDpEvent, SelfComposedDpEvent
+from jaxdp.privacy import epsilon as epsilon_at
+
+SEED = bytes(range(16))
+ACCEPT, REJECT = 1e-6, 1e-9
+
+
+@dataclasses.dataclass
+class Bounds:
+    """Stands in for what `train_with_bounds` returns; `label` and `distance` [Q] are what `certify` will say."""
+
+    label: object = 0
+    distance: object = 0
+    adjacency: str = "add_remove"
+    ks: tuple[int, ...] = tuple(range(10))
+    params: object = None
+    lower: object = None
+    upper: object = None
+
+    def __post_init__(self):
+        self.params = {"w": jnp.float32(np.mean(self.label) if self.params is None else self.params)}
+
+
+def one_logit(params, query):
+    return (params["w"] - 0.5) * jnp.ones(()) + 0 * query["x"].sum()
+
+
+def three_logits(params, query):
+    return jnp.array([0.0, 1.0, 0.5]) * params["w"] + 0 * query["x"].sum()
+
+
+@pytest.fixture
+def certified(monkeypatch):
+    """Fakes `certify` and counts its calls."""
+    calls = []
+
+    def certify(bounds, apply_fn, queries):
+        del apply_fn
+        calls.append(bounds)
+        n = len(queries["x"])
+        return types.SimpleNamespace(
+            label=jnp.broadcast_to(jnp.asarray(bounds.label, jnp.int32), (n,)),
+            distance=jnp.broadcast_to(jnp.asarray(bounds.distance, jnp.int32), (n,)),
+            logits=types.SimpleNamespace(lower=bounds.lower, upper=bounds.upper),
+        )
+
+    monkeypatch.setattr(private, "_certify", certify)
+    return calls
+
+
+def queries(n):
+    return {"x": np.zeros((n, 2), np.float32)}
+
+
+def ledger_for(adjacency="add_remove", epsilon=None, delta=1e-5):
+    ledger = jaxdp.Ledger.in_memory()
+    ledger.register("data", adjacency=adjacency, unit="example", epsilon=epsilon, delta=delta)
+    return ledger
+
+
+def predict(bounds, n=50, ledger=None, apply_fn=one_logit, **arguments):
+    arguments = {"epsilon": 0.5, "seed": SEED, **({"epsilon": None} if "total" in arguments else {}), **arguments}
+    return private.private_predict(
+        bounds, apply_fn, queries(n), ledger=ledger or ledger_for(), dataset="data", **arguments
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- planning
+
+
+@pytest.mark.parametrize("queries_", [1, 10, 100, 1000])
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_planned_queries_cost_the_total_and_no_more(queries_, adjacency):
+    each = private.query_epsilon(10.0, 1e-5, queries_, adjacency=adjacency)
+    assert each >= private.paper_query_epsilon(10.0, 1e-5, queries_) * (1 - 1e-12)
+
+    def total(epsilon):
+        event = SelfComposedDpEvent(PureDpEvent(epsilon), queries_)
+        return epsilon_at(event, delta=1e-5, adjacency=adjacency)
+
+    assert total(each) <= 10.0 * (1 + 1e-12) and total(each * 1.001) > 10.0
+
+
+def test_planned_queries_of_known_totals():
+    got = [private.query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
+    assert got == pytest.approx([1.0, 0.204, 0.0634], rel=2e-3)
+    paper = [private.paper_query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
+    assert paper == pytest.approx([1.0, 0.1761, 0.05568], rel=1e-3)
+    assert private.query_epsilon(3.0, 0.0, 7) == 3.0 / 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0.0, 1e-5, 10), "epsilon must be"),
+        ((math.inf, 1e-5, 10), "epsilon must be"),
+        ((1.0, 1.0, 10), "delta must be"),
+        ((1.0, 1e-5, 0), "queries must be"),
+        ((1.0, 1e-5, 2.0), "queries must be"),
+    ],
+)
+def test_planning_refuses(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        private.query_epsilon(*arguments)
+
+
+# ----------------------------------------------------------------------------------------------------- answers
+
+
+def test_every_query_is_charged_once(certified):
+    ledger = ledger_for()
+    answers = predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
+    assert type(answers) is np.ndarray and answers.dtype == np.int32 and answers.tolist() == [1] * 50
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 50)}
+    predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 100)}
+    assert len(certified) == 2
+
+
+def test_a_total_is_planned_for_all_queries_of_the_call(certified):
+    ledger = ledger_for(epsilon=10.0)
+    predict(Bounds(0, 5), 100, ledger, total=(10.0, 1e-5))
+    assert ledger.epsilon("data") == pytest.approx(10.0, rel=1e-3)
+    with pytest.raises(jaxdp.BudgetExceeded):
+        predict(Bounds(0, 5), 10, ledger, epsilon=0.2)
+
+
+@pytest.mark.parametrize("mechanism", mechanisms.LABEL_MECHANISMS)
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_refused_call_computes_nothing_and_charges_nothing(certified, monkeypatch, mechanism, members):
+    ledger = ledger_for(epsilon=1.0)
+
+    def never(*args):
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(private, "_outputs", never)
+    with pytest.raises(jaxdp.BudgetExceeded):
+        predict([Bounds(0, 5)] * members, 1000, ledger, epsilon=0.5, mechanism=mechanism)
+    assert certified == [] and ledger.epsilon("data") == 0
+
+
+def test_the_spend_is_on_the_books_before_certifying_and_stays_if_that_fails(monkeypatch):
+    ledger = ledger_for()
+
+    def fail(*args):
+        assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(private, "_certify", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        predict(Bounds(0, 5), 10, ledger, epsilon=0.5)
+    assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
+
+
+def test_the_ledger_shows_nothing_private(certified):
+    """Two models that differ in everything private leave the same entries."""
+    texts = []
+    for bounds in (Bounds(0, 3), Bounds(1, 987)):
+        ledger = ledger_for()
+        predict(bounds, 20, ledger, total=(1.0, 1e-5))
+        report = ledger.report()
+        spend = report["datasets"][0]["spends"][0]
+        texts.append({name: value for name, value in spend.items() if not name.endswith("_at")})
+        assert "987" not in str(spend["event"]) + spend["first_label"]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3])
+def test_answers_flip_with_the_probability_of_their_distance(certified, distance):
+    n, epsilon = 20_000, 0.6
+    wrong = int((predict(Bounds(1, distance), n, epsilon=epsilon) != 1).sum())
+    p = float(mechanisms.flip_probability(distance, epsilon=epsilon))
+    assert stats.binomtest(wrong, n, p).pvalue > ACCEPT
+    assert stats.binomtest(wrong, n, 0.7 * p).pvalue < REJECT and stats.binomtest(wrong, n, 1.3 * p).pvalue < REJECT
+
+
+def test_a_seed_reproduces_answers_but_never_across_two_spends(certified):
+    bounds, ledger = Bounds(0, 0), ledger_for()
+    first, second = predict(bounds, 200, ledger), predict(bounds, 200, ledger)
+    assert (first != second).any()
+    assert (predict(bounds, 200) == first).all()
+    assert (predict(bounds, 200, seed=None) != predict(bounds, 200, seed=None)).any()
+
+
+def test_many_classes(certified):
+    answers = predict(Bounds(2, 0, params=1.0), 3000, apply_fn=three_logits, epsilon=0.1)
+    assert set(answers.tolist()) == {0, 1, 2}
+    assert (predict(Bounds(2, 500, params=1.0), apply_fn=three_logits) == 2).all()
+    with pytest.raises(ValueError, match="answers two classes, not 3"):
+        predict(Bounds(2, 0), apply_fn=three_logits, mechanism="smooth_cauchy")
+    with pytest.raises(ValueError, match="answers two classes, not 3"):
+        predict(Bounds(2, 0), apply_fn=three_logits, mechanism="global_laplace")
+
+
+@pytest.mark.parametrize("mechanism", ["global_laplace", "global_response"])
+def test_global_mechanisms_need_no_certificates(certified, mechanism):
+    n = 20_000
+    answers = predict(Bounds(1, 10**6), n, epsilon=1.0, mechanism=mechanism)
+    assert certified == []
+    p = math.exp(-0.5) / 2 if mechanism == "global_laplace" else 1 / (1 + math.e)
+    assert stats.binomtest(int((answers == 0).sum()), n, p).pvalue > ACCEPT
+    apart = predict(Bounds(1, 0, params=1.0), 500, apply_fn=three_logits, mechanism="global_response", epsilon=20.0)
+    assert (apart == 1).all()  # The largest of three logits.
+
+
+def test_no_queries_cost_nothing(certified):
+    ledger = ledger_for()
+    answers = predict(Bounds(), 0, ledger)
+    assert answers.shape == (0,) and answers.dtype == np.int32 and ledger.events("data") == {}
+
+
+# --------------------------------------------------------------------------------------------------- adjacency
+
+
+def observed_distance(monkeypatch, bounds, registered, **arguments):
+    seen = []
+
+    def record(key, labels, distances, *, epsilon, num_classes):
+        seen.append(int(np.unique(distances)[0]))
+        return np.zeros(len(labels), np.int32)
+
+    monkeypatch.setattr(mechanisms, "LABEL_MECHANISMS", {"randomised_response": record})
+    predict(bounds, 4, ledger_for(registered), **arguments)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "registered", "distance"),
+    [
+        ("add_remove", "add_remove", 7),
+        ("add_remove", "zero_out", 7),
+        ("add_remove", "replace_one", 3),
+        ("replace", "replace_one", 7),
+        ("reference", "replace_one", 7),
+    ],
+)
+def test_distances_count_changes_of_the_registered_relation(certified, monkeypatch, kind, registered, distance):
+    assert observed_distance(monkeypatch, Bounds(0, 7, adjacency=kind), registered) == distance
+
+
+@pytest.mark.parametrize(
+    ("kind", "registered"),
+    [
+        ("replace", "add_remove"),
+        ("reference", "add_remove"),
+        ("replace", "zero_out"),
+        ("reference", "zero_out"),
+        ("something", "add_remove"),
+    ],
+)
+def test_other_relations_are_refused_before_spending(certified, kind, registered):
+    ledger = ledger_for(registered)
+    with pytest.raises(ValueError, match=f"adjacency='{kind}' do not cover dataset 'data'"):
+        predict(Bounds(0, 7, adjacency=kind), 4, ledger)
+    assert ledger.events("data") == {} and certified == []
+
+
+def test_an_ensemble_votes_and_a_replacement_may_touch_two_members(certified, monkeypatch):
+    members = [Bounds(1, 4), Bounds(1, 6), Bounds(1, 9), Bounds(0, 9)]  # n = 1: K = 4.
+    assert observed_distance(monkeypatch, members, "add_remove") == 4
+    assert observed_distance(monkeypatch, members, "replace_one") == 2
+    fixed = [Bounds(1, 4, adjacency="replace"), Bounds(1, 6, adjacency="replace")]
+    assert observed_distance(monkeypatch, fixed, "replace_one", fixed_parts=True) == 4
+    with pytest.raises(ValueError, match="fixed_parts=True"):
+        predict(fixed, 4, ledger_for("replace_one"))
+    with pytest.raises(ValueError, match="one adjacency"):
+        predict([members[0], fixed[0]], 4, ledger_for("replace_one"))
+
+
+def test_laplace_noise_on_votes_is_doubled_for_replacement(certified):
+    n, members = 20_000, [Bounds(1)] * 9 + [Bounds(0)] * 5
+    for registered, scale in (("add_remove", 2.5), ("replace_one", 5.0)):
+        answers = predict(members, n, ledger_for(registered), epsilon=0.8, mechanism="global_laplace")
+        p = math.exp(-4 / scale) * (0.5 + 4 / scale / 4)
+        assert stats.binomtest(int((answers == 0).sum()), n, p).pvalue > ACCEPT
+    assert certified == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"total": (1.0, 1e-5), "epsilon": 1.0}, "either epsilon"),
+        ({"epsilon": None}, "either epsilon"),
+        ({"epsilon": 0.0}, "epsilon must be"),
+        ({"mechanism": "smooth_laplace"}, "mechanism must be one of"),
+        ({"apply_fn": lambda params, query: jnp.zeros((2, 2))}, "must not be batched"),
+        ({"bounds": []}, "bounds is empty"),
+    ],
+)
+def test_bad_arguments_are_refused_before_spending(certified, arguments, match):
+    ledger = ledger_for()
+    with pytest.raises(ValueError, match=match):
+        predict(**{"bounds": Bounds(0, 1), "ledger": ledger, **arguments})
+    assert ledger.events("data") == {} and certified == []
+
+
+def test_unknown_data_sets_and_ragged_queries_are_refused():
+    with pytest.raises(ValueError, match="'other' is not registered"):
+        private.private_predict(Bounds(), one_logit, queries(2), ledger=ledger_for(), dataset="other", epsilon=1.0)
+    with pytest.raises(ValueError, match="queries must be a pytree"):
+        private.private_predict(
+            Bounds(), one_logit, {"x": np.zeros(3), "y": np.zeros(2)}, ledger=ledger_for(), dataset="data", epsilon=1.0
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ values
+
+
+def value_bounds(n, ks, adjacency="add_remove"):
+    """A model whose output 3 moves by at most k / 4 at distance k."""
+    radius = np.broadcast_to(np.array(ks, np.float32)[:, None, None] / 4, (len(ks), n, 1))
+    return Bounds(params=3.0, adjacency=adjacency, ks=ks, lower=3 - radius, upper=3 + radius)
+
+
+def value_of(params, query):
+    return params["w"] + 0 * query["x"].sum()
+
+
+@pytest.mark.parametrize(
+    ("ks", "registered", "rows"),
+    [
+        ((0, 1, 2, 3, 4, 5), "add_remove", [1, 2, 3, 4, 5]),
+        ((0, 1, 2, 3, 4, 5), "replace_one", [2, 4]),
+        ((2, 5, 9), "add_remove", [2, 5, 9]),
+        ((0, 3, 8), "zero_out", [3, 8]),
+    ],
+)
+def test_values_use_the_certified_boxes_of_the_registered_relation(certified, monkeypatch, ks, registered, rows):
+    seen = {}
+
+    def record(key, values, lower, upper, *, epsilon, output_range):
+        seen.update(values=values, lower=lower, upper=upper, epsilon=epsilon, output_range=output_range)
+        return np.zeros(len(values), np.float32)
+
+    monkeypatch.setattr(mechanisms, "cauchy_values", record)
+    ledger = ledger_for(registered)
+    private.private_values(
+        value_bounds(4, ks), value_of, queries(4), ledger=ledger, dataset="data", output_range=(0.0, 9.0), epsilon=0.3
+    )
+    np.testing.assert_allclose(seen["upper"][:, 0], 3 + np.array(rows) / 4)
+    np.testing.assert_allclose(seen["lower"][:, 0], 3 - np.array(rows) / 4)
+    assert seen["values"].tolist() == [3.0] * 4 and seen["output_range"] == (0.0, 9.0)
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.3), 4)}
+
+
+@pytest.mark.parametrize("mechanism", ["cauchy_values", "laplace_values"])
+def test_values_come_back_noisy_and_refused_calls_compute_nothing(certified, mechanism):
+    ask = {"dataset": "data", "output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
+    bounds = value_bounds(400, tuple(range(60)))
+    answers = private.private_values(bounds, value_of, queries(400), ledger=ledger_for(), epsilon=2.0, **ask)
+    assert answers.dtype == np.float32 and answers.shape == (400,)
+    assert abs(np.median(answers) - 3) < 1.0 and answers.std() > 0.1
+    before = len(certified)
+    with pytest.raises(jaxdp.BudgetExceeded):
+        private.private_values(bounds, value_of, queries(400), ledger=ledger_for(epsilon=1.0), epsilon=2.0, **ask)
+    assert len(certified) == before
+    with pytest.raises(ValueError, match="bounds must be those of one model"):
+        private.private_values([bounds], value_of, queries(4), ledger=ledger_for(), epsilon=2.0, **ask)
+    with pytest.raises(ValueError, match="output_range must be"):
+        private.private_values(
+            bounds, value_of, queries(4), ledger=ledger_for(), epsilon=2.0, **{**ask, "output_range": (1.0, 0.0)}
+        )
+    with pytest.raises(ValueError, match="one value"):
+        private.private_values(bounds, three_logits, queries(4), ledger=ledger_for(), epsilon=2.0, **ask)
+
+
+# -------------------------------------------------------------------------------------------------------- PATE
+
+
+def test_pate_charges_its_plan_and_answers_where_members_agree(monkeypatch):
+    mechanism = ensembles.ConfidentGNMax(threshold=8.0, sigma_threshold=0.5, sigma_votes=0.5)
+    members = [{"w": jnp.float32(1.0)}] * 9 + [{"w": jnp.float32(0.0)}]
+    ledger = ledger_for()
+    ask = {"dataset": "data", "mechanism": mechanism, "max_answers": 30, "seed": SEED}
+    answers = private.pate_predict(members, one_logit, queries(40), ledger=ledger, **ask)
+    assert answers.dtype == np.int32 and (answers == 1).sum() == 30 and (answers == -1).sum() == 10
+    assert ledger.epsilon("data") == pytest.approx(epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5))
+    half = private.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), ledger=ledger_for(), **ask)
+    assert (half == -1).all()
+    with pytest.raises(ValueError, match="members is empty"):
+        private.pate_predict([], one_logit, queries(40), ledger=ledger_for(), **ask)
+    monkeypatch.setattr(private, "_outputs", lambda *_: 1 / 0)
+    with pytest.raises(jaxdp.BudgetExceeded):
+        private.pate_predict(members, one_logit, queries(40), ledger=ledger_for(epsilon=1.0), **ask)
+
+
+# ----------------------------------------------------------------------------------------------------- student
+
+
+def test_only_answered_queries_become_examples():
+    asked, answers = private.answered({"x": np.arange(8).reshape(4, 2)}, np.array([1, -1, 0, -1]))
+    assert asked["x"].tolist() == [[0, 1], [4, 5]] and answers.tolist() == [1, 0] and answers.dtype == np.int32
+
+
+def test_a_student_learns_from_noisy_answers():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 2)).astype(np.float32)
+    truth = (x @ [1.0, -2.0] > 0).astype(np.int64)
+    answers = mechanisms.randomised_response(
+        jaxdp.transforms.noise.stream(SEED, "student"), truth, np.zeros(400, int), epsilon=1.0, num_classes=2
+    )
+
+    def loss_fn(params, example):
+        query, label = example
+        return jaxdp.losses.sigmoid_cross_entropy(query["x"] @ params["w"] + params["b"], label)
+
+    start = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+    settings = {"optimizer": optax.adam(0.05), "steps": 150, "batch_size": 64, "seed": SEED}
+    student = private.train_student(loss_fn, start, private.answered({"x": x}, answers), **settings)
+    test = rng.normal(size=(2000, 2)).astype(np.float32)
+    right = ((test @ student["w"] + student["b"] > 0) == (test @ [1.0, -2.0] > 0)).mean()
+    assert (answers == truth).mean() < 0.8 and right > 0.9  # The student is better than its teacher's answers.
+    again = private.train_student(loss_fn, start, private.answered({"x": x}, answers), **settings)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), student, again))
+
+
+def test_a_student_needs_examples():
+    settings = {"optimizer": optax.sgd(0.1), "steps": 1, "batch_size": 4, "seed": SEED}
+    nothing = private.answered({"x": np.zeros((3, 2))}, np.full(3, -1))
+    with pytest.raises(ValueError, match="were any queries answered"):
+        private.train_student(lambda params, example: 0.0, {}, nothing, **settings)
+    with pytest.raises(ValueError, match="examples must be"):
+        private.train_student(lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings)
