@@ -46,7 +46,7 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
 
     Returns:
         int32 [n], the part of each record in [0, parts). `np.flatnonzero(result == t)` are the records of member t;
-        their number is private under "add_remove".
+        their number is private under "add_remove", so train every member with one public divisor.
 
     Formal guarantees:
         A record's part is a function of that record (or of its identity), `parts` and `salt` only: adding or removing a
