@@ -1,0 +1,965 @@
+"""Abstract Gradient Training: bounds on everything that training on a neighbouring data set could give.
+
+Wicker et al., "Certification for Differentially Private Prediction in Gradient-Based Training" (ICML 2025,
+arXiv:2406.13433), in the order of its Algorithm 1, for all distances k in one compiled program:
+
+1. bounds of every record's gradient over the box of parameters reached so far (`jaxdp.interval`), clipped;
+2. bounds of their sum when up to k records change: `_Descent`, the paper's Theorem 4.6 or the rule of T4;
+3. a step of the optimizer for both ends of the box;
+4. `certify`: which predictions no parameters in the box change (Lemma 4.4).
+
+T1..T10 are derivations in BUILD_NOTES.md, with the proofs of soundness and of the 1-Lipschitz stable distance.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
+from jaxdp.transforms.interval_rules import pairwise_gaps
+from jaxdp.transforms.intervals import bound, stage
+
+Adjacency = Literal["add_remove", "replace", "reference"]
+
+# Records per inner block of sums, so that a sum of quantised gradients fits half of an int32.
+_BLOCK = 256
+# Numbers of a fragment of per-record gradients that fit a processor's cache.
+_CACHED = 2**20
+# Halvings of the interval in which the threshold of the largest entries is searched (T6).
+_HALVINGS = 8
+_QUERIES = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Nominal parameters and a box around them for each distance.
+
+    Attributes:
+      params: what training on the data as they are gives, a pytree.
+      lower, upper: pytrees like `params`; leaves [len(ks), ...]. Row i contains every parameter vector that training
+        on a data set within distance ks[i] gives. Frozen leaves are repeated without copies.
+      ks: distances, increasing.
+      adjacency: what one step of distance is: "add_remove", "replace" or "reference".
+      trainable: whether each leaf was trained, in the order of `jax.tree.leaves(params)`.
+    """
+
+    params: Any
+    lower: Any
+    upper: Any
+    ks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    adjacency: str = dataclasses.field(metadata={"static": True})
+    trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    def box(self, k: int) -> Any:
+        """Returns the box at distance k: `params` with an `Interval` for each trained leaf.
+
+        Raises:
+          ValueError: if k is not one of `ks`.
+        """
+        if k not in self.ks:
+            raise ValueError(f"k={k} is not one of the distances {self.ks} of these bounds")
+        row = self.ks.index(k)
+        leaves, structure = jax.tree.flatten(self.params)
+        ends = zip(leaves, jax.tree.leaves(self.lower), jax.tree.leaves(self.upper), self.trainable, strict=True)
+        boxes = [unchecked(low[row], high[row]) if moves else leaf for leaf, low, high, moves in ends]
+        return jax.tree.unflatten(structure, boxes)
+
+
+class Certificates(NamedTuple):
+    """What is certain about predictions. PRIVATE: distances and logits depend on the training data.
+
+    Attributes:
+      label: int32 [Q], the nominal prediction: the largest logit, or for one logit whether it is positive.
+      distance: int32 [Q], the stable distance k': no data set within distance k' changes the label, and neighbouring
+        data sets have k' that differ by at most 1. With a sparse grid of ks it counts certified grid points.
+      logits: `Interval` with ends [len(ks), Q, C].
+    """
+
+    label: jax.Array
+    distance: jax.Array
+    logits: Interval
+
+
+def train_with_bounds(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+    *,
+    ks: int | Sequence[int],
+    clip: float,
+    learning_rate: float,
+    batch_size: int,
+    epochs: int,
+    adjacency: Adjacency = "add_remove",
+    order: np.ndarray | Callable[[int], np.ndarray] | None = None,
+    product: str = "tight",
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    lr_decay: float = 0.0,
+    lr_min: float = 0.0,
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> Bounds:
+    """Trains with per-record clipped gradients and bounds what any data set within distance k could have given.
+
+        bounds = train_with_bounds(loss_fn, params, data, ks=20, clip=0.1, learning_rate=0.5, batch_size=n, epochs=1)
+        certify(bounds, apply_fn, queries).distance
+
+    Step t with batch S (Algorithm 1):
+
+        D = 1/batch_size sum_{i in S} clip(grad loss(theta, i), -clip, clip)
+        v = momentum v + D + weight_decay theta
+        theta = theta - max(learning_rate / (1 + lr_decay t), lr_min) (v, or D + weight_decay theta + momentum v)
+
+    Args:
+      loss_fn: `loss_fn(params, example) -> scalar`, the deterministic loss of one example. Losses of `jaxdp.losses`
+        have tight bounds; any other is sound, only looser.
+      params: initial parameters, public.
+      data: pytree of arrays [n, ...], one row per record.
+      ks: distances; an int means all of 0..ks, which is what a private mechanism wants. A sparse grid is allowed.
+      clip: each coordinate of each record's gradient is clamped to [-clip, clip]; positive, finite.
+      learning_rate: of step 0; positive.
+      batch_size: public. The constant that sums are divided by (except "reference").
+      epochs: passes over the data.
+      adjacency: what distance counts, and what the sum of gradients is divided by.
+        "add_remove": records added or removed, the normaliser is `batch_size`; one record shifts the sum by at most
+        `clip` (T4). "replace": records replaced, batches keep their size; normaliser `batch_size`. "reference": the
+        published rule (Theorem 4.6), normaliser the number of records in the batch, k replacements in EVERY batch;
+        with product="rump" the published algorithm.
+      order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it. It overrides
+        epochs. None: record i is in batch i mod ceil(n / batch_size) of every epoch, the same whatever the other
+        records are ("reference": consecutive full batches, an incomplete one is dropped, as published).
+      product: "tight" or "rump", see `jaxdp.interval`.
+      momentum, nesterov, weight_decay: of the optimizer; see the equations.
+      lr_decay, lr_min: of the learning rate.
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen, and what
+        depends on them alone is computed once per batch.
+
+    Returns:
+      `Bounds`, computed for all ks by one compiled program (compiled once per loss function, shapes and settings).
+
+    Formal guarantees:
+      *Containment.* Let data' be within distance ks[i] of `data`, each added record being assigned to one batch per
+      epoch by a rule that does not look at other records. Training on data' by the equations above, in real
+      arithmetic or in floating point, ends inside row i. Changes count over the whole data set: an epoch of several
+      batches shares the budget between them (T8), except where the cases below say "every batch".
+
+      *Stable distance.* The box of data' at distance k - 1 lies inside that of data at distance k whenever data and
+      data' are neighbours, also in floating point: sums over records are exact integer sums of outward-rounded
+      gradients, and every other operation is monotone. So the k' of `certify` is 1-Lipschitz, which mechanisms need.
+
+      The nominal parameters and the boxes are private values; only mechanisms in `jaxdp.prediction` make them public.
+      Hyperparameters and `order` must not be chosen by looking at the data.
+
+      ============================  =================================================================================
+      case                          behaviour
+      ============================  =================================================================================
+      k == 0                        the box is the rounding of the arithmetic
+      gradient NaN or infinite      counts as anything in [-clip, clip]
+      order repeats a record        budgets start again before the batch that repeats one
+      momentum and weight_decay     k changes in every batch; an error if a step's influence on the result changes sign
+      "reference"                   k replacements in every batch
+      ============================  =================================================================================
+
+    Raises:
+      ValueError: for anything that cannot be certified or is out of range; before any computation.
+      TypeError: if ks or order are not integers, or a trained leaf is not floating point.
+    """
+    plan, arrays = _plan(
+        loss_fn,
+        params,
+        data,
+        ks=_distances(ks),
+        clip=_positive("clip", clip, "the per-coordinate bound of a record's gradient"),
+        learning_rate=_positive("learning_rate", learning_rate, "the step size"),
+        batch_size=batch_size,
+        epochs=epochs,
+        adjacency=adjacency,
+        order=order,
+        product=product,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        lr_decay=lr_decay,
+        lr_min=lr_min,
+        trainable=trainable,
+    )
+    nominal, low, high = _train(loss_fn, plan, *arrays)
+    leaves, structure = jax.tree.flatten(params)
+    lowers, uppers = [], []
+    trained = iter(zip(nominal, low, high, strict=True))
+    for i, moves in enumerate(plan.trainable):
+        if moves:
+            leaves[i], a, b = next(trained)
+        else:
+            a = b = np.broadcast_to(np.asarray(leaves[i]), (len(plan.ks), *np.shape(leaves[i])))
+        lowers.append(a)
+        uppers.append(b)
+    nominal, low, high = (jax.tree.unflatten(structure, x) for x in (leaves, lowers, uppers))
+    return Bounds(nominal, low, high, plan.ks, adjacency, plan.trainable)
+
+
+# --- checks: everything that can be wrong, before anything is computed -----------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The static part of a run; equal plans share one compiled program."""
+
+    ks: tuple[int, ...]
+    clip: float
+    divisor: int
+    adjacency: str
+    product: str
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    trainable: tuple[bool, ...]
+    structure: Any
+    blocks: tuple[int, int, int]  # of a batch: outer blocks, fragments in each, records in a fragment
+    groups: tuple[int, ...]  # number of steps in which no record occurs twice, in turn; budgets are shared within
+    shared_budget: bool
+
+
+def _distances(ks: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ks, int | np.integer) and not isinstance(ks, bool):
+        if ks < 0:
+            raise ValueError(f"ks={ks} is negative; a distance counts changed records")
+        return tuple(range(int(ks) + 1))
+    values = list(ks)  # type: ignore[arg-type]
+    if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
+        raise TypeError(f"ks={values} must be integers")
+    if not values or min(values) < 0:
+        raise ValueError(f"ks={values} must hold at least one distance, and none below 0")
+    if sorted(set(values)) != values:
+        raise ValueError(f"ks={values} must increase")
+    return tuple(int(k) for k in values)
+
+
+def _positive(name: str, value: Any, meaning: str) -> float:
+    if value is None or not (np.ndim(value) == 0 and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} must be positive and finite: {meaning}; without it nothing can be bounded")
+    return float(value)
+
+
+def _plan(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+    *,
+    ks: tuple[int, ...],
+    clip: float,
+    learning_rate: float,
+    batch_size: int,
+    epochs: int,
+    adjacency: str,
+    order: Any,
+    product: str,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    lr_decay: float,
+    lr_min: float,
+    trainable: Callable[[str, Any], bool] | None,
+) -> tuple[_Plan, tuple[Any, ...]]:
+    if adjacency not in ("add_remove", "replace", "reference"):
+        raise ValueError(f"adjacency={adjacency!r} is unknown; use 'add_remove', 'replace' or 'reference'")
+    if product not in ("tight", "rump"):
+        raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
+    for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}={value} must be a positive integer")
+    for name, number in (("weight_decay", weight_decay), ("lr_decay", lr_decay), ("lr_min", lr_min)):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}={number} must be finite and not negative")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} must be in [0, 1)")
+    if nesterov and momentum == 0:
+        raise ValueError("nesterov=True needs momentum > 0")
+    if ks[-1] > batch_size:
+        raise ValueError(
+            f"ks reaches {ks[-1]}, more than batch_size={batch_size}: no batch has so many records to change"
+        )
+    n = _check_data(data)
+    rows = _check_order(order, n, batch_size, epochs, adjacency)
+    counts = (rows >= 0).sum(axis=1)
+    if ks[-1] > counts.min() and adjacency != "add_remove":
+        raise ValueError(f"ks reaches {ks[-1]}, but a batch of order has {counts.min()} records")
+    steps = len(rows)
+    rates = np.maximum(learning_rate / (1 + lr_decay * np.arange(steps)), lr_min)
+    _check_influence(rates, momentum, nesterov, weight_decay)
+
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    flags = tuple(
+        bool(trainable is None or trainable(name, leaf)) for name, (_, leaf) in zip(names, paths, strict=True)
+    )
+    if not any(flags):
+        raise ValueError(f"no leaf of params is trainable; `trainable` is called with paths such as {names[:3]}")
+    leaves = [leaf for _, leaf in paths]
+    for name, leaf, flag in zip(names, leaves, flags, strict=True):
+        if flag and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(f"params leaf {name} is {jnp.result_type(leaf)}, only floating-point leaves can be trained")
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError(f"params leaf {name} has NaN or infinite entries")
+    _check_loss(loss_fn, params, data)
+
+    moving = [_at_least_float32(x) for x, flag in zip(leaves, flags, strict=True) if flag]
+    frozen = [jnp.asarray(x) for x, flag in zip(leaves, flags, strict=True) if not flag]
+    blocks = _blocks(rows.shape[1], sum(x.size for x in moving))
+    padded = np.full((steps, math.prod(blocks)), -1, np.int32)
+    padded[:, : rows.shape[1]] = rows
+    groups = _groups(rows)
+    plan = _Plan(
+        ks=ks,
+        clip=clip,
+        divisor=int(batch_size),
+        adjacency=adjacency,
+        product=product,
+        momentum=float(momentum),
+        nesterov=bool(nesterov),
+        weight_decay=float(weight_decay),
+        trainable=flags,
+        structure=structure,
+        blocks=blocks,
+        groups=groups,
+        shared_budget=max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay),
+    )
+    kind = jnp.result_type(*moving)
+    return plan, (moving, frozen, jax.tree.map(jnp.asarray, data), padded, jnp.asarray(rates, kind))
+
+
+def _at_least_float32(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+
+
+def _check_data(data: Any) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    sizes = {np.shape(leaf)[:1] for _, leaf in leaves}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(f"data must be arrays with one first axis, the records; got first axes {sorted(sizes)}")
+    ((n,),) = sizes
+    if n == 0:
+        raise ValueError("data has no records")
+    for path, leaf in leaves:
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+            raise ValueError(f"data leaf {name} has NaN or infinite entries; impute or drop these records first")
+    return n
+
+
+def _check_order(order: Any, n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
+    """Returns rows [steps, batch] of records, -1 for none."""
+    if order is None:
+        return _default_order(n, batch_size, epochs, adjacency)
+    if callable(order):
+        rows = _integers(order(n))
+        if adjacency == "add_remove" and n > 1:
+            _check_same_batches(rows, _integers(order(n - 1)), n)
+    else:
+        rows = _integers(order)
+    if rows.min() < -1 or rows.max() >= n:
+        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none; some entries are outside")
+    if (rows < 0).all(axis=1).any():
+        raise ValueError("order has a batch without records")
+    for batch in rows:
+        kept = batch[batch >= 0]
+        if len(np.unique(kept)) != len(kept):
+            raise ValueError("order has a record twice in one batch; its influence on the sum would be twice the clip")
+    unused = n - len(np.unique(rows[rows >= 0]))
+    if adjacency == "add_remove" and unused:
+        raise ValueError(
+            f"order never uses {unused} of the {n} records. Under adjacency='add_remove' whether a record is used must"
+            " not depend on how many there are, as it does if an incomplete batch is dropped: fill the last batch"
+            " with -1, pass the data without those records, or use adjacency='replace'"
+        )
+    return rows
+
+
+def _integers(order: Any) -> np.ndarray:
+    rows = np.asarray(order)
+    if rows.ndim != 2 or rows.size == 0:
+        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}")
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise TypeError(f"order must be integers, got {rows.dtype}")
+    return rows.astype(np.int64)
+
+
+def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
+    """Without record n - 1 every other record must stay in its batches."""
+    if len(rows) == len(fewer):
+        batches = ({*batch[(batch >= 0) & (batch != n - 1)]} for batch in rows)
+        if all(a == {*b[b >= 0]} for a, b in zip(batches, fewer, strict=True)):
+            return
+    raise ValueError(
+        f"order(n) puts records into other batches when one of {n} is removed; adjacency='add_remove' needs an"
+        " assignment by the record's own index, such as i mod (number of batches). Or use adjacency='replace'"
+    )
+
+
+def _default_order(n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
+    if adjacency == "reference":
+        size = min(batch_size, n)
+        return np.tile(np.arange(n - n % size).reshape(-1, size), (epochs, 1))
+    batches = math.ceil(n / batch_size)
+    rows = np.full((batches, math.ceil(n / batches)), -1)
+    for i in range(batches):
+        members = np.arange(i, n, batches)
+        rows[i, : len(members)] = members
+    return np.tile(rows, (epochs, 1))
+
+
+def _groups(rows: np.ndarray) -> tuple[int, ...]:
+    """Lengths of the longest runs of batches in which no record occurs twice (T8)."""
+    lengths: list[int] = []
+    seen: set[int] = set()
+    for batch in rows:
+        members = {*batch[batch >= 0].tolist()}
+        if not lengths or seen & members:
+            lengths.append(0)
+            seen = set()
+        lengths[-1] += 1
+        seen |= members
+    return tuple(lengths)
+
+
+def _check_influence(rates: np.ndarray, momentum: float, nesterov: bool, weight_decay: float) -> None:
+    """Ends of the box evolve on their own only if no gradient's influence on the result changes sign (T10, P3)."""
+    if weight_decay == 0:
+        return
+    steps = len(rates)
+    # Column s: the response of theta to a unit gradient at step s; last column: to a unit change of theta itself.
+    theta, velocity = np.zeros(steps + 1), np.zeros(steps + 1)
+    theta[-1] = 1
+    for t, rate in enumerate(rates):
+        gradient = weight_decay * theta
+        gradient[t] -= 1
+        velocity = momentum * velocity + gradient
+        theta = theta - rate * (gradient + momentum * velocity if nesterov else velocity)
+        if (theta < 0).any():
+            raise ValueError(
+                f"weight_decay={weight_decay} with momentum={momentum} and a learning rate of {rate:g} makes the"
+                f" influence of a gradient change sign by step {t}: bounds of the ends would be unsound. Lower one of"
+                " the three"
+            )
+
+
+_RANDOM = {"random_bits", "random_seed", "random_split", "random_fold_in", "threefry2x32", "rng_bit_generator"}
+
+
+def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), data)
+    closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
+    shapes = jax.tree.map(lambda x: x.shape, out)
+    if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. It is given a row"
+            " of the data without its leading axis: add the axis a model wants with x[None]"
+        )
+    if random := _primitives(closed.jaxpr) & _RANDOM:
+        raise ValueError(
+            f"loss_fn is stochastic (it uses {', '.join(sorted(random))}): two runs would differ without any change of"
+            " the data. Turn off dropout and augmentation"
+        )
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            names |= _primitives(inner)
+    return names
+
+
+def _blocks(batch: int, parameters: int) -> tuple[int, int, int]:
+    """How a batch is cut: (outer blocks, fragments in each, records in a fragment)."""
+    fragment = min(max(_CACHED // parameters, 8), _BLOCK, batch)
+    fragments = math.ceil(batch / fragment)
+    outer = math.ceil(fragments * fragment / _BLOCK)
+    inner = math.ceil(fragments / outer)
+    return outer, inner, fragment
+
+
+# --- sums of quantised gradients -------------------------------------------------------------------------------------
+
+
+class _Grid(NamedTuple):
+    """Clipped gradients as integers: clip = `one` units. Sums of integers are exact, in any order, on any machine."""
+
+    one: int
+    shift: int  # totals are kept as high << shift | low
+    ints: Any
+    magic: float  # adding it rounds to an integer, which is then in the low bits of the mantissa
+
+    @classmethod
+    def of(cls, dtype: Any) -> "_Grid":
+        if jnp.dtype(dtype) == jnp.float64:
+            return cls(2**46, 10, jnp.int64, 1.5 * 2**52)
+        return cls(2**21, 10, jnp.int32, 1.5 * 2**23)
+
+    def bits(self, x: jax.Array, clip: float, direction: int) -> jax.Array:
+        """Clips and rounds to the grid, down, to nearest or up (-1, 0, 1); returns integers plus those of `magic`."""
+        x = x * (self.one / clip)
+        if direction < 0:  # a NaN becomes the least, or the largest, possible gradient
+            x = jnp.minimum(jnp.where(x > -self.one, x, -self.one), self.one) - 0.75
+        elif direction > 0:
+            x = jnp.maximum(jnp.where(x < self.one, x, self.one), -self.one) + 0.75
+        else:
+            x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.one, self.one)
+        return lax.bitcast_convert_type(x + self.magic, self.ints)
+
+    @property
+    def charge(self) -> int:
+        """The most that one record moves a sum: clip, and the units that rounding may add."""
+        return self.one + 2
+
+
+def _total(grid: _Grid, blocks: Any, summands: Callable[[Any], list[jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+    """Streams over fragments [outer, inner, records, ...] and adds up `summands(fragment)`, integers (T7).
+
+    Memory does not grow with the batch. Returns (high, low) with sum = high 2**shift + low, 0 <= low < 2**shift.
+    """
+    first = jax.tree.map(lambda x: x[0, 0], blocks)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(summands, first)]
+
+    def inner(sums: Any, fragment: Any) -> tuple[Any, None]:
+        return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None
+
+    def outer(totals: Any, block: Any) -> tuple[Any, None]:
+        sums, _ = lax.scan(inner, zeros, block)
+        pairs = zip(totals, sums, strict=True)
+        return [_carry(grid, high, low + s) for (high, low), s in pairs], None
+
+    totals, _ = lax.scan(outer, [(z, z) for z in zeros], blocks)
+    return totals
+
+
+def _carry(grid: _Grid, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return high + (low >> grid.shift), low & (2**grid.shift - 1)
+
+
+def _add(grid: _Grid, total: tuple[jax.Array, jax.Array], count: Any, units: int) -> tuple[jax.Array, jax.Array]:
+    """Adds `count`, of either sign, times a number of units."""
+    part = 2**grid.shift
+    return _carry(grid, total[0] + count * (units // part), total[1] + count * (units % part))
+
+
+def _mean(plan: _Plan, grid: _Grid, total: tuple[jax.Array, jax.Array], dtype: Any, direction: int) -> jax.Array:
+    """The total over the divisor as a float, rounded outward in `direction`."""
+    high, low = total
+    whole = high + (low > 0).astype(high.dtype) if direction > 0 else high
+    scale = plan.clip / grid.one * 2**grid.shift / plan.divisor
+    if direction == 0:
+        return (high.astype(dtype) + low.astype(dtype) / 2**grid.shift) * scale
+    ends = widen(whole.astype(dtype) * scale, whole.astype(dtype) * scale, 3)
+    return ends[0] if direction < 0 else ends[1]
+
+
+# --- the algorithm ---------------------------------------------------------------------------------------------------
+
+Leaves = list[jax.Array]
+Box = tuple[Leaves, Leaves]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _train(
+    loss_fn: Any, plan: _Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
+) -> tuple[Leaves, Leaves, Leaves]:
+    """Algorithm 1 for all ks. Returns nominal, lower and upper leaves; the ends have a first axis [len(ks)]."""
+    dtype = jnp.result_type(*moving)
+    grid = _Grid.of(dtype)
+
+    def gradient(moving: Leaves, fixed: Any) -> Leaves:
+        frozen, example, weight = fixed
+
+        def loss(moving: Leaves) -> jax.Array:
+            parts = iter(moving), iter(frozen)
+            leaves = [next(parts[0]) if moves else next(parts[1]) for moves in plan.trainable]
+            value = loss_fn(jax.tree.unflatten(plan.structure, leaves), example)
+            return value * weight.astype(value.dtype)
+
+        return jax.grad(loss)(moving)
+
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
+    fixed = (frozen, example, jax.ShapeDtypeStruct((), dtype))
+    first, second = stage(gradient, moving, fixed, product=plan.product)
+
+    def batch_of(rows: jax.Array) -> Any:
+        """Records in blocks [outer, inner, records, ...], and weight 0 for places without a record."""
+        rows = rows.reshape(plan.blocks)
+        return jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), (rows >= 0).astype(dtype)
+
+    def kept_of(batch: Any) -> Any:
+        """What bounds need of the records: computed once for all k (frozen layers are in here)."""
+
+        def fragment(part: Any) -> Any:
+            return jax.vmap(lambda one: first((frozen, *one)))(part)
+
+        return lax.map(lambda block: lax.map(fragment, block), batch)
+
+    def record_bounds(box: Box, fragment: Any) -> tuple[Leaves, Leaves]:
+        """Bounds of each record's gradient over the box (lines 6 and 7 of Algorithm 1), leaves [records, ...]."""
+        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
+        ends = jax.vmap(lambda kept: second(boxes, kept))(fragment)
+        return [low for low, _ in ends], [high for _, high in ends]
+
+    def whole(bits: jax.Array) -> jax.Array:
+        """Sums over the records of a fragment, without the bits of `magic`."""
+        bias = lax.bitcast_convert_type(jnp.asarray(grid.magic, dtype), grid.ints)
+        return jnp.sum(bits, axis=0, dtype=grid.ints) - bits.shape[0] * bias
+
+    def nominal_sums(moving: Leaves, batch: Any) -> list[Any]:
+        def summands(fragment: Any) -> Leaves:
+            grads = jax.vmap(lambda one: gradient(moving, (frozen, *one)))(fragment)
+            return [whole(grid.bits(g.astype(dtype), plan.clip, 0)) for g in grads]
+
+        return _total(grid, batch, summands)
+
+    descent = _Descent(plan, grid, dtype, record_bounds, whole)
+
+    def advance(params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array) -> tuple[Leaves, Leaves]:
+        pushes = [g + plan.weight_decay * p for g, p in zip(grads, params, strict=True)]
+        if plan.momentum == 0:
+            return [p - rate * g for p, g in zip(params, pushes, strict=True)], velocity
+        velocity = [plan.momentum * v + g for v, g in zip(velocity, pushes, strict=True)]
+        steps = [g + plan.momentum * v if plan.nesterov else v for g, v in zip(pushes, velocity, strict=True)]
+        return [p - rate * s for p, s in zip(params, steps, strict=True)], velocity
+
+    def advance_end(end: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int) -> tuple[Leaves, Leaves]:
+        """`advance` for one end of the box, with the gradients that push it outward; every result rounded outward."""
+        if plan.weight_decay:
+            # The end's own decay: exact, because the influence of no gradient changes sign (`_check_influence`).
+            grads = [_out(g + plan.weight_decay * p, -sign, 3) for g, p in zip(grads, end, strict=True)]
+        steps = grads
+        if plan.momentum:
+            velocity = [_out(plan.momentum * v + g, -sign, 3) for v, g in zip(velocity, grads, strict=True)]
+            steps = velocity
+        if plan.nesterov:
+            steps = [_out(g + plan.momentum * v, -sign, 3) for g, v in zip(grads, velocity, strict=True)]
+        return [_out(p - _out(rate * s, -sign), sign) for p, s in zip(end, steps, strict=True)], velocity
+
+    def advance_box(line: Any, grads: Box, rate: jax.Array) -> Any:
+        low, high, v_low, v_high = line
+        # A lower parameter comes from a higher gradient, so velocities cross.
+        low, v_high = advance_end(low, v_high, grads[1], rate, -1)
+        high, v_low = advance_end(high, v_low, grads[0], rate, +1)
+        return low, high, v_low, v_high
+
+    def each(f: Callable[[Any], Any], xs: Any) -> Any:
+        """Over lines: one after the other in a processor's cache, side by side on an accelerator."""
+        return lax.map(f, xs) if jax.default_backend() == "cpu" else jax.vmap(f)(xs)
+
+    def step(state: Any, rows: jax.Array, rate: jax.Array, changes: Any, used: Any) -> Any:
+        """One batch for the nominal parameters and all lines; a line is a box that `changes` records may widen.
+
+        Before the first step all lines are one point, whose gradients are bounded once (T5). With `used`, lines are
+        told apart by the changes used so far in this epoch, and the batch may have had any number of them (T8).
+        """
+        params, velocity, lines = state
+        batch = batch_of(rows)
+        kept, count = kept_of(batch), jnp.sum(batch[1])
+        grads = [_mean(plan, grid, total, dtype, 0) for total in nominal_sums(params, batch)]
+        if plan.adjacency == "reference":
+            grads = [g * (plan.divisor / count) for g in grads]
+        if lines is None:
+            point = (params, params, velocity, velocity)
+            shared = descent.prepare(point[:2], kept)
+            lines = each(lambda k: advance_box(point, descent.finish(shared, k, kept, count), rate), changes)
+        else:
+
+            def move(now: Any) -> Any:
+                k, line = now
+                return advance_box(line, descent.finish(descent.prepare(line[:2], kept), k, kept, count), rate)
+
+            lines = each(move, (changes, lines))
+        if used is not None:
+            lines = _share(plan, grid, dtype, lines, used, rate)
+        return (*advance(params, velocity, grads, rate), lines)
+
+    def steps(state: Any, rows: jax.Array, rates: jax.Array, changes: Any, used: Any, starts: Any = None) -> Any:
+        """Several batches. `starts`: (flags [steps], rows of lines): where flagged, each line goes on from another."""
+
+        def body(state: Any, now: Any) -> tuple[Any, None]:
+            rows, rate, start = now
+            params, velocity, lines = state
+            if starts is not None:
+                lines = jax.tree.map(lambda x: jnp.where(start, x[starts[1]], x), lines)
+            return step((params, velocity, lines), rows, rate, changes, used), None
+
+        flags = jnp.zeros(len(rows), bool) if starts is None else starts[0]
+        return lax.scan(body, state, (rows, rates, flags))[0]
+
+    order, ks = jnp.asarray(order), np.asarray(plan.ks)
+    state = (moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None)
+    if not plan.shared_budget:
+        changes = jnp.asarray(ks)
+        state = step(state, order[0], rates[0], changes, None)
+        params, _, lines = steps(state, order[1:], rates[1:], changes, None)
+        return params, lines[0], lines[1]
+    # First epoch: lines of j = 0..K changes so far. Later: for each k, which widened the box before, lines of j = 0..k.
+    first_epoch = plan.groups[0]
+    used = jnp.arange(ks[-1] + 1)
+    none = jnp.zeros_like(used)
+    state = step(state, order[0], rates[0], none, used)
+    state = steps(state, order[1:first_epoch], rates[1:first_epoch], none, used)
+    ends = ks
+    if len(plan.groups) > 1:
+        pairs = [(k, j) for k in plan.ks for j in range(k + 1)]
+        ends = np.cumsum(ks + 1) - 1  # the lines with j == k
+        begin = np.zeros(len(order) - first_epoch, bool)
+        begin[np.cumsum((0, *plan.groups[1:-1]))] = True
+        begin[0] = False
+        params, velocity, lines = state
+        lines = jax.tree.map(lambda x: x[np.asarray([k for k, _ in pairs])], lines)
+        used = jnp.asarray([j for _, j in pairs])
+        last = np.repeat(ends, ks + 1)
+        state = (params, velocity, lines)
+        rest = slice(first_epoch, None)
+        state = steps(state, order[rest], rates[rest], jnp.zeros_like(used), used, (jnp.asarray(begin), last))
+    params, _, lines = state
+    return params, *(jax.tree.map(lambda x: x[ends], end) for end in lines[:2])
+
+
+def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
+    """Rounds a computed value outward, down for sign -1 and up for +1."""
+    return widen(x, x, roundings)[(sign + 1) // 2]
+
+
+def _share(plan: _Plan, grid: _Grid, dtype: Any, lines: Any, used: jax.Array, rate: jax.Array) -> Any:
+    """Lets the changes used so far include some of this batch's (T8).
+
+    L^(j) = min_i (base L^(j-i) - i shift): a running minimum over the lines of one k, in which each further change
+    shifts the mean gradient by at most clip / batch_size (twice that if it is a replacement).
+    """
+    charge = (2 if plan.adjacency == "replace" else 1) * grid.charge / grid.one * plan.clip / plan.divisor
+    charge *= 1 + 8 * slack(dtype, 1)
+    amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2
+
+    def line(previous: Any, current: Any) -> Any:
+        j, base = current
+        merged = []
+        for part, before, sign, amount in zip(base, previous, (-1, 1, -1, 1), amounts, strict=True):
+            worst = jnp.minimum if sign < 0 else jnp.maximum
+            reached = [worst(x, _out(y + sign * amount, sign)) for x, y in zip(part, before, strict=True)]
+            merged.append([jnp.where(j == 0, x, y) for x, y in zip(part, reached, strict=True)])
+        return tuple(merged), tuple(merged)
+
+    return lax.scan(line, jax.tree.map(lambda x: x[0], lines), (used, lines))[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Descent:
+    """Bounds of the mean clipped gradient when k records of a batch change."""
+
+    plan: _Plan
+    grid: _Grid
+    dtype: Any
+    record_bounds: Callable[[Box, Any], tuple[Leaves, Leaves]]
+    whole: Callable[[jax.Array], jax.Array]
+
+    def prepare(self, box: Box, kept: Any) -> Any:
+        """What does not depend on k."""
+        if self.plan.adjacency != "add_remove":
+            return box
+        return _total(self.grid, kept, lambda fragment: [*map(self.whole, self._bits(box, fragment))])
+
+    def finish(self, prepared: Any, k: jax.Array, kept: Any, count: jax.Array) -> Box:
+        """Lower and upper bounds of the mean; `count` is the number of records in the batch."""
+        if self.plan.adjacency == "add_remove":
+            return self._shifted(prepared, k)
+        if self.plan.adjacency == "replace":
+            return self._replaced(prepared, k, kept)
+        return self._published(prepared, k, kept, count)
+
+    def _bits(self, box: Box, fragment: Any) -> Leaves:
+        lows, highs = self.record_bounds(box, fragment)
+        low = [self.grid.bits(x.astype(self.dtype), self.plan.clip, -1) for x in lows]
+        return low + [self.grid.bits(x.astype(self.dtype), self.plan.clip, +1) for x in highs]
+
+    def _ends(self, totals: list[Any]) -> Box:
+        half = len(totals) // 2
+        low = [_mean(self.plan, self.grid, t, self.dtype, -1) for t in totals[:half]]
+        return low, [_mean(self.plan, self.grid, t, self.dtype, +1) for t in totals[half:]]
+
+    def _shifted(self, totals: list[Any], k: jax.Array) -> Box:
+        """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
+        half, charge = len(totals) // 2, self.grid.charge
+        low = [_add(self.grid, t, -k, charge) for t in totals[:half]]
+        return self._ends(low + [_add(self.grid, t, k, charge) for t in totals[half:]])
+
+    def _replaced(self, box: Box, k: jax.Array, kept: Any) -> Box:
+        """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
+
+        The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The minimum over a fixed grid
+        of tau is found by bisection, since the function is convex; so the bound is isotonic.
+        """
+        grid, charge = self.grid, self.grid.charge
+        bias = lax.bitcast_convert_type(jnp.asarray(grid.magic, self.dtype), grid.ints)
+
+        def entries(fragment: Any) -> Leaves:
+            """Integers whose k largest leave: d_L, and -d_U."""
+            bits = self._bits(box, fragment)
+            return [b - bias for b in bits[: len(bits) // 2]] + [bias - b for b in bits[len(bits) // 2 :]]
+
+        def add(xs: Leaves) -> Leaves:
+            return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
+
+        def above(taus: Leaves, fragment: Any) -> Leaves:
+            gaps = [e - tau[None] for e, tau in zip(entries(fragment), taus, strict=True)]
+            return add([jnp.maximum(g, 0) for g in gaps]) + add([(g > 0).astype(grid.ints) for g in gaps])
+
+        sums = _total(grid, kept, lambda fragment: add(entries(fragment)))
+        rows = math.prod(self.plan.blocks)
+        below = [jnp.full(high.shape, -charge, grid.ints) for high, _ in sums]
+        # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
+        start = (
+            [(tau, _add(grid, total, rows, charge)) for tau, total in zip(below, sums, strict=True)],
+            [(-tau, (jnp.zeros_like(tau), jnp.zeros_like(tau))) for tau in below],
+        )
+
+        def halve(_: Any, ends: Any) -> Any:
+            taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
+            totals = _total(grid, kept, lambda fragment: above(taus, fragment))
+            excesses, counts = totals[: len(taus)], totals[len(taus) :]
+            middle = list(zip(taus, excesses, strict=True))
+            rising = [(high << grid.shift) + low <= k for high, low in counts]
+            left = [_choose(r, old, new) for r, old, new in zip(rising, ends[0], middle, strict=True)]
+            return left, [_choose(r, new, old) for r, old, new in zip(rising, ends[1], middle, strict=True)]
+
+        left, right = lax.fori_loop(0, _HALVINGS, halve, start)
+        totals = []
+        for total, a, b in zip(sums, left, right, strict=True):
+            (h1, l1), (h2, l2) = (self._line(tau, excess, k) for tau, excess in (a, b))
+            less = (h1 < h2) | ((h1 == h2) & (l1 < l2))
+            largest = jnp.where(less, h1, h2), jnp.where(less, l1, l2)
+            rest = _carry(grid, total[0] - largest[0], total[1] - largest[1])
+            totals.append(_add(grid, rest, -k, charge))
+        half = len(totals) // 2
+        return self._ends(totals[:half] + [_carry(grid, -high, -low) for high, low in totals[half:]])
+
+    def _line(self, tau: jax.Array, excess: tuple[jax.Array, jax.Array], k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """k tau + excess."""
+        shift = self.grid.shift
+        return _carry(self.grid, excess[0] + k * (tau >> shift), excess[1] + k * (tau & (2**shift - 1)))
+
+    def _published(self, box: Box, k: jax.Array, kept: Any, count: jax.Array) -> Box:
+        """D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
+        clip, most = self.plan.clip, self.plan.ks[-1]
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), kept)
+        size = math.prod(self.plan.blocks)
+        present = jnp.arange(size) < count
+        error = slack(self.dtype, size + most + 8) * clip * (1 + 2 * k / count)
+
+        def end(x: jax.Array, sign: int) -> jax.Array:
+            flat = jnp.clip(jnp.where(jnp.isnan(x), sign * clip, x), -clip, clip).reshape(size, -1).T * -sign
+            shown = present[None]
+            total = jnp.sum(jnp.where(shown, flat, 0), axis=1)
+            largest = lax.top_k(jnp.where(shown, flat, -jnp.inf), most)[0]
+            leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
+            mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / count - error
+            return (mean * -sign).reshape(x.shape[1:])
+
+        lows, highs = self.record_bounds(box, rows)
+        return [end(x, -1) for x in lows], [end(x, +1) for x in highs]
+
+
+def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def certify(
+    bounds: Bounds, apply_fn: Callable[[Any, Any], jax.Array], queries: Any, *, product: str = "tight"
+) -> Certificates:
+    """Finds how far the training data may change before a prediction does (Lemma 4.4).
+
+    The label is stable at distance k if for every parameter vector in row k the same logit is the largest. Differences
+    of logits are bounded as differences of the last layer's weights (T2), never by comparing their intervals only.
+
+    Args:
+      bounds: of `train_with_bounds`.
+      apply_fn: `apply_fn(params, query) -> logits` of ONE query, [] or [1] (label 1 if positive) or [C].
+      queries: pytree of arrays [Q, ...].
+      product: see `jaxdp.interval`.
+
+    Returns:
+      `Certificates`. The distance is the largest k in bounds.ks up to which the label is certified without a gap. If
+      the ks do not run over all integers, it counts the certified ks above 0 instead: k itself would jump by more
+      than 1 between neighbouring data sets, and a mechanism calibrated to it would not be private.
+
+    Raises:
+      ValueError: if apply_fn does not return the logits of one query, or queries are empty or not finite.
+    """
+    if not isinstance(bounds, Bounds):
+        raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}")
+    size = _check_data(queries)
+    query = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), queries)
+    out = jax.eval_shape(apply_fn, bounds.params, query)
+    shape = getattr(out, "shape", None)
+    if shape is None or len(shape) > 1 or shape == (0,):
+        shapes = jax.tree.map(lambda x: x.shape, out)
+        raise ValueError(
+            f"apply_fn must map one query to logits [] or [C], got {shapes}; for a model of batches:"
+            " lambda params, x: model(params, x[None])[0]"
+        )
+    leaves, low, high = (jax.tree.leaves(x) for x in (bounds.params, bounds.lower, bounds.upper))
+    moving = [[x for x, moves in zip(xs, bounds.trainable, strict=True) if moves] for xs in (leaves, low, high)]
+    frozen = [x for x, moves in zip(leaves, bounds.trainable, strict=True) if not moves]
+    structure = jax.tree.structure(bounds.params)
+    queries = jax.tree.map(jnp.asarray, queries)
+    label, certified, ends = _certify(apply_fn, product, structure, bounds.trainable, *moving, frozen, queries)
+    counted = np.asarray(bounds.ks) > 0
+    distance = jnp.sum(jnp.cumprod(certified, axis=0)[counted], axis=0, dtype=jnp.int32)
+    assert distance.shape == (size,)
+    return Certificates(label, distance, unchecked(*ends))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _certify(
+    apply_fn: Any,
+    product: str,
+    structure: Any,
+    trainable: tuple[bool, ...],
+    moving: Leaves,
+    low: Leaves,
+    high: Leaves,
+    frozen: Leaves,
+    queries: Any,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """(labels [Q], whether certified [K, Q], ends of logits [K, Q, C])."""
+
+    def params_of(moving: Sequence[Any]) -> Any:
+        parts = iter(moving), iter(frozen)
+        return jax.tree.unflatten(structure, [next(parts[0]) if m else next(parts[1]) for m in trainable])
+
+    def nominal(query: Any) -> jax.Array:
+        logits = apply_fn(params_of(moving), query).reshape(-1)
+        return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
+
+    def one(box: Box, query: Any, label: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        boxes = [unchecked(a, b) for a, b in zip(*box, strict=True)]
+        (logits,), _ = bound(apply_fn, (params_of(boxes), query), product=product)
+        a, b = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
+        if a.size == 1:
+            return jnp.where(label == 1, a[0] > 0, b[0] <= 0), (a, b)
+        rivals = pairwise_gaps(logits, product)[:, label]  # upper bounds of z_j - z_label
+        return jnp.all((rivals < 0) | (jnp.arange(a.size) == label)), (a, b)
+
+    def at(box: Box) -> Any:
+        return lax.map(lambda now: one(box, *now), (queries, labels), batch_size=_QUERIES)
+
+    labels = lax.map(nominal, queries, batch_size=_QUERIES)
+    certified, ends = lax.map(at, (low, high))
+    return labels, certified, ends
