@@ -20,6 +20,7 @@ import optax
 
 from jaxdp.data import FixedBatchSampler
 from jaxdp.prediction import ensembles, mechanisms
+from jaxdp.prediction.agt import certify
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import DpEvent, PureDpEvent, SelfComposedDpEvent
@@ -160,7 +161,7 @@ def private_predict(
             votes = np.stack([_labels(member.params, apply_fn, queries) for member in members])
             away = np.zeros_like(votes)
         else:
-            certificates = [_certify(member, apply_fn, queries) for member in members]
+            certificates = [certify(member, apply_fn, queries) for member in members]
             votes = np.stack([np.asarray(certificate.label) for certificate in certificates])
             away = np.stack([np.asarray(certificate.distance) for certificate in certificates])
         if len(members) > 1:
@@ -221,7 +222,7 @@ def private_values(
         values = _outputs(bounds.params, apply_fn, queries).reshape(count)
         if mechanism == "laplace_values":
             return mechanisms.laplace_values(key, values, epsilon=each, output_range=output_range)
-        box = _certify(bounds, apply_fn, queries).logits
+        box = certify(bounds, apply_fn, queries).logits
         lower, upper = (np.asarray(end).reshape(-1, count) for end in (box.lower, box.upper))
         if bounds.ks[0] == 0:  # The value itself may differ from its real-arithmetic bounds by rounding.
             values = np.clip(values, lower[0], upper[0])
@@ -269,12 +270,6 @@ def pate_predict(
         key = _noise_key(seed, "PATE", spend.id)
         votes = np.stack([_labels(params, apply_fn, queries) for params in members])
         return mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
-
-
-def _certify(bounds: Any, apply_fn: ApplyFn, queries: Any) -> Any:
-    from jaxdp.prediction.agt import certify
-
-    return certify(bounds, apply_fn, queries)
 
 
 def _outputs(params: Any, apply_fn: ApplyFn, queries: Any) -> np.ndarray:

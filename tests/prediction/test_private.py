@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 import jaxdp
-from jaxdp.prediction import ensembles, mechanisms, private
+from jaxdp.prediction import agt, ensembles, mechanisms, private
 from jaxdp.privacy import PureDpEvent, SelfComposedDpEvent
 from jaxdp.privacy import epsilon as epsilon_at
 
@@ -62,7 +62,7 @@ def certified(monkeypatch):
             logits=types.SimpleNamespace(lower=bounds.lower, upper=bounds.upper),
         )
 
-    monkeypatch.setattr(private, "_certify", certify)
+    monkeypatch.setattr(private, "certify", certify)
     return calls
 
 
@@ -164,7 +164,7 @@ def test_the_spend_is_on_the_books_before_certifying_and_stays_if_that_fails(mon
         assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(private, "_certify", fail)
+    monkeypatch.setattr(private, "certify", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         predict(Bounds(0, 5), 10, ledger, epsilon=0.5)
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
@@ -439,3 +439,43 @@ def test_a_student_needs_examples():
         private.train_student(lambda params, example: 0.0, {}, nothing, **settings)
     with pytest.raises(ValueError, match="examples must be"):
         private.train_student(lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings)
+
+
+# ---------------------------------------------------------------------------------------------- real certificates
+
+
+def logit(params, query):
+    return query["x"] @ params["w"]
+
+
+def logistic_loss(params, example):
+    return jaxdp.losses.sigmoid_cross_entropy(logit(params, example), example["label"])
+
+
+def test_real_bounds_vote_and_answer():
+    """Three members on hashed parts: certified labels are those of the models, the answers are theirs with noise."""
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, 150)
+    x = (rng.normal(size=(150, 2)) * 0.3 + (2 * label - 1)[:, None]).astype(np.float32)
+    data = {"x": x, "label": label.astype(np.float32)}
+    parts = ensembles.partition_by_hash(data, 3, salt=b"test")
+    settings = {"ks": 12, "clip": 0.2, "learning_rate": 2.0, "batch_size": 64, "epochs": 1}
+    members = [
+        agt.train_with_bounds(logistic_loss, {"w": jnp.zeros(2)}, rows, **settings)
+        for rows in (jax.tree.map(lambda leaf, part=part: leaf[parts == part], data) for part in range(3))
+    ]
+    asked = {"x": np.concatenate([x[:30], np.zeros((1, 2), np.float32)])}
+    certificates = [agt.certify(member, logit, asked) for member in members]
+    for member, certificate in zip(members, certificates, strict=True):
+        assert (private._labels(member.params, logit, asked) == certificate.label).all()
+    votes = np.stack([c.label for c in certificates]), np.stack([c.distance for c in certificates])
+    winners, distances = ensembles.vote(*votes, num_classes=2)
+    assert distances[-1] == 1 and np.median(distances) > 12  # Unanimous: two members have to change their label.
+    ledger = ledger_for()
+    ask = {"ledger": ledger, "dataset": "data", "seed": SEED}
+    answers = private.private_predict(members, logit, asked, epsilon=1.0, **ask)
+    assert (answers[distances > 12] == winners[distances > 12]).all()  # Each flips with probability below 1e-5.
+    single = private.private_predict(members[0], logit, asked, epsilon=4.0, **ask)
+    sure = np.asarray(certificates[0].distance) > 3
+    assert sure.sum() > 15 and (single[sure] == np.asarray(certificates[0].label)[sure]).all()
+    assert ledger.epsilon("data", delta=0.0) == pytest.approx(31 * 5.0)
