@@ -8,13 +8,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BLUE, _VERMILION, _GREEN, _INK, _GREY = "#0072B2", "#D55E00", "#009E73", "#222222", "#6E6E6E"
 _REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
+_CURVE_COLOURS = (_BLUE, _VERMILION, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _GREY)
 _FONT = 11.5
 
 
@@ -108,6 +109,78 @@ def plot_training(
     return path
 
 
+def plot_curves(
+    path: str | os.PathLike[str],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    subtitle: str,
+    xlabel: str,
+    ylabel: str,
+    xscale: Literal["linear", "log"] = "linear",
+    yscale: Literal["linear", "log"] = "linear",
+    percent: bool = True,
+    references: Mapping[str, float] | None = None,
+) -> Path:
+    """Draw named curves in one panel, each with its name at its right end.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        curves: name to (x, y) pairs in the order of x; non-finite y leave a gap, and so do y <= 0 on a log scale.
+          The first curve is drawn strongest; with more than seven the colours repeat.
+        title, subtitle: two lines above the panel.
+        xlabel: name of the x axis.
+        ylabel: name of the y axis, written above the panel.
+        xscale, yscale: "linear" or "log".
+        percent: write y as percentages, where it is linear.
+        references: name to y of dashed horizontal lines.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there is no curve or an empty one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    if not curves or not all(curves.values()):
+        raise ValueError("curves needs at least one curve and at least one (x, y) pair in each")
+    references = dict(references or {})
+    figure = Figure(figsize=(7.6, 5.2), dpi=160, facecolor="white")
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
+    _style(axes)
+    axes.set_xscale(xscale)
+    axes.set_yscale(yscale)
+
+    labels: list[tuple[float, str, str]] = []
+    for (name, points), colour in zip(curves.items(), _cycle(_CURVE_COLOURS, len(curves)), strict=True):
+        first = not labels
+        drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
+        axes.plot(*zip(*drawable, strict=True), color=colour, linewidth=2.8 if first else 1.9, zorder=4 if first else 3)
+        labels.append((next((y for _, y in reversed(drawable) if not math.isnan(y)), math.nan), name, colour))
+    for name, value in references.items():
+        axes.axhline(value, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
+        labels.append((value, name, _INK))
+    axes.margins(x=0)
+    axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+    if yscale == "linear":
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        if percent:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _panel_title(axes, ylabel)
+    _label_right(axes, labels)
+    figure.text(0.085, 0.945, title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    figure.text(0.085, 0.885, subtitle, fontsize=_FONT, color=_GREY, va="center")
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
+    return path
+
+
 def _curve(axes: "Axes", points: Sequence[tuple[int, float]]) -> None:
     steps, values = _arrays(points)
     marker = "o" if len(points) <= 40 else None
@@ -124,7 +197,7 @@ def _style(axes: "Axes") -> None:
     axes.spines["bottom"].set_color("#B0B0B0")
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.9)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=_FONT - 1, labelcolor=_GREY, pad=5)
+    axes.tick_params(which="both", length=0, labelsize=_FONT - 1, labelcolor=_GREY, pad=5)
 
 
 def _panel_title(axes: "Axes", text: str) -> None:
@@ -133,9 +206,10 @@ def _panel_title(axes: "Axes", text: str) -> None:
 
 def _label_right(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
     """Name each line at its right end, moved apart where two would overlap."""
-    bottom, top = axes.get_ylim()
     labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
-    heights = [(value - bottom) / (top - bottom) for value, _, _ in labels]
+    scale = axes.yaxis.get_transform().transform
+    bottom, top, *places = (float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels)))
+    heights = [(place - bottom) / (top - bottom) for place in places]
     gap = 1.5 * _FONT / (axes.get_window_extent().height / axes.figure.dpi * 72)
     for _ in range(100):
         for i in range(1, len(heights)):

@@ -1,0 +1,56 @@
+"""Private predictions on two Gaussian blobs, the paper's Blobs: one step of logistic regression on x, x^2 and x^3.
+
+    python -m launch.predict --config configs/predict/blobs.py --workdir workdir/predict_blobs
+    python -m launch.predict --config configs/predict/blobs.py:close --workdir workdir/predict_blobs_close
+
+Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its harder variant, "mlp"
+the network of its heat map: 128 hidden units, four steps on 3000 records.
+"""
+
+from ml_collections import ConfigDict
+
+_VARIANTS = ("", "close", "mlp")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in _VARIANTS:
+        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}")
+    close, mlp = variant == "close", variant == "mlp"
+    return ConfigDict(
+        {
+            "query_seed": 0,
+            "references": True,
+            "repetitions": 20,
+            "data": {
+                "kind": "blobs",
+                "separation": 1.0 if close else 1.25,
+                "std": 0.75 if close else 0.35,
+                "train": 3000 if mlp else 5000,
+                "test": 2000,
+                "seed": 0,
+            },
+            "model": {"hidden": (128,) if mlp else (), "bias": True, "init_seed": 0},
+            "training": {
+                "clip": 0.06,
+                "learning_rate": 2.0,
+                "epochs": 4 if mlp else 1,
+                "momentum": 0.0,
+                "weight_decay": 0.0,
+                "lr_decay": 0.6,
+                "lr_min": 1e-3,
+            },
+            "certificate": {"max_distance": 200},
+            "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
+            "ensemble": {"members": 5 if mlp else 25, "salt": "blobs"},
+            "pate": {"threshold": 0.6, "ratio": 1.0},
+            "student": {"steps": 3, "learning_rate": 0.2, "repetitions": 10},
+            "dp_sgd": {
+                "steps": 10,
+                "batch_size": 3000,
+                "clip_norm": 1.0,
+                "learning_rate": 2.0,
+                "momentum": 0.0,
+                "runs": 5,
+            },
+        }
+    )

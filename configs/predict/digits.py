@@ -1,0 +1,51 @@
+"""Private predictions of ten digits, from scikit-learn's bundled images: runs anywhere, without data or network.
+
+python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "query_seed": 0,  # which test inputs are asked about; public
+            "references": True,  # also the comparison and the figures, which read the private data without noise
+            "repetitions": 20,  # of each row of the table, with fresh noise and other queries
+            "data": {
+                "kind": "images",
+                "source": "bundled",
+                "name": "digits",
+                "public_fraction": 0.1,  # images without labels, on which features are centred and scaled
+                "test_fraction": 0.3,
+                "split_seed": 0,
+                "classes": (),  # all
+                "keep": (),
+                "network": {"name": ""},  # pixels
+                "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
+            },
+            "model": {"hidden": (), "bias": False, "init_seed": 0},
+            "training": {  # full batches; `clip` bounds each coordinate of one record's gradient
+                "clip": 0.02,
+                "learning_rate": 10.0,
+                "epochs": 1,
+                "momentum": 0.0,
+                "weight_decay": 0.0,
+                "lr_decay": 0.0,
+                "lr_min": 0.0,
+            },
+            "certificate": {"max_distance": 100},
+            "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
+            "ensemble": {"members": 10, "salt": "digits"},
+            "pate": {"threshold": 0.6, "ratio": 1.0},  # share of members that must agree; noise of check over votes
+            "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
+            "dp_sgd": {
+                "steps": 100,
+                "batch_size": 256,
+                "clip_norm": 1.0,
+                "learning_rate": 5.0,
+                "momentum": 0.0,
+                "runs": 5,
+            },
+        }
+    )

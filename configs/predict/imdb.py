@@ -1,0 +1,72 @@
+"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
+
+    python -m launch.predict --config configs/predict/imdb.py --workdir workdir/predict_imdb \\
+        --config.data.data_dir=/path/to/tfds --config.data.word_vectors=/path/to/vectors.npz
+    python -m launch.predict --config configs/predict/imdb.py:embeddings --workdir workdir/predict_imdb_gpt2 \\
+        --config.data.path=/path/to/embeddings.npz
+
+The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as configs/predict/sst2.py. The second
+takes embeddings of a public language model (the paper's are GPT-2's, 768 numbers) from a file with train_features
+[n, d], train_labels [n], test_features, test_labels, and public_features [m, d], embeddings of public texts such as
+the unlabelled reviews. Not tried on the real data.
+"""
+
+from ml_collections import ConfigDict
+
+_DATA = {
+    "reviews": {
+        "kind": "text",
+        "name": "imdb_reviews",
+        "data_dir": "",
+        "private_split": "train",
+        "test_split": "test[:5000]",
+        "field": "text",
+        "word_vectors": "",
+        "weight": 1e-3,
+        "negation": 3,
+        "features": {"dimensions": 0, "whiten": 1.0, "radius": 1.0},
+    },
+    "embeddings": {
+        "kind": "embeddings",
+        "name": "imdb",
+        "path": "",
+        "num_classes": 2,
+        "features": {"dimensions": 100, "whiten": 0.5, "radius": 1.0},
+    },
+}
+
+
+def get_config(variant: str = "reviews") -> ConfigDict:
+    if variant not in _DATA:
+        raise ValueError(f"the variant must be one of {sorted(_DATA)}, got {variant!r}")
+    return ConfigDict(
+        {
+            "query_seed": 0,
+            "references": True,
+            "repetitions": 20,
+            "data": _DATA[variant],
+            "model": {"hidden": (), "bias": False, "init_seed": 0},
+            "training": {
+                "clip": 0.05,
+                "learning_rate": 100.0,
+                "epochs": 1,
+                "momentum": 0.0,
+                "weight_decay": 0.0,
+                "lr_decay": 0.0,
+                "lr_min": 0.0,
+            },
+            "certificate": {"max_distance": 200},
+            "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
+            "ensemble": {"members": 25, "salt": "imdb"},
+            "pate": {"threshold": 0.6, "ratio": 1.0},
+            "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
+            "dp_sgd": {
+                "steps": 200,
+                "batch_size": 4000,
+                "clip_norm": 0.5,
+                "learning_rate": 10.0,
+                "momentum": 0.0,
+                "runs": 3,
+            },
+        }
+    )

@@ -1,0 +1,64 @@
+"""Private predictions of pneumonia from chest X-rays of 28 by 28 pixels (PneumoniaMNIST, 4708 private images).
+
+    python -m launch.predict --config configs/predict/pneumonia.py --workdir workdir/predict_pneumonia \\
+        --config.data.data_dir=/path/to/tfds
+
+Features: activations of the paper's two convolutions, trained here on Fashion-MNIST (public; on the bundled digits if
+it is not in the directory) and frozen, then 100 principal axes of the 524 images of the validation split, which are
+declared public and used without their labels. Model: logistic regression, one full-batch step.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "query_seed": 0,
+            "references": True,
+            "repetitions": 20,
+            "data": {
+                "kind": "images",
+                "source": "tfds",
+                "data_dir": "",  # by default the environment variable TFDS_DATA_DIR
+                "name": "pneumonia_mnist",
+                "public_split": "val",
+                "private_split": "train",
+                "test_split": "test",
+                "classes": (),
+                "keep": (),
+                "network": {
+                    "name": "fashion_mnist",
+                    "split": "train[:20000]",
+                    "steps": 800,
+                    "batch_size": 64,
+                    "learning_rate": 1e-3,
+                    "seed": 0,
+                },
+                "features": {"dimensions": 100, "whiten": 0.5, "radius": 1.0},
+            },
+            "model": {"hidden": (), "bias": False, "init_seed": 0},
+            "training": {
+                "clip": 0.03,
+                "learning_rate": 10.0,
+                "epochs": 1,
+                "momentum": 0.0,
+                "weight_decay": 0.0,
+                "lr_decay": 0.0,
+                "lr_min": 0.0,
+            },
+            "certificate": {"max_distance": 100},
+            "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
+            "ensemble": {"members": 25, "salt": "pneumonia"},
+            "pate": {"threshold": 0.6, "ratio": 1.0},
+            "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
+            "dp_sgd": {
+                "steps": 200,
+                "batch_size": 512,
+                "clip_norm": 0.5,
+                "learning_rate": 5.0,
+                "momentum": 0.0,
+                "runs": 5,
+            },
+        }
+    )

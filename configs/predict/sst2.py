@@ -1,0 +1,58 @@
+"""Private predictions of the sentiment of film reviews (SST-2, 67349 private phrases) from public word vectors.
+
+    python -m launch.predict --config configs/predict/sst2.py --workdir workdir/predict_sst2 \\
+        --config.data.data_dir=/path/to/tfds --config.data.word_vectors=/path/to/vectors.npz
+
+`word_vectors` is an .npz file with `words` [w] (lower-case bytes or text), `vectors` [w, d] and `counts` [w], for
+example PPMI and SVD on public reviews, or GloVe with the counts of a public corpus. Features: their mean in a phrase,
+weighted by 1e-3 / (1e-3 + frequency), the three words after a negation counting with the opposite sign; centred,
+whitened under the public counts, unit length. Model: logistic regression, one full-batch step. The unit of privacy is a
+phrase, a row of the data set; a review's phrases are several rows. Queries are among the 872 validation sentences.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "query_seed": 0,
+            "references": True,
+            "repetitions": 20,
+            "data": {
+                "kind": "text",
+                "name": "glue/sst2",
+                "data_dir": "",
+                "private_split": "train",
+                "test_split": "validation",
+                "field": "sentence",
+                "word_vectors": "",
+                "weight": 1e-3,
+                "negation": 3,
+                "features": {"dimensions": 0, "whiten": 1.0, "radius": 1.0},
+            },
+            "model": {"hidden": (), "bias": False, "init_seed": 0},
+            "training": {
+                "clip": 0.05,
+                "learning_rate": 100.0,
+                "epochs": 1,
+                "momentum": 0.0,
+                "weight_decay": 0.0,
+                "lr_decay": 0.0,
+                "lr_min": 0.0,
+            },
+            "certificate": {"max_distance": 200},
+            "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
+            "ensemble": {"members": 25, "salt": "sst2"},
+            "pate": {"threshold": 0.6, "ratio": 1.0},
+            "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
+            "dp_sgd": {
+                "steps": 200,
+                "batch_size": 4000,
+                "clip_norm": 0.5,
+                "learning_rate": 10.0,
+                "momentum": 0.0,
+                "runs": 3,
+            },
+        }
+    )

@@ -1,0 +1,324 @@
+"""Features of the prediction experiments: public maps, one record at a time, and data from every kind of source."""
+
+import os
+from collections import Counter
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxdp import data
+from jaxdp.prediction import tasks
+from jaxdp.prediction.tasks import FeatureMap
+
+FEATURES = {"dimensions": 0, "whiten": 1.0, "radius": 1.0}
+
+
+def rows(source):
+    return source.gather(np.arange(len(source)))
+
+
+# --- The linear map --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [400, 12])  # more and fewer vectors than coordinates: two ways to find the axes
+def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
+    public = np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0
+    found = FeatureMap.fit(public, whiten=1.0)
+    mapped = (public - found.mean) @ found.matrix
+    np.testing.assert_allclose(mapped.mean(axis=0), 0, atol=1e-9)
+    np.testing.assert_allclose(mapped.T @ mapped / count, np.eye(min(20, count - 1)), atol=1e-8)
+
+
+def test_the_leading_axes_are_those_of_the_covariance_scaled_by_a_power_of_their_deviation():
+    public = np.random.default_rng(1).normal(size=(300, 6)) * np.array([9.0, 5.0, 3.0, 2.0, 1.0, 0.5])
+    found = FeatureMap.fit(public, dimensions=2, whiten=0.5)
+    variances, axes = np.linalg.eigh(np.cov(public.T, bias=True))
+    expected = axes[:, ::-1][:, :2] / variances[::-1][:2] ** 0.25
+    np.testing.assert_allclose(np.abs(found.matrix), np.abs(expected), rtol=1e-6)
+
+
+def test_weights_count_like_repeated_vectors():
+    public = np.random.default_rng(2).normal(size=(30, 4))
+    times = np.arange(30) % 3
+    weighted, repeated = FeatureMap.fit(public, weights=times), FeatureMap.fit(np.repeat(public, times, axis=0))
+    np.testing.assert_allclose(weighted.mean, repeated.mean, rtol=1e-12)
+    np.testing.assert_allclose(np.abs(weighted.matrix), np.abs(repeated.matrix), rtol=1e-8)
+
+
+def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
+    public = np.random.default_rng(3).normal(size=(50, 4))
+    found = FeatureMap.fit(public, radius=2.5)
+    mapped = found(np.concatenate([public, found.mean[None]]))
+    assert mapped.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(mapped[:-1], axis=1), 2.5, rtol=1e-6)
+    assert (mapped[-1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("public", "options", "message"),
+    [
+        (np.zeros((1, 3)), {}, "at least two vectors"),
+        (np.zeros(3), {}, r"got shape \(3,\)"),
+        (np.eye(4), {"dimensions": 4}, "dimensions=4 exceeds the 3"),
+    ],
+)
+def test_a_sample_that_determines_no_map_is_refused(public, options, message):
+    with pytest.raises(ValueError, match=message):
+        FeatureMap.fit(public, **options)
+
+
+# --- Blobs -----------------------------------------------------------------------------------------------------------
+
+
+def test_blobs_are_the_two_gaussians_with_their_powers():
+    config = ConfigDict({"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 20_000, "test": 1000, "seed": 0})
+    task = tasks.load(config)
+    features, label = rows(task.train)["features"].astype(np.float64), rows(task.train)["label"]
+    assert features.shape == (20_000, 6) and task.train.num_classes == 2 and len(task.test) == 1000
+    for value, sign in ((0, -1), (1, 1)):
+        points = features[label == value, :2]
+        # Standard errors are 0.0035 and 0.0025: five of them.
+        np.testing.assert_allclose(points.mean(axis=0), sign * 1.25, atol=0.018)
+        np.testing.assert_allclose(points.std(axis=0), 0.35, atol=0.013)
+    np.testing.assert_allclose(features[:, 2:4], features[:, :2] ** 2, rtol=1e-5)
+    np.testing.assert_allclose(features[:, 4:], features[:, :2] ** 3, rtol=1e-5)
+    assert not np.isin(rows(task.test)["features"][:, 0], features[:, 0].astype(np.float32)).any()
+
+
+# --- Images ----------------------------------------------------------------------------------------------------------
+
+
+def digits_config(**changes):
+    config = {
+        "kind": "images",
+        "source": "bundled",
+        "name": "digits",
+        "public_fraction": 0.1,
+        "test_fraction": 0.3,
+        "split_seed": 0,
+        "classes": (),
+        "keep": (),
+        "network": {"name": ""},
+        "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
+    }
+    return ConfigDict({**config, **changes})
+
+
+def test_digits_are_split_and_mapped_on_public_images_only():
+    task = tasks.load(digits_config())
+    assert (len(task.train), len(task.test), task.train.num_classes) == (1078, 539, 10)
+    public, private, test = data.bundled("digits").split([0.1, 0.6, 0.3], seed=0)
+    pixels = [rows(part)["image"].reshape(len(part), -1) for part in (public, private, test)]
+    expected = FeatureMap.fit(pixels[0], dimensions=16, whiten=0.5)
+    np.testing.assert_array_equal(rows(task.train)["features"], expected(pixels[1]))
+    np.testing.assert_array_equal(rows(task.test)["features"], expected(pixels[2]))
+    np.testing.assert_array_equal(rows(task.train)["label"], rows(private)["label"])
+    assert "180 public images without their labels" in task.provenance
+
+
+def medmnist(path, *, leave_out=()):
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", 600), ("val", 60), ("test", 50)):
+        arrays[f"{split}_images"] = generator.integers(0, 256, (count, 28, 28), np.uint8)
+        arrays[f"{split}_labels"] = generator.integers(0, 4, (count, 1), np.uint8)
+    np.savez(path, **{name: array for name, array in arrays.items() if name not in leave_out})
+    return arrays
+
+
+def medmnist_config(path, **changes):
+    fields = {
+        "path": str(path),
+        "num_classes": 4,
+        "public_split": "val",
+        "private_split": "train",
+        "test_split": "test",
+    }
+    features = {"dimensions": 8, "whiten": 1.0, "radius": 1.0}
+    return digits_config(source="npz", name="octmnist", features=features, **fields, **changes)
+
+
+def test_two_classes_of_a_medmnist_file(tmp_path):
+    arrays = medmnist(tmp_path / "octmnist.npz")
+    task = tasks.load(medmnist_config(tmp_path / "octmnist.npz", classes=(3, 2)))
+    kept = arrays["train_labels"][:, 0] >= 2
+    assert task.train.num_classes == 2 and len(task.train) == kept.sum()
+    np.testing.assert_array_equal(rows(task.train)["label"], arrays["train_labels"][kept, 0] == 2)
+
+
+def test_which_images_of_a_class_are_kept_depends_on_each_image_alone():
+    generator = np.random.default_rng(0)
+    image, label = generator.random((4000, 2, 2, 1), np.float32), generator.integers(0, 3, 4000)
+    kept, renamed = tasks._select((image, label), (2, 1), (0.25, 1.0))
+    counts = Counter(label.tolist())
+    assert Counter(renamed.tolist())[1] == counts[1]
+    # About 1333 coins of probability 1/4: six standard deviations are 95.
+    assert abs(Counter(renamed.tolist())[0] - 0.25 * counts[2]) < 95
+    again, _ = tasks._select((image[1:], label[1:]), (2, 1), (0.25, 1.0))
+    first = label[0] != 0 and (kept[0] == image[0]).all()
+    np.testing.assert_array_equal(again, kept[1:] if first else kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kind": "sound"}, ValueError, "config.data.kind must be one of .*, got 'sound'"),
+        ({"source": "web"}, ValueError, "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"),
+    ],
+)
+def test_unknown_kinds_and_sources_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        tasks.load(digits_config(**changes))
+
+
+def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file at .*train_images, .*configs/predict/digits.py"):
+        tasks.load(medmnist_config(tmp_path / "octmnist.npz"))
+    medmnist(tmp_path / "octmnist.npz", leave_out=("val_labels",))
+    with pytest.raises(ValueError, match="has no array val_labels; it should hold val_images"):
+        tasks.load(medmnist_config(tmp_path / "octmnist.npz"))
+
+
+def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(tmp_path, monkeypatch, capsys):
+    network = {"name": "fashion_mnist", "split": "train", "steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
+    config = medmnist_config(tmp_path / "file.npz", network=network, data_dir=str(tmp_path / "nowhere"))
+    extract, params, origin = tasks._network(config)
+    assert "fashion_mnist is not there" in capsys.readouterr().out
+    assert origin.endswith("trained on digits") and sorted(params) == ["conv_0", "conv_1"]
+
+    monkeypatch.setattr(tasks, "_BATCH", 8)
+    images = np.random.default_rng(0).random((11, 28, 28, 1), np.float32)
+    features = extract(images)
+    assert features.shape == (11, 3200)
+    alone = tasks._Convolutions().apply({"params": params}, tasks._standardise(jnp.asarray(images[-1:])))
+    np.testing.assert_allclose(features[-1:], alone, rtol=1e-4, atol=1e-5)
+    # Brightness and contrast of an image do not matter, what it shows does.
+    np.testing.assert_allclose(extract(0.5 * images[:2] + 0.2), features[:2], atol=0.05 * features.max())
+    assert np.abs(features[0] - features[1]).max() > 0.1 * features.max()
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
+TREEBANK = "i do n't think it 's well-made ... great ! ! ca n't , `` no ''"
+
+
+def test_tokens_are_split_as_the_treebank_does():
+    assert " ".join(tasks.tokenize("I don't think it's WELL-made... <br />Great!! can't, ``no''")) == TREEBANK
+    assert " ".join(tasks.tokenize(TREEBANK)) == TREEBANK
+
+
+def test_words_after_a_negation_change_sign_up_to_the_end_of_the_clause():
+    tokens = tasks.tokenize("a good film , not a good one at all , never good")
+    assert tasks._signs(tokens, 3) == [1, 1, 1, 1, 1, -1, -1, -1, 1, 1, 1, 1, -1]
+    assert tasks._signs(["not", "good", ",", "good"], 3) == [1, -1, -1, 1]
+    assert tasks._signs(tokens, 0) == [1] * len(tokens)
+
+
+WORDS = ["good", "bad", "film", "the", "not"]
+
+
+@pytest.fixture
+def text_config(tmp_path, monkeypatch):
+    """A text task of five known words, whose sentences a test chooses."""
+    vectors = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float16)
+    counts = np.array([50.0, 40.0, 100.0, 1000.0, 10.0])
+    np.savez(tmp_path / "vectors.npz", words=np.array(WORDS, "S10"), vectors=vectors, counts=counts)
+    config = {
+        "kind": "text",
+        "name": "sentences",
+        "private_split": "train",
+        "test_split": "test",
+        "word_vectors": str(tmp_path / "vectors.npz"),
+        "weight": 0.01,
+        "negation": 3,
+        "features": FEATURES,
+    }
+
+    def load(sentences):
+        read = {"train": sentences, "test": ["good film", "bad"]}
+        monkeypatch.setattr(
+            tasks, "_read_text", lambda _, split: (read[split], np.arange(len(read[split]), dtype=np.int32) % 2)
+        )
+        return rows(tasks.load(ConfigDict(config)).train)["features"]
+
+    return load, vectors.astype(np.float64), counts / counts.sum()
+
+
+def test_a_sentence_is_the_whitened_weighted_mean_of_its_words(text_config):
+    load, vectors, frequency = text_config
+    found = load(["the good film unknown", "nothing known", "not bad"])
+    table = vectors * (0.01 / (0.01 + frequency))[:, None]
+    mean = frequency @ table
+    covariance = sum(p * np.outer(v - mean, v - mean) for p, v in zip(frequency, table, strict=True))
+    variances, axes = np.linalg.eigh(covariance)
+    for row, vector in ((0, table[[3, 0, 2]].mean(axis=0)), (2, (table[4] - table[1]) / 2)):
+        mapped = ((vector - mean) @ axes / np.sqrt(variances))[::-1]
+        np.testing.assert_allclose(np.abs(found[row]), np.abs(mapped) / np.linalg.norm(mapped), rtol=1e-4)
+    assert (found[1] == 0).all()
+
+
+def test_a_sentence_more_or_less_changes_no_other_feature(text_config):
+    load, *_ = text_config
+    sentences = ["the good film", "bad bad film", "not the film"]
+    np.testing.assert_array_equal(load(sentences)[1:], load(sentences[1:]))
+
+
+def test_text_is_read_from_tfds_without_tensorflow(tmp_path):
+    import tensorflow_datasets as tfds
+
+    examples = [{"sentence": "good — film", "label": 1}, {"sentence": "bad", "label": 0}]
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            label = tfds.features.ClassLabel(num_classes=2)
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"sentence": tfds.features.Text(), "label": label})
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": enumerate(examples), "unlabelled": enumerate([{"sentence": "film", "label": -1}])}
+
+        def _generate_examples(self):
+            raise AssertionError("never called")
+
+    Builder.name = "tiny_reviews"
+    # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend on.
+    Builder.__module__ = "__main__"
+    Builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
+    config = ConfigDict({"name": "tiny_reviews", "data_dir": str(tmp_path), "field": "sentence"})
+    sentences, label = tasks._read_text(config, "train")
+    assert sorted(zip(sentences, label.tolist(), strict=True)) == [("bad", 0), ("good — film", 1)]
+    with pytest.raises(ValueError, match="split 'unlabelled' of data set 'tiny_reviews' has no labels"):
+        tasks._read_text(config, "unlabelled")
+
+
+# --- Embeddings ------------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
+    generator = np.random.default_rng(0)
+    arrays = {f"{part}_features": generator.normal(size=(40, 5)) for part in ("train", "test", "public")}
+    labels = {f"{part}_labels": generator.integers(0, 3, 40) for part in ("train", "test")}
+    np.savez(tmp_path / "file.npz", **arrays, **labels)
+    config = {"kind": "embeddings", "name": "texts", "path": str(tmp_path / "file.npz"), "num_classes": 3}
+    task = tasks.load(ConfigDict({**config, "features": FEATURES}))
+    expected = FeatureMap.fit(arrays["public_features"])(arrays["test_features"])
+    np.testing.assert_array_equal(rows(task.test)["features"], expected)
+    assert task.train.num_classes == 3 and task.train.name == "texts/train"
+
+
+@pytest.mark.download
+def test_the_real_texts_and_images(tmp_path):
+    directory = os.environ["JAXDP_DATA_DIR"]
+    sentences, label = tasks._read_text(
+        ConfigDict({"name": "glue/sst2", "data_dir": directory, "field": "sentence"}), "validation"
+    )
+    assert len(sentences) == 872 and label.sum() == 444
+    fields = {"public_split": "val", "private_split": "train", "test_split": "test", "data_dir": directory}
+    task = tasks.load(digits_config(source="tfds", name="pneumonia_mnist", **fields))
+    assert (len(task.train), len(task.test), task.train.num_classes) == (4708, 624, 2)
