@@ -573,6 +573,9 @@ def _bilinear(
     if eqn.product == "rump":
         return _midpoint_radius(multiply, a, b, terms)
     known = is_nonnegative(a)
+    if not isinstance(b, Interval):  # two points: only rounding is uncertain
+        value, error = multiply(a, b), slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
+        return value - error, value + error
     b = inflate(b, terms + 6)
     if not isinstance(a, Interval):
         plus, minus = jnp.maximum(a, 0), jnp.maximum(-a, 0)
@@ -655,6 +658,12 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
 
 
 Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
+
+
+def is_outer(eqn: Any) -> bool:
+    """Whether each entry of a dot_general is one product."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return not batch and math.prod(eqn.invars[0].aval.shape[d] for d in contracted) == 1
 
 
 def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
@@ -806,12 +815,12 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _difference_bounds(eqn: Equation, logits: Operand) -> jax.Array:
-    """Upper bounds [..., K, K] of z_j - z_c."""
+def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
+    """Upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
     high, low = upper(logits), lower(logits)
     box = high[..., :, None] - low[..., None, :]
     box = _off_diagonal(widen(box, box)[1])
-    if eqn.product == "tight" and isinstance(logits, Box) and logits.differences is not None:
+    if product == "tight" and isinstance(logits, Box) and logits.differences is not None:
         return jnp.minimum(box, logits.differences())
     return box
 
@@ -828,7 +837,7 @@ def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
 @register_rule("softmax_cross_entropy_gradient")
 def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
     """(sum_k y_k) softmax(z) - y, with differences of logits and the simplex used (T3)."""
-    low, high = probabilities(_difference_bounds(eqn, logits))
+    low, high = probabilities(pairwise_gaps(logits, eqn.product))
     if eqn.product == "tight":
         below, above = widen(1 - _others(high), 1 - _others(low), 2)
         error = slack(low.dtype, low.shape[-1] + 4)  # the others sum to at most 1 at any point
@@ -850,7 +859,7 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 @register_rule("softmax_cross_entropy")
 def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
     """sum_k y_k log sum_j exp(z_j - z_k)."""
-    gaps = _difference_bounds(eqn, logits)
+    gaps = pairwise_gaps(logits, eqn.product)
     roundings = gaps.shape[-1] + 24
     high = _log_sum_exp(gaps, axis=-2)
     low = _log_sum_exp(-gaps, axis=-1)
@@ -919,7 +928,7 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
         raise NoRuleError("a label that depends on an interval is not supported")
     true = jnp.argmax(weights, axis=-1)
     is_true = jax.nn.one_hot(true, weights.shape[-1], dtype=jnp.bool_)
-    gaps = _difference_bounds(eqn, logits)
+    gaps = pairwise_gaps(logits, eqn.product)
     index = true[..., None, None]
     above = jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-1], 1)), axis=-1)[..., 0]  # z_k - z_y <=
     below = -jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-2], 1, gaps.shape[-1])), axis=-2)[

@@ -135,18 +135,21 @@ def _plain(x: Operand) -> Interval:
     return unchecked(low, high)
 
 
-def stage(fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: str = "tight") -> tuple[Any, Any]:
-    """Splits bounds of `fun(moving, fixed)` into what depends on `fixed` alone and the rest.
+def stage(
+    fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: str = "tight"
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Splits bounds of `fun(moving, fixed)` into three parts, for callers that stream.
 
     Args:
-      fun: a function of two pytrees.
+      fun: a function of two pytrees that returns a pytree of arrays.
       moving: pytree of arrays or shapes; will be intervals.
       fixed: pytree of arrays or shapes; known points.
 
     Returns:
-      (first, second): `kept = first(fixed)`, a pytree of arrays that `jax.vmap` and `jax.lax.map` may handle, and
-      `second(moving, kept)`, a list of (lower, upper), one for each array of the result. `first` must be called
-      (or traced) before `second`.
+      `first(fixed) -> kept`: what does not depend on `moving`. `second(moving, kept) -> factors`: everything but the
+      outer products that results end with, the per-example gradients of dense layers. `third(factors)`: those;
+      a list of (lower, upper) for each array of the result. What passes between them are pytrees of arrays for
+      `jax.vmap` and `jax.lax.map`. The parts must be traced in this order.
     """
     moving_leaves, fixed_leaves = jax.tree.leaves(moving), jax.tree.leaves(fixed)
     trees = jax.tree.structure(moving), jax.tree.structure(fixed)
@@ -159,34 +162,76 @@ def stage(fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: s
     )
     jaxpr = closed.jaxpr
     inputs, points = jaxpr.invars[: len(moving_leaves)], jaxpr.invars[len(moving_leaves) :]
-    moved, early, late = set(inputs), [], []
-    for eqn in _live(jaxpr):
-        if any(not isinstance(v, jex.Literal) and v in moved for v in eqn.invars):
-            late.append(eqn)
-            moved.update(eqn.outvars)
-        else:
-            early.append(eqn)
-    used = [v for eqn in late for v in eqn.invars] + list(jaxpr.outvars)
-    crossing = list(dict.fromkeys(v for v in used if not isinstance(v, jex.Literal) and v not in moved))
+    live = _live(jaxpr)
+    producers = {v: eqn for eqn in live for v in eqn.outvars}
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    moved, early, late = set(inputs), [], []
+    for eqn in live:
+        depends = any(v in moved for v in _variables(eqn.invars))
+        (late if depends else early).append(eqn)
+        moved.update(eqn.outvars if depends else ())
+    tail = _final_outer_products(jaxpr, late)
+    body = [eqn for eqn in late if eqn not in tail]
+
+    def needed(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
+        """Variables that `eqns` and `results` take from earlier parts."""
+        atoms = [a for eqn in eqns for a in (*eqn.invars, *_rewrite(eqn, producers)[1])]
+        own = {v for eqn in eqns for v in eqn.outvars} | known | set(consts)
+        return [v for v in dict.fromkeys(_variables([*atoms, *results])) if v not in own]
+
+    to_third = needed(tail, jaxpr.outvars, set())
+    to_second = needed(body, to_third, set(inputs))
     signs: dict[Any, bool] = {}
-    producers: dict[Any, Any] = {}
+
+    def hand_over(values: dict[Any, Any], names: Sequence[Any]) -> list[Any]:
+        signs.update({v: is_nonnegative(values[v]) for v in names})
+        return [(lower(x), upper(x)) if _is_interval(x) else (x,) for x in (values[v] for v in names)]
+
+    def take_over(names: Sequence[Any], handed: Sequence[Any]) -> dict[Any, Any]:
+        parts = zip(names, handed, strict=True)
+        return consts | {v: Box(*x, nonnegative=signs[v]) if len(x) == 2 else x[0] for v, x in parts}
 
     def first(fixed: Any) -> Any:
-        values = {**consts, **dict(zip(points, jax.tree.leaves(fixed), strict=True))}
+        values = consts | dict(zip(points, jax.tree.leaves(fixed), strict=True))
         _run(jaxpr, early, values, producers, product)
-        signs.update({v: is_nonnegative(values[v]) for v in crossing})
-        return [(lower(x), upper(x)) if _is_interval(x) else (x,) for x in (values[v] for v in crossing)]
+        return hand_over(values, to_second)
 
-    def second(moving: Any, kept: Any) -> list[tuple[jax.Array, jax.Array]]:
-        values = {**consts, **dict(zip(inputs, jax.tree.leaves(moving, is_leaf=_is_interval), strict=True))}
-        for v, x in zip(crossing, kept, strict=True):
-            values[v] = Box(*x, nonnegative=signs[v]) if len(x) == 2 else x[0]
-        _run(jaxpr, late, values, dict(producers), product)
-        results = [values[v] if not isinstance(v, jex.Literal) else np.asarray(v.val) for v in jaxpr.outvars]
+    def second(moving: Any, kept: Any) -> Any:
+        values = take_over(to_second, kept)
+        values.update(zip(inputs, jax.tree.leaves(moving, is_leaf=_is_interval), strict=True))
+        _run(jaxpr, body, values, producers, product)
+        return hand_over(values, to_third)
+
+    def third(factors: Any) -> list[tuple[jax.Array, jax.Array]]:
+        values = take_over(to_third, factors)
+        _run(jaxpr, tail, values, producers, product)
+        results = [_read(values, a) for a in jaxpr.outvars]
         return [(jnp.asarray(lower(x)), jnp.asarray(upper(x))) for x in results]
 
-    return first, second
+    return first, second, third
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
+
+
+def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
+    """Outer products, and what moves their entries around, that nothing but a result uses."""
+    made = {v: eqn for eqn in eqns for v in eqn.outvars}
+    uses = [v for eqn in eqns for v in _variables(eqn.invars)] + _variables(jaxpr.outvars)
+    found = []
+    for v in _variables(jaxpr.outvars):
+        chain = []
+        while v in made and uses.count(v) == 1:
+            eqn = made[v]
+            chain.append(eqn)
+            if eqn.primitive.name not in ("transpose", "reshape", "squeeze", "convert_element_type"):
+                break
+            (v,) = eqn.invars
+        last = chain[-1] if chain else None
+        if last is not None and last.primitive.name == "dot_general" and interval_rules.is_outer(last):
+            found += chain
+    return [eqn for eqn in eqns if eqn in found]
 
 
 def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Operand]:
@@ -194,12 +239,13 @@ def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Op
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    _run(jaxpr, _live(jaxpr), values, {}, product)
+    eqns = _live(jaxpr)
+    _run(jaxpr, eqns, values, {v: eqn for eqn in eqns for v in eqn.outvars}, product)
     return [_read(values, a) for a in jaxpr.outvars]
 
 
 def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dict[Any, Any], product: str) -> None:
-    """Interprets equations, adding their results to `values` and themselves to `producers`."""
+    """Interprets equations, adding their results to `values`; `producers` maps variables to their equations."""
     for eqn in eqns:
         inputs = [_read(values, a) for a in eqn.invars]
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
@@ -208,7 +254,6 @@ def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dic
         else:
             outs = bind_equation(jaxpr, eqn, inputs)
         values.update(zip(eqn.outvars, outs, strict=True))
-        producers.update(dict.fromkeys(eqn.outvars, eqn))
 
 
 def _read(values: dict[Any, Any], atom: Any) -> Any:
