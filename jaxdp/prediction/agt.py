@@ -22,17 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive
+from jaxdp.prediction.sums import Grid, add_units, add_up, carry, mean
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
-from jaxdp.transforms.interval_rules import pairwise_gaps
+from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
 
 Adjacency = Literal["add_remove", "replace", "reference"]
 
-# Records per inner block of sums, so that a sum of quantised gradients fits half of an int32.
-_BLOCK = 256
-# Gradients of more parameters than this are summed 8 records at a time, which XLA unrolls and vectorises on a
-# processor: six times faster than 12 at a time. Smaller ones gain from fewer, longer fragments.
-_LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
 # Halvings of the interval in which the threshold of the largest entries is searched (T6).
 _HALVINGS = 8
 _QUERIES = 256
@@ -78,7 +75,8 @@ class Certificates(NamedTuple):
     """What is certain about predictions. PRIVATE: distances and logits depend on the training data.
 
     Attributes:
-      label: int32 [Q], the nominal prediction: the largest logit, or for one logit whether it is positive.
+      label: int32 [Q], the largest logit, or for one logit whether it is positive: of every parameter vector in the
+        first row of the bounds where that is certain, else of the nominal parameters.
       distance: int32 [Q], the stable distance k': no data set within distance k' changes the label, and neighbouring
         data sets have k' that differ by at most 1. With a sparse grid of ks it counts certified grid points.
       logits: `Interval` with ends [len(ks), Q, C].
@@ -136,8 +134,9 @@ def train_with_bounds(
         published rule (Theorem 4.6), normaliser the number of records in the batch, k replacements in EVERY batch;
         with product="rump" the published algorithm.
       order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it. It overrides
-        epochs. None: record i is in batch i mod ceil(n / batch_size) of every epoch, the same whatever the other
-        records are ("reference": consecutive full batches, an incomplete one is dropped, as published).
+        epochs. None: round(n / batch_size) batches, a number that counts as public, to which records are assigned by a
+        hash of their content ("replace": by position), the same in every epoch and whatever the other records are
+        ("reference": consecutive full batches, an incomplete one is dropped, as published).
       product: "tight" or "rump", see `jaxdp.interval`.
       momentum, nesterov, weight_decay: of the optimizer; see the equations.
       lr_decay, lr_min: of the learning rate.
@@ -174,13 +173,13 @@ def train_with_bounds(
       ValueError: for anything that cannot be certified or is out of range; before any computation.
       TypeError: if ks or order are not integers, or a trained leaf is not floating point.
     """
-    plan, arrays = _plan(
+    plan, arrays = make_plan(
         loss_fn,
         params,
         data,
-        ks=_distances(ks),
-        clip=_positive("clip", clip, "the per-coordinate bound of a record's gradient"),
-        learning_rate=_positive("learning_rate", learning_rate, "the step size"),
+        ks=distances(ks),
+        clip=positive("clip", clip, "the per-coordinate bound of a record's gradient"),
+        learning_rate=positive("learning_rate", learning_rate, "the step size"),
         batch_size=batch_size,
         epochs=epochs,
         adjacency=adjacency,
@@ -208,372 +207,6 @@ def train_with_bounds(
     return Bounds(nominal, low, high, plan.ks, adjacency, plan.trainable)
 
 
-# --- checks: everything that can be wrong, before anything is computed -----------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The static part of a run; equal plans share one compiled program."""
-
-    ks: tuple[int, ...]
-    clip: float
-    divisor: int
-    adjacency: str
-    product: str
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    trainable: tuple[bool, ...]
-    structure: Any
-    blocks: tuple[int, int, int]  # of a batch: outer blocks, fragments in each, records in a fragment
-    groups: tuple[int, ...]  # number of steps in which no record occurs twice, in turn; budgets are shared within
-    shared_budget: bool
-
-
-def _distances(ks: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ks, int | np.integer) and not isinstance(ks, bool):
-        if ks < 0:
-            raise ValueError(f"ks={ks} is negative; a distance counts changed records")
-        return tuple(range(int(ks) + 1))
-    values = list(ks)  # type: ignore[arg-type]
-    if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
-        raise TypeError(f"ks={values} must be integers")
-    if not values or min(values) < 0:
-        raise ValueError(f"ks={values} must hold at least one distance, and none below 0")
-    if sorted(set(values)) != values:
-        raise ValueError(f"ks={values} must increase")
-    return tuple(int(k) for k in values)
-
-
-def _positive(name: str, value: Any, meaning: str) -> float:
-    if value is None or not (np.ndim(value) == 0 and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}={value} must be positive and finite: {meaning}; without it nothing can be bounded")
-    return float(value)
-
-
-def _plan(
-    loss_fn: Callable[[Any, Any], jax.Array],
-    params: Any,
-    data: Any,
-    *,
-    ks: tuple[int, ...],
-    clip: float,
-    learning_rate: float,
-    batch_size: int,
-    epochs: int,
-    adjacency: str,
-    order: Any,
-    product: str,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    lr_decay: float,
-    lr_min: float,
-    trainable: Callable[[str, Any], bool] | None,
-) -> tuple[_Plan, tuple[Any, ...]]:
-    if adjacency not in ("add_remove", "replace", "reference"):
-        raise ValueError(f"adjacency={adjacency!r} is unknown; use 'add_remove', 'replace' or 'reference'")
-    if product not in ("tight", "rump"):
-        raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
-    for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}={value} must be a positive integer")
-    for name, number in (("weight_decay", weight_decay), ("lr_decay", lr_decay), ("lr_min", lr_min)):
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}={number} must be finite and not negative")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} must be in [0, 1)")
-    if nesterov and momentum == 0:
-        raise ValueError("nesterov=True needs momentum > 0")
-    if ks[-1] > batch_size:
-        raise ValueError(
-            f"ks reaches {ks[-1]}, more than batch_size={batch_size}: no batch has so many records to change"
-        )
-    n = _check_data(data)
-    rows = _check_order(order, n, batch_size, epochs, adjacency)
-    counts = (rows >= 0).sum(axis=1)
-    if ks[-1] > counts.min() and adjacency != "add_remove":
-        raise ValueError(f"ks reaches {ks[-1]}, but a batch of order has {counts.min()} records")
-    steps = len(rows)
-    rates = np.maximum(learning_rate / (1 + lr_decay * np.arange(steps)), lr_min)
-    _check_influence(rates, momentum, nesterov, weight_decay)
-
-    paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-    flags = tuple(
-        bool(trainable is None or trainable(name, leaf)) for name, (_, leaf) in zip(names, paths, strict=True)
-    )
-    if not any(flags):
-        raise ValueError(f"no leaf of params is trainable; `trainable` is called with paths such as {names[:3]}")
-    leaves = [leaf for _, leaf in paths]
-    for name, leaf, flag in zip(names, leaves, flags, strict=True):
-        if flag and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(f"params leaf {name} is {jnp.result_type(leaf)}, only floating-point leaves can be trained")
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
-            raise ValueError(f"params leaf {name} has NaN or infinite entries")
-    _check_loss(loss_fn, params, data)
-
-    moving = [_at_least_float32(x) for x, flag in zip(leaves, flags, strict=True) if flag]
-    frozen = [jnp.asarray(x) for x, flag in zip(leaves, flags, strict=True) if not flag]
-    blocks = _blocks(rows.shape[1], sum(x.size for x in moving))
-    padded = np.full((steps, math.prod(blocks)), -1, np.int32)
-    padded[:, : rows.shape[1]] = rows
-    groups = _groups(rows)
-    plan = _Plan(
-        ks=ks,
-        clip=clip,
-        divisor=int(batch_size),
-        adjacency=adjacency,
-        product=product,
-        momentum=float(momentum),
-        nesterov=bool(nesterov),
-        weight_decay=float(weight_decay),
-        trainable=flags,
-        structure=structure,
-        blocks=blocks,
-        groups=groups,
-        shared_budget=max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay),
-    )
-    kind = jnp.result_type(*moving)
-    return plan, (moving, frozen, jax.tree.map(jnp.asarray, data), padded, jnp.asarray(rates, kind))
-
-
-def _at_least_float32(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
-
-
-def _check_data(data: Any) -> int:
-    leaves = jax.tree_util.tree_leaves_with_path(data)
-    sizes = {np.shape(leaf)[:1] for _, leaf in leaves}
-    if len(sizes) != 1 or () in sizes:
-        raise ValueError(f"data must be arrays with one first axis, the records; got first axes {sorted(sizes)}")
-    ((n,),) = sizes
-    if n == 0:
-        raise ValueError("data has no records")
-    for path, leaf in leaves:
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
-            name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
-            raise ValueError(f"data leaf {name} has NaN or infinite entries; impute or drop these records first")
-    return n
-
-
-def _check_order(order: Any, n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
-    """Returns rows [steps, batch] of records, -1 for none."""
-    if order is None:
-        return _default_order(n, batch_size, epochs, adjacency)
-    if callable(order):
-        rows = _integers(order(n))
-        if adjacency == "add_remove" and n > 1:
-            _check_same_batches(rows, _integers(order(n - 1)), n)
-    else:
-        rows = _integers(order)
-    if rows.min() < -1 or rows.max() >= n:
-        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none; some entries are outside")
-    if (rows < 0).all(axis=1).any():
-        raise ValueError("order has a batch without records")
-    for batch in rows:
-        kept = batch[batch >= 0]
-        if len(np.unique(kept)) != len(kept):
-            raise ValueError("order has a record twice in one batch; its influence on the sum would be twice the clip")
-    unused = n - len(np.unique(rows[rows >= 0]))
-    if adjacency == "add_remove" and unused:
-        raise ValueError(
-            f"order never uses {unused} of the {n} records. Under adjacency='add_remove' whether a record is used must"
-            " not depend on how many there are, as it does if an incomplete batch is dropped: fill the last batch"
-            " with -1, pass the data without those records, or use adjacency='replace'"
-        )
-    return rows
-
-
-def _integers(order: Any) -> np.ndarray:
-    rows = np.asarray(order)
-    if rows.ndim != 2 or rows.size == 0:
-        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}")
-    if not np.issubdtype(rows.dtype, np.integer):
-        raise TypeError(f"order must be integers, got {rows.dtype}")
-    return rows.astype(np.int64)
-
-
-def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
-    """Without record n - 1 every other record must stay in its batches."""
-    if len(rows) == len(fewer):
-        batches = ({*batch[(batch >= 0) & (batch != n - 1)]} for batch in rows)
-        if all(a == {*b[b >= 0]} for a, b in zip(batches, fewer, strict=True)):
-            return
-    raise ValueError(
-        f"order(n) puts records into other batches when one of {n} is removed; adjacency='add_remove' needs an"
-        " assignment by the record's own index, such as i mod (number of batches). Or use adjacency='replace'"
-    )
-
-
-def _default_order(n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
-    if adjacency == "reference":
-        size = min(batch_size, n)
-        return np.tile(np.arange(n - n % size).reshape(-1, size), (epochs, 1))
-    batches = math.ceil(n / batch_size)
-    rows = np.full((batches, math.ceil(n / batches)), -1)
-    for i in range(batches):
-        members = np.arange(i, n, batches)
-        rows[i, : len(members)] = members
-    return np.tile(rows, (epochs, 1))
-
-
-def _groups(rows: np.ndarray) -> tuple[int, ...]:
-    """Lengths of the longest runs of batches in which no record occurs twice (T8)."""
-    lengths: list[int] = []
-    seen: set[int] = set()
-    for batch in rows:
-        members = {*batch[batch >= 0].tolist()}
-        if not lengths or seen & members:
-            lengths.append(0)
-            seen = set()
-        lengths[-1] += 1
-        seen |= members
-    return tuple(lengths)
-
-
-def _check_influence(rates: np.ndarray, momentum: float, nesterov: bool, weight_decay: float) -> None:
-    """Ends of the box evolve on their own only if no gradient's influence on the result changes sign (T10, P3)."""
-    if weight_decay == 0:
-        return
-    steps = len(rates)
-    # Column s: the response of theta to a unit gradient at step s; last column: to a unit change of theta itself.
-    theta, velocity = np.zeros(steps + 1), np.zeros(steps + 1)
-    theta[-1] = 1
-    for t, rate in enumerate(rates):
-        gradient = weight_decay * theta
-        gradient[t] -= 1
-        velocity = momentum * velocity + gradient
-        theta = theta - rate * (gradient + momentum * velocity if nesterov else velocity)
-        if (theta < 0).any():
-            raise ValueError(
-                f"weight_decay={weight_decay} with momentum={momentum} and a learning rate of {rate:g} makes the"
-                f" influence of a gradient change sign by step {t}: bounds of the ends would be unsound. Lower one of"
-                " the three"
-            )
-
-
-_RANDOM = {"random_bits", "random_seed", "random_split", "random_fold_in", "threefry2x32", "rng_bit_generator"}
-
-
-def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), data)
-    closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
-    shapes = jax.tree.map(lambda x: x.shape, out)
-    if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ValueError(
-            f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. It is given a row"
-            " of the data without its leading axis: add the axis a model wants with x[None]"
-        )
-    if random := _primitives(closed.jaxpr) & _RANDOM:
-        raise ValueError(
-            f"loss_fn is stochastic (it uses {', '.join(sorted(random))}): two runs would differ without any change of"
-            " the data. Turn off dropout and augmentation"
-        )
-
-
-def _primitives(jaxpr: Any) -> set[str]:
-    names = set()
-    for eqn in jaxpr.eqns:
-        names.add(eqn.primitive.name)
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            names |= _primitives(inner)
-    return names
-
-
-def _blocks(batch: int, parameters: int) -> tuple[int, int, int]:
-    """How a batch is cut: (outer blocks, fragments in each, records in a fragment)."""
-    fragment = min(_UNROLLED if parameters > _LARGE else _FRAGMENT, batch)
-    fragments = math.ceil(batch / fragment)
-    outer = math.ceil(fragments * fragment / _BLOCK)
-    inner = math.ceil(fragments / outer)
-    return outer, inner, fragment
-
-
-# --- sums of quantised gradients -------------------------------------------------------------------------------------
-
-
-class _Grid(NamedTuple):
-    """Clipped gradients as integers: clip = `one` units. Sums of integers are exact, in any order, on any machine."""
-
-    one: int
-    shift: int  # totals are kept as high << shift | low
-    ints: Any
-    magic: float  # adding it rounds to an integer, which is then in the low bits of the mantissa
-
-    @classmethod
-    def of(cls, dtype: Any) -> "_Grid":
-        if jnp.dtype(dtype) == jnp.float64:
-            return cls(2**46, 10, jnp.int64, 1.5 * 2**52)
-        return cls(2**21, 10, jnp.int32, 1.5 * 2**23)
-
-    def bits(self, x: jax.Array, clip: float, direction: int) -> jax.Array:
-        """Clips and rounds to the grid, down, to nearest or up (-1, 0, 1); returns integers plus those of `magic`."""
-        x = x * (self.one / clip)
-        if direction < 0:  # a NaN becomes the least, or the largest, possible gradient
-            x = jnp.minimum(jnp.where(x > -self.one, x, -self.one), self.one) - 0.75
-        elif direction > 0:
-            x = jnp.maximum(jnp.where(x < self.one, x, self.one), -self.one) + 0.75
-        else:
-            x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.one, self.one)
-        return lax.bitcast_convert_type(x + self.magic, self.ints)
-
-    @property
-    def charge(self) -> int:
-        """The most that one record moves a sum: clip, and the units that rounding may add."""
-        return self.one + 2
-
-
-def _total(
-    plan: _Plan, grid: _Grid, blocks: Any, factors: Callable[[Any], Any], summands: Callable[[Any], list[jax.Array]]
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Adds up integers over a batch in blocks [outer, records, ...] (T7).
-
-    `factors` is evaluated for a block at a time, `summands` for the fragments that fit a cache. Memory does not grow
-    with the batch. Returns (high, low) with sum = high 2**shift + low, 0 <= low < 2**shift.
-    """
-    _, inner, size = plan.blocks
-
-    def fragments(block: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(inner, size, *x.shape[1:]), factors(block))
-
-    first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], fragments(jax.tree.map(lambda x: x[0], blocks))))
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(summands, first)]
-
-    def add(sums: Any, fragment: Any) -> tuple[Any, None]:
-        return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None
-
-    def outer(totals: Any, block: Any) -> tuple[Any, None]:
-        sums, _ = lax.scan(add, zeros, fragments(block))
-        pairs = zip(totals, sums, strict=True)
-        return [_carry(grid, high, low + s) for (high, low), s in pairs], None
-
-    totals, _ = lax.scan(outer, [(z, z) for z in zeros], blocks)
-    return totals
-
-
-def _carry(grid: _Grid, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return high + (low >> grid.shift), low & (2**grid.shift - 1)
-
-
-def _add(grid: _Grid, total: tuple[jax.Array, jax.Array], count: Any, units: int) -> tuple[jax.Array, jax.Array]:
-    """Adds `count`, of either sign, times a number of units."""
-    part = 2**grid.shift
-    return _carry(grid, total[0] + count * (units // part), total[1] + count * (units % part))
-
-
-def _mean(plan: _Plan, grid: _Grid, total: tuple[jax.Array, jax.Array], dtype: Any, direction: int) -> jax.Array:
-    """The total over the divisor as a float, rounded outward in `direction`."""
-    high, low = total
-    whole = high + (low > 0).astype(high.dtype) if direction > 0 else high
-    scale = plan.clip / grid.one * 2**grid.shift / plan.divisor
-    if direction == 0:
-        return (high.astype(dtype) + low.astype(dtype) / 2**grid.shift) * scale
-    ends = widen(whole.astype(dtype) * scale, whole.astype(dtype) * scale, 3)
-    return ends[0] if direction < 0 else ends[1]
-
-
 # --- the algorithm ---------------------------------------------------------------------------------------------------
 
 Leaves = list[jax.Array]
@@ -582,11 +215,11 @@ Box = tuple[Leaves, Leaves]
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _train(
-    loss_fn: Any, plan: _Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
+    loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
 ) -> tuple[Leaves, Leaves, Leaves]:
     """Algorithm 1 for all ks. Returns nominal, lower and upper leaves; the ends have a first axis [len(ks)]."""
     dtype = jnp.result_type(*moving)
-    grid = _Grid.of(dtype)
+    grid = Grid.of(dtype)
 
     def gradient(moving: Leaves, record: Any) -> Leaves:
         example, weight = record
@@ -632,7 +265,7 @@ def _train(
             grads = jax.vmap(lambda one: gradient(moving, one))(fragment)
             return [whole(grid.bits(g.astype(dtype), plan.clip, 0)) for g in grads]
 
-        return _total(plan, grid, batch, lambda block: block, summands)
+        return add_up(plan, grid, batch, lambda block: block, summands)
 
     descent = _Descent(plan, grid, dtype, factors_of, record_bounds, whole)
 
@@ -677,7 +310,7 @@ def _train(
         params, velocity, lines = state
         batch = batch_of(rows)
         kept, count = kept_of(batch), jnp.sum(batch[1])
-        grads = [_mean(plan, grid, total, dtype, 0) for total in nominal_sums(params, batch)]
+        grads = [mean(plan, grid, total, dtype, 0) for total in nominal_sums(params, batch)]
         if plan.adjacency == "reference":
             grads = [g * (plan.divisor / count) for g in grads]
         if lines is None:
@@ -744,7 +377,7 @@ def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
     return widen(x, x, roundings)[(sign + 1) // 2]
 
 
-def _share(plan: _Plan, grid: _Grid, dtype: Any, lines: Any, used: jax.Array, rate: jax.Array) -> Any:
+def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate: jax.Array) -> Any:
     """Lets the changes used so far include some of this batch's (T8).
 
     L^(j) = min_i (base L^(j-i) - i shift): a running minimum over the lines of one k, in which each further change
@@ -770,8 +403,8 @@ def _share(plan: _Plan, grid: _Grid, dtype: Any, lines: Any, used: jax.Array, ra
 class _Descent:
     """Bounds of the mean clipped gradient when k records of a batch change."""
 
-    plan: _Plan
-    grid: _Grid
+    plan: Plan
+    grid: Grid
     dtype: Any
     factors_of: Callable[[Box, Any], Any]
     record_bounds: Callable[[Any], tuple[Leaves, Leaves]]
@@ -792,7 +425,7 @@ class _Descent:
         return self._published(prepared, k, kept, count)
 
     def _total(self, box: Box, kept: Any, summands: Callable[[Any], Leaves]) -> list[Any]:
-        return _total(self.plan, self.grid, kept, functools.partial(self.factors_of, box), summands)
+        return add_up(self.plan, self.grid, kept, functools.partial(self.factors_of, box), summands)
 
     def _bits(self, factors: Any) -> Leaves:
         lows, highs = self.record_bounds(factors)
@@ -801,14 +434,14 @@ class _Descent:
 
     def _ends(self, totals: list[Any]) -> Box:
         half = len(totals) // 2
-        low = [_mean(self.plan, self.grid, t, self.dtype, -1) for t in totals[:half]]
-        return low, [_mean(self.plan, self.grid, t, self.dtype, +1) for t in totals[half:]]
+        low = [mean(self.plan, self.grid, t, self.dtype, -1) for t in totals[:half]]
+        return low, [mean(self.plan, self.grid, t, self.dtype, +1) for t in totals[half:]]
 
     def _shifted(self, totals: list[Any], k: jax.Array) -> Box:
         """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
         half, charge = len(totals) // 2, self.grid.charge
-        low = [_add(self.grid, t, -k, charge) for t in totals[:half]]
-        return self._ends(low + [_add(self.grid, t, k, charge) for t in totals[half:]])
+        low = [add_units(self.grid, t, -k, charge) for t in totals[:half]]
+        return self._ends(low + [add_units(self.grid, t, k, charge) for t in totals[half:]])
 
     def _replaced(self, box: Box, k: jax.Array, kept: Any) -> Box:
         """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
@@ -836,7 +469,7 @@ class _Descent:
         below = [jnp.full(high.shape, -charge, grid.ints) for high, _ in sums]
         # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
         start = (
-            [(tau, _add(grid, total, rows, charge)) for tau, total in zip(below, sums, strict=True)],
+            [(tau, add_units(grid, total, rows, charge)) for tau, total in zip(below, sums, strict=True)],
             [(-tau, (jnp.zeros_like(tau), jnp.zeros_like(tau))) for tau in below],
         )
 
@@ -855,15 +488,15 @@ class _Descent:
             (h1, l1), (h2, l2) = (self._line(tau, excess, k) for tau, excess in (a, b))
             less = (h1 < h2) | ((h1 == h2) & (l1 < l2))
             largest = jnp.where(less, h1, h2), jnp.where(less, l1, l2)
-            rest = _carry(grid, total[0] - largest[0], total[1] - largest[1])
-            totals.append(_add(grid, rest, -k, charge))
+            rest = carry(grid, total[0] - largest[0], total[1] - largest[1])
+            totals.append(add_units(grid, rest, -k, charge))
         half = len(totals) // 2
-        return self._ends(totals[:half] + [_carry(grid, -high, -low) for high, low in totals[half:]])
+        return self._ends(totals[:half] + [carry(grid, -high, -low) for high, low in totals[half:]])
 
     def _line(self, tau: jax.Array, excess: tuple[jax.Array, jax.Array], k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """k tau + excess."""
         shift = self.grid.shift
-        return _carry(self.grid, excess[0] + k * (tau >> shift), excess[1] + k * (tau & (2**shift - 1)))
+        return carry(self.grid, excess[0] + k * (tau >> shift), excess[1] + k * (tau & (2**shift - 1)))
 
     def _published(self, box: Box, k: jax.Array, kept: Any, count: jax.Array) -> Box:
         """D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
@@ -910,14 +543,15 @@ def certify(
     Returns:
       `Certificates`. The distance is the largest k in bounds.ks up to which the label is certified without a gap. If
       the ks do not run over all integers, it counts the certified ks above 0 instead: k itself would jump by more
-      than 1 between neighbouring data sets, and a mechanism calibrated to it would not be private.
+      than 1 between neighbouring data sets, and a mechanism calibrated to it would not be private. Mechanisms want 0
+      among the ks: then neighbours agree on the label also where nominal logits differ by rounding only.
 
     Raises:
       ValueError: if apply_fn does not return the logits of one query, or queries are empty or not finite.
     """
     if not isinstance(bounds, Bounds):
         raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}")
-    size = _check_data(queries)
+    size = check_data(queries)
     query = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), queries)
     out = jax.eval_shape(apply_fn, bounds.params, query)
     shape = getattr(out, "shape", None)
@@ -961,18 +595,19 @@ def _certify(
         logits = apply_fn(params_of(moving), query).reshape(-1)
         return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
 
-    def one(box: Box, query: Any, label: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def one(box: Box, query: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The label that is certain, or -1, and the ends of the logits."""
         boxes = [unchecked(a, b) for a, b in zip(*box, strict=True)]
         (logits,), _ = bound(apply_fn, (params_of(boxes), query), product=product)
         a, b = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
         if a.size == 1:
-            return jnp.where(label == 1, a[0] > 0, b[0] <= 0), (a, b)
-        rivals = pairwise_gaps(logits, product)[:, label]  # upper bounds of z_j - z_label
-        return jnp.all((rivals < 0) | (jnp.arange(a.size) == label)), (a, b)
+            return jnp.where(a[0] > 0, 1, jnp.where(b[0] <= 0, 0, -1)).astype(jnp.int32), (a, b)
+        return certain_argmax(logits, product), (a, b)
 
     def at(box: Box) -> Any:
-        return lax.map(lambda now: one(box, *now), (queries, labels), batch_size=_QUERIES)
+        return lax.map(functools.partial(one, box), queries, batch_size=_QUERIES)
 
-    labels = lax.map(nominal, queries, batch_size=_QUERIES)
-    certified, ends = lax.map(at, (low, high))
-    return labels, certified, ends
+    certain, ends = lax.map(at, (low, high))
+    # Rounding may give nominal logits another order than every logit in the box has.
+    labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
+    return labels, certain == labels, ends

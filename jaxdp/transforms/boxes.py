@@ -31,11 +31,9 @@ class Interval:
     upper: Any
 
     def __init__(self, lower: Any, upper: Any):
-        if jax.tree.structure(lower) != jax.tree.structure(upper):
-            raise ValueError(
-                f"lower and upper must have one structure, got {jax.tree.structure(lower)} and"
-                f" {jax.tree.structure(upper)}"
-            )
+        structures = [str(jax.tree.structure(end)) for end in (lower, upper)]
+        if structures[0] != structures[1]:
+            raise ValueError(f"lower and upper must have one structure, got {structures[0]} and {structures[1]}")
         self.lower = jax.tree.map(lambda x: _outward(x, -1), lower)
         self.upper = jax.tree.map(lambda x: _outward(x, +1), upper)
         jax.tree.map(_check_endpoints, self.lower, self.upper)
@@ -152,6 +150,11 @@ def lower(x: Operand) -> jax.Array:
 def upper(x: Operand) -> jax.Array:
     """The upper endpoint of an interval; an array itself."""
     return x.upper if isinstance(x, Interval) else x
+
+
+def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, jax.Array]:
+    """(f(lower), f(upper))."""
+    return f(lower(x)), f(upper(x))
 
 
 def magnitude(x: Operand) -> jax.Array:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,6 +20,7 @@ from jaxdp.transforms.boxes import (
     Interval,
     Operand,
     at_least_float32,
+    both,
     inflate,
     is_float,
     is_nonnegative,
@@ -239,7 +241,7 @@ def _monotone(ulps: float, below: float = -math.inf, above: float = math.inf) ->
     """A rule for an increasing function with range [below, above]."""
 
     def rule(eqn: Equation, x: Operand) -> Operand:
-        low, high = widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), 2 * ulps)
+        low, high = widen(*both(lambda v: eqn.bind(v)[0], x), 2 * ulps)
         return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
 
     return rule
@@ -311,8 +313,7 @@ def _odd_power(x: Operand, y: int) -> Box:
 def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
     if not is_nonnegative(x):
         raise NoRuleError("the base of a power with a floating-point exponent must be nonnegative by construction")
-    x, y = (jnp.broadcast_arrays(lower(v), upper(v)) for v in (x, y))
-    corners = [jnp.power(a, b) for a in x for b in y]
+    corners = [jnp.power(end(x), other(y)) for end in (lower, upper) for other in (lower, upper)]
     low, high = widen(_least(corners), _most(corners), 32)
     return Box(low, high, nonnegative=True)
 
@@ -502,7 +503,7 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     if not is_nonnegative(x):
         raise NoRuleError("products of entries that may be negative are not supported")
     terms = math.prod(x.shape[a] for a in eqn.params["axes"])
-    return Box(*widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), terms + 1), nonnegative=True)
+    return Box(*widen(*both(lambda v: eqn.bind(v)[0], x), terms + 1), nonnegative=True)
 
 
 @register_rule("scatter-add")
@@ -552,8 +553,8 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
         ]
         low = low + lax.pad(part_low, jnp.zeros((), low.dtype), config)
         high = high + lax.pad(part_high, jnp.zeros((), low.dtype), config)
-    ends = (lax.pad(v, jnp.zeros((), v.dtype), [(-int(a), -int(b), 0) for a, b in padding]) for v in (low, high))
-    return Box(*widen(*ends))
+    crop = [(-int(a), -int(b), 0) for a, b in padding]
+    return Box(*widen(*both(lambda v: lax.pad(v, jnp.zeros((), v.dtype), crop), Box(low, high))))
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -569,11 +570,12 @@ def _bilinear(
     """
     swapped = not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval))
     if swapped:
-        multiply, a, b = (lambda x, y, m=multiply: m(y, x)), b, a
+        straight = multiply
+        multiply, a, b = (lambda x, y: straight(y, x)), b, a
     if eqn.product == "rump":
         return _midpoint_radius(multiply, a, b, terms)
     known = is_nonnegative(a)
-    if not isinstance(b, Interval):  # two points: only rounding is uncertain
+    if not isinstance(b, Interval) and not isinstance(a, Interval):  # two points: only rounding is uncertain
         value, error = multiply(a, b), slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
         return value - error, value + error
     b = inflate(b, terms + 6)
@@ -684,8 +686,9 @@ def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], 
             v = jnp.moveaxis(v, axis, -1)
             v = jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, blocks * size - terms)])
             parts.append(v.reshape(*v.shape[:-1], blocks, size))
-        a_axes, b_axes = ((v.ndim - 1,) for v in parts), ((v.ndim - 2,) for v in parts)
-        products = lax.dot_general(*parts, (tuple(a_axes), tuple(b_axes)), precision=lax.Precision.HIGHEST)
+        x, y = parts
+        last, blocks_of = ((x.ndim - 1,), (y.ndim - 1,)), ((x.ndim - 2,), (y.ndim - 2,))
+        products = lax.dot_general(x, y, (last, blocks_of), precision=lax.Precision.HIGHEST)
         return jnp.sum(products, axis=0)
 
     return size + blocks, blocked
@@ -752,12 +755,11 @@ def _corner_sum(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Arra
     a, b = _last(a, a_contract), _last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
-    low = high = None
-    for i in range(terms):
-        x, y = _index(a, i), _index(b, i)
-        p, q = _corner_products(_spread(x, len(y.shape)), _align(y, len(x.shape)))
-        low, high = (p, q) if low is None else (low + p, high + q)
-    assert low is not None and high is not None
+    pairs = ((_index(a, i), _index(b, i)) for i in range(terms))
+    products = [_corner_products(_spread(x, len(y.shape)), _align(y, len(x.shape))) for x, y in pairs]
+    low, high = products[0]
+    for p, q in products[1:]:
+        low, high = low + p, high + q
     return low, high
 
 
@@ -825,6 +827,17 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     return box
 
 
+def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
+    """The index [] of the entry of z [K] that is the largest at every point, or -1; K >= 2."""
+    if logits.shape[-1] > _PAIRWISE:
+        best = jnp.argmax(lower(logits))
+        rest = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, upper(logits))
+        return jnp.where(jnp.max(rest) < lower(logits)[best], best, -1).astype(jnp.int32)
+    gaps = pairwise_gaps(logits, product)
+    wins = jnp.all((gaps < 0) | np.eye(gaps.shape[-1], dtype=bool), axis=0)
+    return jnp.where(jnp.any(wins), jnp.argmax(wins), -1).astype(jnp.int32)
+
+
 def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bounds of softmax(z) from upper bounds [..., j, c] of z_j - z_c: p_c = 1 / sum_j exp(z_j - z_c)."""
     roundings = gaps.shape[-1] + 20
@@ -845,9 +858,7 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
         low, high = jnp.maximum(low, below), jnp.minimum(high, above)
     p = Box(low, high, nonnegative=True)
     if isinstance(weights, Interval):
-        total = Box(
-            *widen(*(jnp.sum(end(weights), axis=-1, keepdims=True) for end in (lower, upper)), 2 * low.shape[-1])
-        )
+        total = Box(*widen(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), weights), 2 * low.shape[-1]))
     else:
         one = jnp.sum(weights, axis=-1, keepdims=True)
         total = Box(*widen(one, one, low.shape[-1]))
@@ -884,7 +895,7 @@ def _log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
 @register_rule("sigmoid_cross_entropy_gradient")
 def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     """sigmoid(z) - y."""
-    low, high = widen(*(jax.nn.sigmoid(end(logits)) for end in (lower, upper)), 16)
+    low, high = widen(*both(jax.nn.sigmoid, logits), 16)
     low, high = jnp.maximum(low, 0), jnp.minimum(high, 1)
     return Box(*widen(low - upper(label), high - lower(label)))
 
@@ -959,7 +970,7 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 @register_rule("custom_vjp_call", "custom_vmap_call")
 def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
     inner = next(eqn.params[k] for k in ("jaxpr", "call_jaxpr", "call") if k in eqn.params)
-    closed = inner if hasattr(inner, "consts") else jax.extend.core.ClosedJaxpr(inner, ())
+    closed = inner if hasattr(inner, "consts") else jex.ClosedJaxpr(inner, ())
     return eqn.evaluate(closed, operands)
 
 

@@ -165,7 +165,7 @@ def stage(
     live = _live(jaxpr)
     producers = {v: eqn for eqn in live for v in eqn.outvars}
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    moved, early, late = set(inputs), [], []
+    moved, early, late = set(inputs), list[Any](), list[Any]()
     for eqn in live:
         depends = any(v in moved for v in _variables(eqn.invars))
         (late if depends else early).append(eqn)
@@ -257,7 +257,10 @@ def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dic
 
 
 def _read(values: dict[Any, Any], atom: Any) -> Any:
-    return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else values[atom]
+    if not isinstance(atom, jex.Literal):
+        return values[atom]
+    aval: Any = atom.aval
+    return np.asarray(atom.val, aval.dtype)
 
 
 def _live(jaxpr: Any) -> list[Any]:
@@ -293,7 +296,7 @@ def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -
         result = RULES[name](equation, *operands)
     except interval_rules.NoRuleError as error:
         raise UnsupportedPrimitive(_message(eqn, f"primitive {name!r}: {error}")) from None
-    return list(result) if isinstance(result, list | tuple) else [result]
+    return [result] if isinstance(result, Interval | jax.Array | np.ndarray) else list(result)
 
 
 def _message(eqn: Any, problem: str) -> str:
@@ -324,9 +327,9 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
                 for one, other in (made.invars, made.invars[::-1]):
                     if _same(x, one):
                         return ("ge" if made.primitive.name == "max" else "le"), (x, other)
-    if name == "mul" and _same(*atoms):
+    if name == "mul" and _same(atoms[0], atoms[1]):
         return "square", atoms[:1]
-    if name == "div" and (found := _softmax(*atoms, producers)):
+    if name == "div" and (found := _softmax(atoms[0], atoms[1], producers)):
         return "softmax", found
     return name, atoms
 

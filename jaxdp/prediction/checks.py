@@ -1,0 +1,319 @@
+"""What `train_with_bounds` checks and decides before any work: settings, order of batches, shape of the sums."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.prediction.ensembles import partition_by_hash
+from jaxdp.prediction.sums import BLOCK
+
+# Gradients of more parameters than this are summed 8 records at a time, which XLA unrolls and vectorises on a
+# processor: six times faster than 12 at a time. Smaller ones gain from fewer, longer fragments.
+_LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
+# Batches are assigned by a hash of the record; the salt only has to be the same for every data set.
+_SALT = b"jaxdp batches"
+# Integer totals of float32 runs overflow beyond.
+_MOST_RECORDS = 2**19
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of a run; equal plans share one compiled program."""
+
+    ks: tuple[int, ...]
+    clip: float
+    divisor: int
+    adjacency: str
+    product: str
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    trainable: tuple[bool, ...]
+    structure: Any
+    blocks: tuple[int, int, int]  # of a batch: outer blocks, fragments in each, records in a fragment
+    groups: tuple[int, ...]  # number of steps in which no record occurs twice, in turn; budgets are shared within
+    shared_budget: bool
+
+
+def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the distances to certify: all of 0..ks for an int."""
+    if isinstance(ks, int | np.integer) and not isinstance(ks, bool):
+        if ks < 0:
+            raise ValueError(f"ks={ks} is negative; a distance counts changed records")
+        return tuple(range(int(ks) + 1))
+    values = list(ks)  # type: ignore[arg-type]
+    if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
+        raise TypeError(f"ks={values} must be integers")
+    if not values or min(values) < 0:
+        raise ValueError(f"ks={values} must hold at least one distance, and none below 0")
+    if sorted(set(values)) != values:
+        raise ValueError(f"ks={values} must increase")
+    return tuple(int(k) for k in values)
+
+
+def positive(name: str, value: Any, meaning: str) -> float:
+    """Returns `value` as a float, or raises ValueError if it is not positive and finite."""
+    if value is None or not (np.ndim(value) == 0 and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value} must be positive and finite: {meaning}; without it nothing can be bounded")
+    return float(value)
+
+
+def make_plan(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+    *,
+    ks: tuple[int, ...],
+    clip: float,
+    learning_rate: float,
+    batch_size: int,
+    epochs: int,
+    adjacency: str,
+    order: Any,
+    product: str,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    lr_decay: float,
+    lr_min: float,
+    trainable: Callable[[str, Any], bool] | None,
+) -> tuple[Plan, tuple[Any, ...]]:
+    """Checks the arguments of `train_with_bounds`; returns the plan, and the arrays that the program takes."""
+    if adjacency not in ("add_remove", "replace", "reference"):
+        raise ValueError(f"adjacency={adjacency!r} is unknown; use 'add_remove', 'replace' or 'reference'")
+    if product not in ("tight", "rump"):
+        raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
+    for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}={value} must be a positive integer")
+    for name, number in (("weight_decay", weight_decay), ("lr_decay", lr_decay), ("lr_min", lr_min)):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}={number} must be finite and not negative")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum} must be in [0, 1)")
+    if nesterov and momentum == 0:
+        raise ValueError("nesterov=True needs momentum > 0")
+    if ks[-1] > batch_size:
+        raise ValueError(
+            f"ks reaches {ks[-1]}, more than batch_size={batch_size}: no batch has so many records to change"
+        )
+    n = check_data(data)
+    rows = (
+        _default_order(data, n, batch_size, epochs, adjacency) if order is None else _check_order(order, n, adjacency)
+    )
+    counts = (rows >= 0).sum(axis=1)
+    kind = jnp.result_type(*jax.tree.leaves(params))
+    if kind != jnp.float64 and rows.shape[1] > _MOST_RECORDS:
+        raise ValueError(
+            f"a batch of {rows.shape[1]} records does not fit the exact sums of float32 ({_MOST_RECORDS}); use several"
+            " batches, or float64 parameters"
+        )
+    if ks[-1] > counts.min() and adjacency != "add_remove":
+        raise ValueError(f"ks reaches {ks[-1]}, but a batch of order has {counts.min()} records")
+    steps = len(rows)
+    rates = np.maximum(learning_rate / (1 + lr_decay * np.arange(steps)), lr_min)
+    _check_influence(rates, momentum, nesterov, weight_decay)
+
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    flags = tuple(
+        bool(trainable is None or trainable(name, leaf)) for name, (_, leaf) in zip(names, paths, strict=True)
+    )
+    if not any(flags):
+        raise ValueError(f"no leaf of params is trainable; `trainable` is called with paths such as {names[:3]}")
+    leaves = [leaf for _, leaf in paths]
+    for name, leaf, flag in zip(names, leaves, flags, strict=True):
+        if flag and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(f"params leaf {name} is {jnp.result_type(leaf)}, only floating-point leaves can be trained")
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError(f"params leaf {name} has NaN or infinite entries")
+    _check_loss(loss_fn, params, data)
+
+    moving = [_at_least_float32(x) for x, flag in zip(leaves, flags, strict=True) if flag]
+    frozen = [jnp.asarray(x) for x, flag in zip(leaves, flags, strict=True) if not flag]
+    blocks = blocks_of(rows.shape[1], sum(x.size for x in moving))
+    padded = np.full((steps, math.prod(blocks)), -1, np.int32)
+    padded[:, : rows.shape[1]] = rows
+    groups = _groups(rows)
+    plan = Plan(
+        ks=ks,
+        clip=clip,
+        divisor=int(batch_size),
+        adjacency=adjacency,
+        product=product,
+        momentum=float(momentum),
+        nesterov=bool(nesterov),
+        weight_decay=float(weight_decay),
+        trainable=flags,
+        structure=structure,
+        blocks=blocks,
+        groups=groups,
+        shared_budget=max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay),
+    )
+    kind = jnp.result_type(*moving)
+    return plan, (moving, frozen, jax.tree.map(jnp.asarray, data), padded, jnp.asarray(rates, kind))
+
+
+def _at_least_float32(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+
+
+def check_data(data: Any) -> int:
+    """Returns the number of records; raises ValueError if there is none or a value is not finite."""
+    leaves = jax.tree_util.tree_leaves_with_path(data)
+    sizes = {np.shape(leaf)[:1] for _, leaf in leaves}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(f"data must be arrays with one first axis, the records; got first axes {sorted(sizes)}")
+    ((n,),) = sizes
+    if n == 0:
+        raise ValueError("data has no records")
+    for path, leaf in leaves:
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+            raise ValueError(f"data leaf {name} has NaN or infinite entries; impute or drop these records first")
+    return n
+
+
+def _check_order(order: Any, n: int, adjacency: str) -> np.ndarray:
+    """Returns rows [steps, batch] of records, -1 for none."""
+    if callable(order):
+        rows = _integers(order(n))
+        if adjacency == "add_remove" and n > 1:
+            _check_same_batches(rows, _integers(order(n - 1)), n)
+    else:
+        rows = _integers(order)
+    if rows.min() < -1 or rows.max() >= n:
+        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none; some entries are outside")
+    if (rows < 0).all(axis=1).any():
+        raise ValueError("order has a batch without records")
+    for batch in rows:
+        kept = batch[batch >= 0]
+        if len(np.unique(kept)) != len(kept):
+            raise ValueError("order has a record twice in one batch; its influence on the sum would be twice the clip")
+    unused = n - len(np.unique(rows[rows >= 0]))
+    if adjacency == "add_remove" and unused:
+        raise ValueError(
+            f"order never uses {unused} of the {n} records. Under adjacency='add_remove' whether a record is used must"
+            " not depend on how many there are, as it does if an incomplete batch is dropped: fill the last batch"
+            " with -1, pass the data without those records, or use adjacency='replace'"
+        )
+    return rows
+
+
+def _integers(order: Any) -> np.ndarray:
+    rows = np.asarray(order)
+    if rows.ndim != 2 or rows.size == 0:
+        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}")
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise TypeError(f"order must be integers, got {rows.dtype}")
+    return rows.astype(np.int64)
+
+
+def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
+    """Without record n - 1 every other record must stay in its batches."""
+    if len(rows) == len(fewer):
+        batches = ({*batch[(batch >= 0) & (batch != n - 1)]} for batch in rows)
+        if all(a == {*b[b >= 0]} for a, b in zip(batches, fewer, strict=True)):
+            return
+    raise ValueError(
+        f"order(n) puts records into other batches when one of {n} is removed; adjacency='add_remove' needs an"
+        " assignment by the record's own index, such as i mod (number of batches). Or use adjacency='replace'"
+    )
+
+
+def _default_order(data: Any, n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
+    if adjacency == "reference":
+        size = min(batch_size, n)
+        return np.tile(np.arange(n - n % size).reshape(-1, size), (epochs, 1))
+    # Half a batch more or less does not change the number of batches, which counts as public.
+    batches = max(1, round(n / batch_size))
+    if batches == 1:
+        part = np.zeros(n, np.int64)
+    elif adjacency == "add_remove":  # positions shift when a record leaves, its content does not
+        part = partition_by_hash(data, batches, salt=_SALT)
+    else:  # a replacement keeps its position
+        part = np.arange(n) % batches
+    members = [np.flatnonzero(part == i) for i in range(batches)]
+    rows = np.full((batches, max(map(len, members))), -1)
+    for row, member in zip(rows, members, strict=True):
+        row[: len(member)] = member
+    return np.tile(rows, (epochs, 1))
+
+
+def _groups(rows: np.ndarray) -> tuple[int, ...]:
+    """Lengths of the longest runs of batches in which no record occurs twice (T8)."""
+    lengths: list[int] = []
+    seen: set[int] = set()
+    for batch in rows:
+        members = {*batch[batch >= 0].tolist()}
+        if not lengths or seen & members:
+            lengths.append(0)
+            seen = set()
+        lengths[-1] += 1
+        seen |= members
+    return tuple(lengths)
+
+
+def _check_influence(rates: np.ndarray, momentum: float, nesterov: bool, weight_decay: float) -> None:
+    """Ends of the box evolve on their own only if no gradient's influence on the result changes sign (T10, P3)."""
+    if weight_decay == 0:
+        return
+    steps = len(rates)
+    # Column s: the response of theta to a unit gradient at step s; last column: to a unit change of theta itself.
+    theta, velocity = np.zeros(steps + 1), np.zeros(steps + 1)
+    theta[-1] = 1
+    for t, rate in enumerate(rates):
+        gradient = weight_decay * theta
+        gradient[t] -= 1
+        velocity = momentum * velocity + gradient
+        theta = theta - rate * (gradient + momentum * velocity if nesterov else velocity)
+        if (theta < 0).any():
+            raise ValueError(
+                f"weight_decay={weight_decay} with momentum={momentum} and a learning rate of {rate:g} makes the"
+                f" influence of a gradient change sign by step {t}: bounds of the ends would be unsound. Lower one of"
+                " the three"
+            )
+
+
+_RANDOM = {"random_bits", "random_seed", "random_split", "random_fold_in", "threefry2x32", "rng_bit_generator"}
+
+
+def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), data)
+    closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
+    shapes = jax.tree.map(lambda x: x.shape, out)
+    if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. It is given a row"
+            " of the data without its leading axis: add the axis a model wants with x[None]"
+        )
+    if random := _primitives(closed.jaxpr) & _RANDOM:
+        raise ValueError(
+            f"loss_fn is stochastic (it uses {', '.join(sorted(random))}): two runs would differ without any change of"
+            " the data. Turn off dropout and augmentation"
+        )
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            names |= _primitives(inner)
+    return names
+
+
+def blocks_of(batch: int, parameters: int) -> tuple[int, int, int]:
+    """How a batch is cut: (outer blocks, fragments in each, records in a fragment)."""
+    fragment = min(_UNROLLED if parameters > _LARGE else _FRAGMENT, batch)
+    fragments = math.ceil(batch / fragment)
+    outer = math.ceil(fragments * fragment / BLOCK)
+    inner = math.ceil(fragments / outer)
+    return outer, inner, fragment
