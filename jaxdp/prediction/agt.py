@@ -610,4 +610,4 @@ def _certify(
     certain, ends = lax.map(at, (low, high))
     # Rounding may give nominal logits another order than every logit in the box has.
     labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
-    return labels, certain == labels, ends
+    return labels, certain == labels[None], ends

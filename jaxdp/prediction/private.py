@@ -9,7 +9,6 @@ number of queries for nothing).
 """
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -224,8 +223,7 @@ def private_values(
             return mechanisms.laplace_values(key, values, epsilon=each, output_range=output_range)
         box = certify(bounds, apply_fn, queries).logits
         lower, upper = (np.asarray(end).reshape(-1, count) for end in (box.lower, box.upper))
-        if bounds.ks[0] == 0:  # The value itself may differ from its real-arithmetic bounds by rounding.
-            values = np.clip(values, lower[0], upper[0])
+        values = np.clip(values, lower[0], upper[0])  # it may differ from its real-arithmetic bounds by rounding
         rows = [row for row, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
         return mechanisms.cauchy_values(key, values, lower[rows], upper[rows], epsilon=each, output_range=output_range)
 
@@ -308,32 +306,21 @@ def _certified_steps(members: Sequence[Any], ledger: Ledger, dataset: str, *, fi
     if len(certified) > 1:
         raise ValueError(f"bounds must all be certified for one adjacency, got {sorted(certified)}")
     (kind,) = certified
-    registered = _adjacency(ledger, dataset)
+    registered = ledger.adjacency(dataset)
     if (kind, registered) not in _STEPS:
         fits = sorted(name for certified_kind, name in _STEPS if certified_kind == kind)
         raise ValueError(
             f"bounds certified for adjacency={kind!r} do not cover dataset {dataset!r}, which is registered with "
             f"{registered!r}: they cover {fits}. Train with bounds for adjacency='add_remove', or register other terms"
         )
+    if any(member.ks[0] != 0 for member in members):
+        raise ValueError("ks of the bounds must start at 0: without it neighbours may disagree on a label by rounding")
     if len(members) > 1 and kind != "add_remove" and not fixed_parts:
         raise ValueError(
             f"an ensemble with bounds for {kind!r} does not cover a record that is replaced by one of another part: "
             "train with adjacency='add_remove', or pass fixed_parts=True if an identity that stays assigns the parts"
         )
     return _STEPS[kind, registered]
-
-
-_ADJACENCIES: "weakref.WeakKeyDictionary[Ledger, dict[str, str]]" = weakref.WeakKeyDictionary()
-
-
-def _adjacency(ledger: Ledger, dataset: str) -> str:
-    """Returns the adjacency that a data set is registered with; terms never change, so it is looked up once."""
-    known = _ADJACENCIES.setdefault(ledger, {})
-    if dataset not in known:
-        known.update({entry["name"]: entry["adjacency"] for entry in ledger.report()["datasets"]})
-    if dataset not in known:
-        raise ValueError(f"dataset {dataset!r} is not registered (registered: {sorted(known)}); call ledger.register")
-    return known[dataset]
 
 
 def _noise_key(seed: bytes | None, purpose: str, spend: int) -> jax.Array:

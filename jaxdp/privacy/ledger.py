@@ -346,6 +346,11 @@ class Ledger:
 
     # --- Questions ----------------------------------------------------------------------------------------------
 
+    def adjacency(self, name: str) -> Adjacency:
+        """Returns the neighbouring relation that a dataset was registered with; ValueError if it was not."""
+        with self._transaction("DEFERRED") as db:
+            return _dataset(db, name).adjacency
+
     def epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
         """Returns epsilon of everything reserved so far, as (epsilon, delta)-DP under the dataset's adjacency.
 

@@ -324,6 +324,13 @@ def test_unknown_data_sets_and_ragged_queries_are_refused():
 # ------------------------------------------------------------------------------------------------------ values
 
 
+def test_bounds_without_distance_zero_are_refused_before_spending():
+    ledger = ledger_for()
+    with pytest.raises(ValueError, match="ks of the bounds must start at 0"):
+        predict(Bounds(0, 7, ks=(1, 2, 3)), 4, ledger)
+    assert ledger.events("data") == {}
+
+
 def value_bounds(n, ks, adjacency="add_remove"):
     """A model whose output 3 moves by at most k / 4 at distance k."""
     radius = np.broadcast_to(np.array(ks, np.float32)[:, None, None] / 4, (len(ks), n, 1))
@@ -339,7 +346,7 @@ def value_of(params, query):
     [
         ((0, 1, 2, 3, 4, 5), "add_remove", [1, 2, 3, 4, 5]),
         ((0, 1, 2, 3, 4, 5), "replace_one", [2, 4]),
-        ((2, 5, 9), "add_remove", [2, 5, 9]),
+        ((0, 2, 5, 9), "add_remove", [2, 5, 9]),
         ((0, 3, 8), "zero_out", [3, 8]),
     ],
 )
