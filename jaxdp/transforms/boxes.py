@@ -179,13 +179,14 @@ def is_float(x: Any) -> bool:
 def slack(dtype: Any, roundings: float) -> float:
     """A relative error above that of `roundings` operations rounded to nearest, each off by at most eps/2.
 
-    n roundings move a result by at most n u / (1 - n u) with u = eps/2 (Higham 2002, Lemma 3.1). The additional
-    two eps pay for applying the slack in the same arithmetic.
+    n roundings change a result by a factor in 1 +- g, g = n u / (1 - n u), u = eps/2 (Higham 2002, Lemma 3.1). The
+    slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1, so it still covers the error of terms that it has made
+    larger itself. The additional two eps pay for applying the slack in the same arithmetic.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
-    if roundings * unit >= 0.5:
+    if roundings * unit >= 0.25:
         return math.inf
-    return roundings * unit / (1 - roundings * unit) + 4 * unit
+    return roundings * unit / (1 - 2 * roundings * unit) + 4 * unit
 
 
 def tiny(dtype: Any) -> float:
@@ -201,16 +202,24 @@ def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Ar
     error, least = slack(low.dtype, roundings), tiny(low.dtype)
     low = jnp.minimum(low * (1 - error), low * (1 + error)) - least
     high = jnp.maximum(high * (1 - error), high * (1 + error)) + least
-    return low, high
+    return without_overflow(low, high)
+
+
+def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An endpoint that overflowed inward stands for a number beyond the largest one of its dtype."""
+    most = float(jnp.finfo(low.dtype).max)
+    return jnp.minimum(low, most), jnp.maximum(high, -most)
 
 
 def inflate(x: Operand, roundings: float) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
     With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies
-    outside of that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum.
+    outside of that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
     """
-    reach = slack(x.dtype, roundings) * magnitude(x)
+    size = magnitude(x)
+    # The second term is there if the first one underflows.
+    reach = slack(x.dtype, roundings) * size + jnp.minimum(size, tiny(x.dtype))
     return Box(lower(x) - reach, upper(x) + reach)
 
 
@@ -245,14 +254,15 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
 
         @register_rule("erf_inv")
         def _erf_inv(eqn, x):
-            return Interval(*widen(*(eqn.bind(end)[0] for end in (x.lower, x.upper)), roundings=8))
+            return Interval(*widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), roundings=16))
 
     Args:
       primitive_names: names of primitives, as `jax.make_jaxpr` prints them.
 
     Returns:
       A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`; an operand is an array where the point is
-      known exactly, and an `Interval` otherwise (also where only the rounding is uncertain). The rule returns the
+      known exactly, and an `Interval` otherwise (also where only the rounding is uncertain); the functions `lower` and
+      `upper` of this module take both. The rule returns the
       result, or a sequence of results. It must contain the exact value at every point of the operands, and be
       inclusion-isotonic: smaller operands must not give a larger result.
     """

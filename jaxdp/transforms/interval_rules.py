@@ -31,6 +31,7 @@ from jaxdp.transforms.boxes import (
     tiny,
     upper,
     widen,
+    without_overflow,
 )
 
 
@@ -51,7 +52,8 @@ _LONG = 256
 
 _MOVES = (
     *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "copy_p", "tile"),
-    *("concatenate", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"),
+    *("concatenate", "stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice"),
+    *("scatter", "select_n"),
     *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name", "real"),
 )
 _MONOTONE_EXACT = (
@@ -94,6 +96,10 @@ def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
         _exact_position(eqn, operands[1:2])
     elif eqn.name == "sort" and len(operands) > 1:
         raise NoRuleError("sorting several operands by an interval is not supported")
+    elif eqn.name == "sort":
+        operands = (_without_nan(operands[0]),)
+    elif eqn.name in ("and", "or", "reduce_and", "reduce_or") and operands[0].dtype != jnp.bool_:
+        raise NoRuleError("bitwise operations on an interval of integers are not supported")
     if eqn.name == "select_n" and isinstance(operands[0], Interval):
         return [_select_unknown(*operands)]
     lows, highs = _ends(eqn, operands)
@@ -152,6 +158,10 @@ def _antitone_exact(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("abs")
 def _abs(eqn: Equation, x: Operand) -> Operand:
+    return _absolute(x)
+
+
+def _absolute(x: Operand) -> Box:
     low = jnp.maximum(jnp.maximum(lower(x), -upper(x)), 0)
     return Box(low, magnitude(x), nonnegative=True)
 
@@ -204,9 +214,10 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
     source, target = jnp.dtype(x.dtype), jnp.dtype(eqn.outputs[0].dtype)
     known = is_nonnegative(x) or source == jnp.bool_ or bool(jnp.issubdtype(source, jnp.unsignedinteger))
     if not jnp.issubdtype(target, jnp.floating):
-        return Box(low, high) if isinstance(x, Interval) else low
+        return _to_integer(x, low, high) if isinstance(x, Interval) else low
     if jnp.issubdtype(source, jnp.floating):
-        exact = jnp.finfo(source).nmant <= jnp.finfo(target).nmant and jnp.finfo(source).bits <= jnp.finfo(target).bits
+        a, b = jnp.finfo(source), jnp.finfo(target)
+        exact = a.nmant <= b.nmant and a.minexp - a.nmant >= b.minexp - b.nmant and a.maxexp <= b.maxexp
     else:
         exact = source == jnp.bool_ or source.itemsize * 8 <= jnp.finfo(target).nmant
     if not exact:
@@ -219,11 +230,28 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
     return result
 
 
+def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
+    """Endpoints as integers or booleans; everything where a value does not fit."""
+    if low.dtype == jnp.bool_:
+        return Box((x.lower > 0) | (x.upper < 0), ~((x.lower == 0) & (x.upper == 0)))
+    if x.dtype == jnp.bool_:
+        return Box(low, high)
+    most, least = _extremes(low.dtype)
+
+    def fits(end: jax.Array, converted: jax.Array) -> jax.Array:
+        if is_float(end):
+            return (end >= float(least)) & (end < float(most) + 1)
+        return (converted.astype(end.dtype) == end) & ((converted < 0) == (end < 0))
+
+    ok = fits(x.lower, low) & fits(x.upper, high)
+    return Box(jnp.where(ok, low, least), jnp.where(ok, high, most))
+
+
 @register_rule("reduce_precision")
 def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
-    unit = 2.0 ** -eqn.params["mantissa_bits"]
+    """Contains both the rounded and the given value: it is a rounding on purpose."""
     low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
-    return Box(*widen(low - unit * jnp.abs(low), high + unit * jnp.abs(high)), nonnegative=is_nonnegative(x))
+    return Box(jnp.minimum(low, lower(x)), jnp.maximum(high, upper(x)), nonnegative=is_nonnegative(x))
 
 
 # --- elementwise functions -------------------------------------------------------------------------------------------
@@ -234,31 +262,43 @@ def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
         low, high = widen(low.astype(dtype), high.astype(dtype))
-    return Box(low, high, **facts)
+    return Box(*without_overflow(low, high), **facts)
 
 
-def _monotone(ulps: float, below: float = -math.inf, above: float = math.inf) -> Callable[..., Operand]:
-    """A rule for an increasing function with range [below, above]."""
+def _monotone(
+    ulps: float, below: float = -math.inf, above: float = math.inf, *, inputs: float = 0, falls: bool = False
+) -> Callable[..., Operand]:
+    """A rule for an increasing (or falling) function with range [below, above].
+
+    Its error is one of `ulps` units in the last place of the result and, where implementations round on the way to
+    exp, one of `inputs` roundings of the argument.
+    """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
-        low, high = widen(*both(lambda v: eqn.bind(v)[0], x), 2 * ulps)
+        low, high = widen(lower(x), upper(x), inputs) if inputs else (lower(x), upper(x))
+        if falls:
+            low, high = high, low
+        low, high = widen(eqn.bind(low)[0], eqn.bind(high)[0], 2 * ulps)
         return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
 
     return rule
 
 
-for _name in ("exp", "exp2"):
-    register_rule(_name)(_monotone(8, below=0))
-for _name in ("expm1", "log1p", "cbrt", "asinh", "atan", "sinh"):
+register_rule("exp")(_monotone(8, below=0))
+register_rule("exp2")(_monotone(8, below=0, inputs=4))
+register_rule("erfc")(_monotone(16, 0, 2, inputs=4, falls=True))
+register_rule("sinh")(_monotone(8, inputs=4))
+for _name in ("expm1", "cbrt", "asinh", "atan"):
     register_rule(_name)(_monotone(8))
 register_rule("tanh")(_monotone(8, -1, 1))
 register_rule("erf")(_monotone(16, -1, 1))
 register_rule("logistic")(_monotone(8, 0, 1))
 
 
-@register_rule("log")
+@register_rule("log", "log1p")
 def _log(eqn: Equation, x: Operand) -> Operand:
-    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (lower, upper))
+    least = 0 if eqn.name == "log" else -1
+    low, high = (eqn.bind(jnp.maximum(end(x), least))[0] for end in (lower, upper))
     return Box(*widen(low, high, 16))
 
 
@@ -272,12 +312,6 @@ def _sqrt(eqn: Equation, x: Operand) -> Operand:
 def _rsqrt(eqn: Equation, x: Operand) -> Operand:
     low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (upper, lower))
     return Box(*widen(low, high, 8), nonnegative=True)
-
-
-@register_rule("erfc")
-def _erfc(eqn: Equation, x: Operand) -> Operand:
-    low, high = (eqn.bind(end(x))[0] for end in (upper, lower))
-    return Box(*widen(low, high, 32), nonnegative=True)
 
 
 @register_rule("square")
@@ -311,11 +345,13 @@ def _odd_power(x: Operand, y: int) -> Box:
 
 @register_rule("pow")
 def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    if not is_nonnegative(x):
-        raise NoRuleError("the base of a power with a floating-point exponent must be nonnegative by construction")
-    corners = [jnp.power(end(x), other(y)) for end in (lower, upper) for other in (lower, upper)]
+    known = is_nonnegative(x)
+    base = x if known else _absolute(x)
+    corners = [eqn.bind(a(base), b(y))[0] for a in (lower, upper) for b in (lower, upper)]
     low, high = widen(_least(corners), _most(corners), 32)
-    return Box(low, high, nonnegative=True)
+    if not known:  # a negative base has powers of either sign, or none
+        low = jnp.where(lower(x) >= 0, low, -high)
+    return Box(low, high, nonnegative=known)
 
 
 @register_rule("sin", "cos")
@@ -426,8 +462,8 @@ def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
         return Box(*widen(_least(ends), _most(ends), 2), nonnegative=known)
     inverse = _reciprocal(y)
     low, high = _corner_products(x, inverse)
-    result = Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and inverse.nonnegative)
-    return _without_nan(result)
+    low, high = widen(low, high, 2)
+    return Box(low, high, nonnegative=is_nonnegative(x) and inverse.nonnegative)
 
 
 def _reciprocal(x: Operand) -> Box:
@@ -440,23 +476,28 @@ def _reciprocal(x: Operand) -> Box:
     return Box(jnp.where(crosses, -jnp.inf, below), jnp.where(crosses, jnp.inf, above))
 
 
-def _without_nan(x: Box) -> Box:
-    """0 * inf is anything."""
-    x.lower, x.upper = jnp.where(jnp.isnan(x.lower), -jnp.inf, x.lower), jnp.where(jnp.isnan(x.upper), jnp.inf, x.upper)
-    return x
+def _without_nan(x: Operand) -> Operand:
+    """NaN endpoints, where nothing is known, as infinite ones."""
+    low, high = lower(x), upper(x)
+    if not is_float(low):
+        return x
+    return Box(jnp.where(jnp.isnan(low), -jnp.inf, low), jnp.where(jnp.isnan(high), jnp.inf, high))
 
 
 @register_rule("softmax")
 def _softmax(eqn: Equation, x: Operand) -> Operand:
     """exp(x) / sum(exp(x)) over the last axis, as if each entry were e / (e + the others)."""
+    x = at_least_float32(x)
     shift = jnp.max(upper(x), axis=-1, keepdims=True)
-    low, high = widen(jnp.exp(lower(x) - shift), jnp.exp(upper(x) - shift), 16 + 2 * x.shape[-1])
-    # The rounding of x - shift is relative to |x| and multiplies exp by 1 + that.
-    error = 2 * slack(low.dtype, 2) * (jnp.abs(shift) + magnitude(x))
-    low, high = jnp.maximum(low * (1 - error), 0), high * (1 + error)
+    low, high = widen(lower(x) - shift, upper(x) - shift)
+    low, high = widen(jnp.exp(low), jnp.exp(high), 16 + 2 * x.shape[-1])
+    low = jnp.maximum(low, 0)
     others_low, others_high = (_others(e) for e in (low, high))
-    below, above = widen(low / (low + others_high), high / (high + others_low), 8)
-    return Box(below, jnp.where(jnp.isnan(above), 1, jnp.minimum(above, 1)), nonnegative=True)
+    # 0 / 0 where all exponentials underflow; a logit that is NaN gives NaN.
+    low = jnp.where((low == 0) & (others_high == 0), 0, low / (low + others_high))
+    high = jnp.where((high == 0) & (others_low == 0), 1, high / (high + others_low))
+    low, high = widen(low, high, 8)
+    return _narrow(eqn, low, jnp.minimum(high, 1), nonnegative=True)
 
 
 def _others(e: jax.Array) -> jax.Array:
@@ -500,27 +541,42 @@ def _reduce_window_sum(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("reduce_prod")
 def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
-    if not is_nonnegative(x):
-        raise NoRuleError("products of entries that may be negative are not supported")
-    terms = math.prod(x.shape[a] for a in eqn.params["axes"])
-    return Box(*widen(*both(lambda v: eqn.bind(v)[0], x), terms + 1), nonnegative=True)
+    if not is_float(x):
+        raise NoRuleError("products over an interval of integers are not supported")
+    known, axes = is_nonnegative(x), tuple(eqn.params["axes"])
+    size = at_least_float32(x if known else _absolute(x))
+    terms = math.prod(x.shape[a] for a in axes)
+
+    def ends(part: Callable[[jax.Array, Any], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = widen(*both(lambda v: jnp.prod(part(v, 1), axis=axes), size), terms)
+        return jnp.maximum(low, 0), high
+
+    # Factors above and below one apart: what over- or underflows on the way does so in the result of its part.
+    low, high = (a * b for a, b in zip(ends(jnp.maximum), ends(jnp.minimum), strict=True))
+    low, high = widen(low, high)
+    if not known:
+        low = jnp.where(jnp.all(lower(x) >= 0, axis=axes), low, -high)
+    return _narrow(eqn, low, high, nonnegative=known)
 
 
 @register_rule("scatter-add")
 def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) -> Operand:
     _exact_position(eqn, [indices])
-    terms = math.prod(updates.shape) + 1
-    parts = [inflate(v, terms) if is_float(v) else v for v in (x, updates)]
-    low, high = (eqn.bind(end(parts[0]), indices, end(parts[1]))[0] for end in (lower, upper))
-    if is_float(low):
-        least = terms * tiny(low.dtype)
-        low, high = low - least, high + least
-    return Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(updates))
+    if not is_float(x):
+        return Box(*(eqn.bind(end(x), indices, end(updates))[0] for end in (lower, upper)))
+    # An entry receives at most one update per index.
+    terms = math.prod(indices.shape[:-1]) + 1
+    x, updates = (inflate(at_least_float32(v), terms + 1) for v in (x, updates))
+    low, high = (eqn.bind(end(x), indices, end(updates))[0] for end in (lower, upper))
+    least = terms * tiny(low.dtype)
+    return _narrow(eqn, low - least, high + least)
 
 
 @register_rule("select_and_scatter_add")
 def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
     """The derivative of max pooling: a window's cotangent goes to its largest entry, or perhaps to any that may be."""
+    if eqn.params["select_prim"].name == "le":  # of min pooling
+        x = Box(-upper(x), -lower(x)) if isinstance(x, Interval) else -x
     window, strides, padding = (eqn.params[k] for k in ("window_dimensions", "window_strides", "padding"))
     offsets = list(np.ndindex(*window))
     padded = [
@@ -654,7 +710,7 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
         low, high = _bilinear(eqn, multiply, a, b, length)
     result = _product_result(eqn, low, high, terms, known)
     if tight and not a_batch:
-        _use_zero_sum(result, a, b, dims)
+        _use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
     return result
 
@@ -677,8 +733,9 @@ def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], 
 
     if terms <= _LONG or len(a_contract) > 1 or a_batch:
         return terms, plain
-    size = 32 * math.ceil(math.sqrt(terms) / 32)
-    blocks = math.ceil(terms / size)
+    levels = int(math.log2(math.sqrt(terms)))
+    blocks = 2**levels
+    size = math.ceil(terms / blocks)
 
     def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
         parts = []
@@ -689,9 +746,12 @@ def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], 
         x, y = parts
         last, blocks_of = ((x.ndim - 1,), (y.ndim - 1,)), ((x.ndim - 2,), (y.ndim - 2,))
         products = lax.dot_general(x, y, (last, blocks_of), precision=lax.Precision.HIGHEST)
-        return jnp.sum(products, axis=0)
+        # Additions one by one: a reduction over a batch axis of the dot product may be merged into it.
+        for level in reversed(range(levels)):
+            products = products[: 2**level] + products[2**level :]
+        return products[0]
 
-    return size + blocks, blocked
+    return size + levels, blocked
 
 
 def _last(x: Operand, axes: Sequence[int]) -> Operand:
@@ -763,7 +823,7 @@ def _corner_sum(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Arra
     return low, high
 
 
-def _use_zero_sum(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     """sum_j d_j w_j = sum_j d_j (w_j - w_c) for every c if the d_j sum to zero (T3); keeps what is tighter."""
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
@@ -781,8 +841,9 @@ def _use_zero_sum(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
             pair, places = ((d, centred), ((d_axis,), last)) if d is a else ((centred, d), (last, (d_axis,)))
             below, above = _corner_sum(*pair, (places, ((), ())))
             least = 8 * size * tiny(low.dtype)
-            result.lower = jnp.maximum(result.lower, (below - least).astype(result.dtype))
-            result.upper = jnp.minimum(result.upper, (above + least).astype(result.dtype))
+            bounds = _narrow(eqn, below - least, above + least)
+            result.lower = jnp.maximum(result.lower, bounds.lower)
+            result.upper = jnp.minimum(result.upper, bounds.upper)
         return
 
 
@@ -821,9 +882,13 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     """Upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
     high, low = upper(logits), lower(logits)
     box = high[..., :, None] - low[..., None, :]
+    # Between logits of -inf, of probability zero, nothing is known; a NaN stays one.
+    vague = jnp.isnan(box) & ~jnp.isnan(high)[..., :, None] & ~jnp.isnan(low)[..., None, :]
     box = _off_diagonal(widen(box, box)[1])
+    box = jnp.where(vague, jnp.inf, box)
     if product == "tight" and isinstance(logits, Box) and logits.differences is not None:
-        return jnp.minimum(box, logits.differences())
+        gaps = logits.differences()
+        return jnp.where(jnp.isnan(gaps), box, jnp.minimum(box, gaps))
     return box
 
 
@@ -857,11 +922,8 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
         above, below = above + error, below - error * jnp.maximum(1, _others(high))
         low, high = jnp.maximum(low, below), jnp.minimum(high, above)
     p = Box(low, high, nonnegative=True)
-    if isinstance(weights, Interval):
-        total = Box(*widen(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), weights), 2 * low.shape[-1]))
-    else:
-        one = jnp.sum(weights, axis=-1, keepdims=True)
-        total = Box(*widen(one, one, low.shape[-1]))
+    wide = inflate(weights, low.shape[-1])
+    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), wide))
     low, high = widen(*_corner_products(p, total))
     low, high = widen(low - upper(weights), high - lower(weights))
     return Box(low, high, zero_sum=True)
@@ -911,11 +973,11 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     tops, bottoms = [], []
     for y in {id(v): v for v in (lower(label), upper(label))}.values():
         ends = [value(low, y), value(high, y)]
-        turn = jnp.clip(jnp.log(y) - jnp.log1p(-y), low, high)
+        turn = jnp.clip(jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1)), low, high)
         tops += ends
         # A little beside the turning point costs the square of the distance: far below the slack.
         bottoms.append(_least([*ends, value(turn, y)]))
-    error = slack(low.dtype, 32) * (1 + magnitude(logits))
+    error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
     bottom, top = _least(bottoms) - error, _most(tops) + error
     return Box(bottom, top)
 

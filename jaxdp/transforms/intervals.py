@@ -32,10 +32,9 @@ from jaxdp.transforms.boxes import (
 )
 from jaxdp.transforms.walker import bind_equation
 
-__all__ = ["Interval", "UnsupportedPrimitive", "bound", "interval", "register_rule", "widen"]
+__all__ = ["Interval", "UnsupportedPrimitive", "bound", "interval", "lower", "register_rule", "upper", "widen"]
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_JAX = os.path.dirname(os.path.abspath(jax.__file__))
+_INTERNAL = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, jax.__file__))
 
 
 class UnsupportedPrimitive(NotImplementedError):
@@ -248,6 +247,8 @@ def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dic
     """Interprets equations, adding their results to `values`; `producers` maps variables to their equations."""
     for eqn in eqns:
         inputs = [_read(values, a) for a in eqn.invars]
+        if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.outvars):
+            raise UnsupportedPrimitive(_message(eqn, "complex numbers are not supported"))
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = _rewrite(eqn, producers)
             outs = _apply(jaxpr, eqn, name, [_read(values, a) for a in atoms], product)
@@ -311,7 +312,7 @@ def _user_line(eqn: Any) -> str:
     """File, line and function outside of JAX and of this package's interpreter."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if not frame.file_name.startswith((_JAX, _HERE)):
+        if not frame.file_name.startswith(_INTERNAL):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
     return "an unknown line"
 
@@ -346,7 +347,7 @@ def _same(x: Any, y: Any) -> bool:
 
 def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
     """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it; returns (a,)."""
-    while (made := _producer(bottom, producers)) and made.primitive.name in ("broadcast_in_dim", "reshape"):
+    while (made := _producer(bottom, producers)) and _repeats_last(made):
         bottom = made.invars[0]
     exp = _producer(top, producers)
     if not made or made.primitive.name != "reduce_sum" or not exp or exp.primitive.name != "exp":
@@ -359,3 +360,13 @@ def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...
         return None
     a, m = sub.invars
     return (a,) if a.aval.shape == top.aval.shape and m.aval.shape[last:] == (1,) else None
+
+
+def _repeats_last(eqn: Any) -> bool:
+    """Whether an equation adds or repeats trailing axes and leaves the others in their places."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "reshape"):
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["broadcast_dimensions"] != tuple(range(len(before))):
+        return False
+    return before[: len(after) - 1] == after[:-1] and before[len(after) - 1 :] in ((), (1,), after[-1:])
