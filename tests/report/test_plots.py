@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from jaxdp.report import plot_training
+from jaxdp.report import plot_curves, plot_training
 from jaxdp.report.plots import _number
 
 CURVES = {
@@ -101,9 +101,63 @@ def test_the_suffix_chooses_the_format(tmp_path):
 def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path, run_in_subprocess):
     code = f"""
 import sys
-from jaxdp.report import plot_training
+from jaxdp.report import plot_curves, plot_training
 assert "matplotlib" not in sys.modules
 plot_training({str(tmp_path / "f.png")!r}, **{CURVES!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
     run_in_subprocess(code, env={"DISPLAY": None, "MPLBACKEND": None})
+
+
+CURVES_OF_A_PANEL = {"ours": [(1.0, 0.9), (10.0, 0.8), (100.0, 0.1)], "theirs": [(1.0, 0.7), (100.0, math.nan)]}
+NAMES = {"title": "t", "subtitle": "s", "xlabel": "x", "ylabel": "y"}
+
+
+@pytest.fixture
+def drawn_curves(monkeypatch, tmp_path):
+    """Draw named curves and return the figure."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+
+    def draw(curves=CURVES_OF_A_PANEL, **options):
+        path = plot_curves(tmp_path / "deep" / "curves.png", curves, **NAMES, **options)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        return figures[-1]
+
+    return draw
+
+
+def test_curves_are_drawn_with_their_names_and_references(drawn_curves):
+    figure = drawn_curves(xscale="log", references={"best": 0.95})
+    (axes,) = figure.axes
+    assert [list(line.get_ydata()) for line in axes.lines[:1]] == [[0.9, 0.8, 0.1]]
+    assert list(axes.lines[2].get_ydata()) == [0.95, 0.95]
+    assert axes.get_xscale() == "log" and axes.get_yscale() == "linear"
+    assert texts(figure)[:2] == ["t", "s"] and set(texts(figure)[2:]) == {"ours", "theirs", "best"}
+    assert [tick.get_text() for tick in axes.get_yticklabels()][-1].endswith("%")
+
+
+@pytest.mark.parametrize("yscale", ["linear", "log"])
+def test_names_stand_at_the_ends_of_their_curves(drawn_curves, yscale):
+    figure = drawn_curves(
+        {"high": [(0, 0.5), (1, 0.5)], "low": [(0, 0.5), (1, 1e-6)], "middle": [(0, 0.5), (1, 1e-3)]}, yscale=yscale
+    )
+    (axes,) = figure.axes
+    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    ends = {"high": 0.5, "middle": 1e-3, "low": 1e-6}
+    if yscale == "log":  # far apart, so nothing has to be moved
+        for name, value in ends.items():
+            assert abs(axes.transLimits.transform((0, math.log10(value)))[1] - heights[name]) < 1e-6
+    assert heights["low"] < heights["middle"] < heights["high"]
+
+
+def test_zero_has_no_place_on_a_logarithmic_scale_and_leaves_a_gap(drawn_curves):
+    figure = drawn_curves({"one": [(0, 0.5), (1, 0.0), (2, math.inf)]}, yscale="log", percent=False)
+    assert [math.isnan(y) for y in figure.axes[0].lines[0].get_ydata()] == [False, True, True]
+
+
+@pytest.mark.parametrize("curves", [{}, {"one": []}])
+def test_a_figure_without_curves_is_refused(tmp_path, curves):
+    with pytest.raises(ValueError, match="at least one"):
+        plot_curves(tmp_path / "curves.png", curves, **NAMES)
