@@ -201,21 +201,19 @@ def test_one_step_has_the_distances_of_the_closed_form():
 @pytest.mark.parametrize("votes", [False, True])
 def test_expected_accuracies_are_those_of_the_answers(classes, votes):
     generator = np.random.default_rng(0)
-    label, truth = generator.integers(0, classes, (2, 400))
-    distance = generator.integers(0, 9, 400)
-    members = generator.integers(0, classes, (5, 400)) if votes else None
-    pool = experiment._Certified(label, distance, classes, members)
-    rows = np.arange(400)
+    truth = generator.integers(0, classes, 1600)
+    off = generator.random((6, 1600)) < 0.25
+    label, *members = (truth + off * generator.integers(1, classes, (6, 1600))) % classes
+    distance = generator.integers(0, 9, 1600)
+    pool = experiment._Certified(label, distance, classes, np.stack(members) if votes else None)
+    rows = np.tile(np.arange(1600), 50)
+    key = jax.random.key(7, impl="rbg")
     for way in experiment._ways(classes):
-        key = jax.random.key(7, impl="rbg")
-        draws = [
-            np.mean(experiment._answer(pool, way, 0.4, jax.random.fold_in(key, i), rows) == truth) for i in range(60)
-        ]
-        # The mean of 60 * 400 answers, each right or wrong: five standard errors are at most 0.0161. The vote's
-        # expectation is itself a mean of 50 * 400.
-        tolerance = 5 * math.sqrt(0.25 / 400 * (1 / 60 + (1 / 50 if votes and way == experiment.GLOBAL else 0)))
-        assert abs(np.mean(draws) - pool.expected_accuracy(way, 0.4, truth)) < tolerance
-    assert abs(pool.expected_accuracy(experiment.OURS, 4.0, truth) - np.mean(label == truth)) < 0.03
+        accuracy = np.mean(experiment._answer(pool, way, 0.4, key, rows) == truth[rows])
+        # 80000 answers, each right or wrong: five standard errors. The vote's expectation has as many draws.
+        tolerance = 5 * math.sqrt(0.25 / 80_000 * (2 if votes and way == experiment.GLOBAL else 1))
+        assert abs(accuracy - pool.expected_accuracy(way, 0.4, truth)) < tolerance
+        assert abs(accuracy - pool.expected_accuracy(way, 0.8, truth)) > tolerance  # the test can tell
 
 
 def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
