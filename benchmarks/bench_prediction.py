@@ -1,0 +1,249 @@
+"""Time and memory of certifying 20 distances over one training run with per-record clipped gradients, in one run.
+
+    python -m benchmarks.bench_prediction --rounds 7 --output .bench/prediction.json
+
+Two baselines train the same model with the same clipped gradients: "vmap" is what one writes first,
+`jax.vmap(jax.grad(loss))`, clip, sum; "streamed" adds up one record after the other in a scan, which XLA vectorises
+over parameters: the fastest we know. "bounds" is `train_with_bounds` with ks = 0..20, "one k" the same with a single
+distance, and with --replace "replace" the same for replaced records (nine passes instead of one). Rounds are interleaved, medians reported; ratios are medians of ratios
+within a round. "memory" is what XLA allocates beyond the arguments, "first call" includes compiling.
+
+With --reference the public PyTorch implementation (package abstract_gradient_training, to be installed separately) runs
+in the same process for four of the twenty distances; its time for all is five times their sum.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxdp
+from jaxdp.prediction import agt, checks, train_with_bounds
+from jaxdp.transforms import losses
+
+
+class Case(NamedTuple):
+    sizes: tuple[int, ...]  # of a multilayer perceptron with ReLU
+    records: int
+    steps: int
+    clip: float
+    learning_rate: float
+    lr_decay: float
+    images: bool = False  # two frozen convolutions make the features
+
+
+CASES = {
+    "mlp 784-128-10, 1 step": Case((784, 128, 10), 1000, 1, 0.1, 0.1, 0.0),
+    "embeddings 768-100-1, 1 step": Case((768, 100, 1), 1000, 1, 0.04, 0.2, 0.5),
+    "embeddings 768-100-1, 3 steps": Case((768, 100, 1), 1000, 3, 0.04, 0.2, 0.5),
+    "frozen conv, 3200-100-1, 1 step": Case((3200, 100, 1), 1000, 1, 0.9, 0.06, 0.5, images=True),
+    "blobs 6-2, 1 step": Case((6, 2), 5000, 1, 0.06, 2.0, 0.6),
+    "blobs 6-128-2, 4 steps": Case((6, 128, 2), 3000, 4, 0.06, 2.0, 0.6),
+}
+KS = 20
+REFERENCE_KS = (1, 7, 14, 20)
+
+
+def network(params: Any, x: jax.Array) -> jax.Array:
+    for stride, kernel in zip((2, 1), params.get("frozen", ()), strict=False):
+        x = lax.conv_general_dilated(
+            x[None], kernel, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x[0])
+    x = x.reshape(-1)
+    for i, (weight, bias) in enumerate(params["dense"]):
+        x = x @ weight + bias if i == 0 else jax.nn.relu(x) @ weight + bias
+    return x
+
+
+def loss(params: Any, example: Any) -> jax.Array:
+    logits = network(params, example["x"])
+    if logits.size == 1:
+        return losses.sigmoid_cross_entropy(logits, example["y"])
+    return losses.softmax_cross_entropy(logits, example["y"])
+
+
+def trained(path: str, leaf: Any) -> bool:
+    del leaf
+    return path.startswith("dense")
+
+
+def problem(case: Case) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def uniform(*shape: int) -> np.ndarray:
+        return np.float32(rng.uniform(-1, 1, shape) / np.sqrt(np.prod(shape[:-1]) or 1))
+
+    params: Any = {"dense": [(uniform(a, b), uniform(b)) for a, b in zip(case.sizes, case.sizes[1:], strict=False)]}
+    shape: tuple[int, ...] = case.sizes[:1]
+    if case.images:
+        params["frozen"] = [uniform(4, 4, 1, 16), uniform(4, 4, 16, 32)]
+        shape = (28, 28, 1)
+    classes = case.sizes[-1]
+    labels = rng.integers(0, max(2, classes), case.records).astype(np.float32 if classes == 1 else np.int32)
+    return params, {"x": np.float32(rng.uniform(0, 1, (case.records, *shape))), "y": labels}
+
+
+def baselines(case: Case, params: Any) -> dict[str, Callable[..., Any]]:
+    rest = {k: v for k, v in params.items() if k != "dense"}
+
+    def gradient(dense: Any, example: Any) -> Any:
+        grads = jax.grad(lambda dense: loss({"dense": dense, **rest}, example))(dense)
+        return jax.tree.map(lambda g: jnp.clip(g, -case.clip, case.clip), grads)
+
+    def steps(total: Callable[..., Any]) -> Callable[..., Any]:
+        def train(dense: Any, data: Any) -> Any:
+            for t in range(case.steps):
+                rate = case.learning_rate / (1 + case.lr_decay * t) / case.records
+                dense = jax.tree.map(lambda p, g, rate=rate: p - rate * g, dense, total(dense, data))
+            return dense
+
+        return jax.jit(train)
+
+    def at_once(dense: Any, data: Any) -> Any:
+        return jax.tree.map(lambda g: g.sum(0), jax.vmap(gradient, (None, 0))(dense, data))
+
+    def streamed(dense: Any, data: Any) -> Any:
+        def add(sums: Any, example: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, gradient(dense, example)), None
+
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, dense), data)[0]
+
+    return {"vmap": steps(at_once), "streamed": steps(streamed)}
+
+
+def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict[str, Any]:
+    params, data = problem(case)
+    on_device = jax.tree.map(jnp.asarray, (params["dense"], data))
+    settings: dict[str, Any] = {
+        "clip": case.clip,
+        "learning_rate": case.learning_rate,
+        "lr_decay": case.lr_decay,
+        "batch_size": case.records,
+        "epochs": case.steps,
+        "trainable": trained,
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        name: lambda f=f: f(*on_device) for name, f in baselines(case, params).items()
+    }
+    variants = [("bounds", KS, "add_remove"), ("one k", (1,), "add_remove"), ("replace", KS, "replace")][: 2 + replace]
+    for name, ks, adjacency in variants:
+        given = {**settings, "ks": ks, "adjacency": adjacency}
+        calls[name] = lambda given=given: train_with_bounds(loss, params, data, **given).lower["dense"]
+    rows: dict[str, Any] = {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        rows[name] = {"first_call_s": time.perf_counter() - start}
+    for name, f in baselines(case, params).items():
+        rows[name]["memory_mb"] = allocated(f.lower(*on_device))
+    for name, ks, adjacency in variants:
+        plan, arrays = plan_of(params, data, settings, ks, adjacency)
+        rows[name]["memory_mb"] = allocated(agt._train.lower(loss, plan, *arrays))
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    cpu: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, start_cpu = time.perf_counter(), time.process_time()
+            jax.block_until_ready(call())
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - start_cpu)
+    if reference:
+        rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
+    for name, times in wall.items():
+        rows[name]["wall_ms"] = 1e3 * statistics.median(times)
+        rows[name]["cpu_s"] = statistics.median(cpu[name])
+        for base in ("streamed", "vmap"):
+            ratios = (a / b for a, b in zip(times, wall[base], strict=True))
+            rows[name][f"wall_over_{base}"] = statistics.median(ratios)
+    return rows
+
+
+def plan_of(params: Any, data: Any, settings: dict[str, Any], ks: Any, adjacency: str) -> tuple[Any, Any]:
+    rest = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr_min": 0.0, "order": None, "product": "tight"}
+    return checks.make_plan(loss, params, data, ks=checks.distances(ks), adjacency=adjacency, **{**rest, **settings})
+
+
+def allocated(lowered: Any) -> float:
+    memory = lowered.compile().memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
+
+
+def reference_seconds(case: Case, params: Any, data: Any) -> float:
+    """CPU seconds of the public implementation for twenty distances, from features where convolutions are frozen."""
+    import logging
+
+    import abstract_gradient_training as public
+    import torch
+
+    logging.getLogger("abstract_gradient_training").setLevel("CRITICAL")
+    features = data["x"]
+    if case.images:
+        frozen = {**params, "dense": [(np.eye(case.sizes[0], dtype=np.float32), np.zeros(case.sizes[0], np.float32))]}
+        features = np.asarray(jax.lax.map(lambda x: network(frozen, x), features))
+    modules: list[Any] = []
+    for weight, bias in params["dense"]:
+        layer = torch.nn.Linear(*weight.shape)
+        layer.weight.data, layer.bias.data = torch.tensor(weight.T.copy()), torch.tensor(bias)
+        modules += [layer, torch.nn.ReLU()]
+    batch = (torch.tensor(features), torch.tensor(data["y"].astype(np.int64 if case.sizes[-1] > 1 else np.float32)))
+    total = 0.0
+    for k in REFERENCE_KS:
+        model = public.bounded_models.IntervalBoundedModel(torch.nn.Sequential(*modules[:-1]))
+        config = public.AGTConfig(
+            n_epochs=1,
+            learning_rate=case.learning_rate,
+            lr_decay=case.lr_decay,
+            loss="cross_entropy" if case.sizes[-1] > 1 else "binary_cross_entropy",
+            fragsize=100 if case.sizes[0] > 1000 else 250 if case.sizes[0] > 100 else 10000,
+            k_private=k,
+            clip_gamma=case.clip,
+            log_level="CRITICAL",
+        )
+        start = time.process_time()
+        public.privacy_certified_training(model, config, [batch] * case.steps)
+        total += time.process_time() - start
+    return total * KS / len(REFERENCE_KS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="", help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--replace", action="store_true")
+    parser.add_argument("--reference", action="store_true")
+    parser.add_argument("--output", default=".bench/prediction.json")
+    flags = parser.parse_args()
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "platform": platform.platform(),
+        "jax": jax.__version__,
+        "jaxdp": jaxdp.__version__,
+        "rounds": flags.rounds,
+        "ks": KS,
+        "cases": {},
+    }
+    for name, case in CASES.items():
+        if not any(part in name for part in flags.cases.split(";")):
+            continue
+        report["cases"][name] = rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
+        columns = ("wall_ms", "wall_over_streamed", "wall_over_vmap", "cpu_s", "memory_mb", "first_call_s")
+        table = [{"run": run, **{c: row.get(c) for c in columns}} for run, row in rows.items()]
+        print(f"\n{name}, batch of {case.records}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+    output = pathlib.Path(flags.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nWritten to {output}")
+
+
+if __name__ == "__main__":
+    main()
