@@ -5,8 +5,9 @@
 Two baselines train the same model with the same clipped gradients: "vmap" is what one writes first,
 `jax.vmap(jax.grad(loss))`, clip, sum; "streamed" adds up one record after the other in a scan, which XLA vectorises
 over parameters: the fastest we know. "bounds" is `train_with_bounds` with ks = 0..20, "one k" the same with a single
-distance, and with --replace "replace" the same for replaced records (nine passes instead of one). Rounds are interleaved, medians reported; ratios are medians of ratios
-within a round. "memory" is what XLA allocates beyond the arguments, "first call" includes compiling.
+distance, and with --replace "replace" the same for replaced records (nine passes instead of one). Rounds are
+interleaved, medians reported; ratios are medians of ratios within a round. "memory" is what XLA allocates beyond the
+arguments, "first call" includes compiling.
 
 With --reference the public PyTorch implementation (package abstract_gradient_training, to be installed separately) runs
 in the same process for four of the twenty distances; its time for all is five times their sum.

@@ -311,9 +311,10 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 
 def blocks_of(batch: int, parameters: int) -> tuple[int, int, int]:
-    """How a batch is cut: (outer blocks, fragments in each, records in a fragment)."""
-    fragment = min(_UNROLLED if parameters > _LARGE else _FRAGMENT, batch)
-    fragments = math.ceil(batch / fragment)
-    outer = math.ceil(fragments * fragment / BLOCK)
-    inner = math.ceil(fragments / outer)
-    return outer, inner, fragment
+    """How a batch is cut: (outer blocks, fragments in each, records in a fragment).
+
+    All blocks have one size whatever the batch, so that a record's bounds do not depend on how many others there are
+    through the order in which a matrix product of another shape would be summed.
+    """
+    fragment = _UNROLLED if parameters > _LARGE else _FRAGMENT
+    return math.ceil(batch / BLOCK), BLOCK // fragment, fragment
