@@ -3,12 +3,16 @@
 import re
 from pathlib import Path
 
+import jax
+
+import jaxdp
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:
@@ -16,3 +20,10 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert 0 < float(capsys.readouterr().out) < 8
     assert int(names["state"].step) == 50
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
+    truth = names["source"].gather(range(1700, 1720))["label"]
+    assert (names["answers"] == truth).mean() > 0.5
+    assert all((box.lower <= box.upper).all() for box in jax.tree.leaves(names["gradients"], is_leaf=_is_interval))
+
+
+def _is_interval(x):
+    return isinstance(x, jaxdp.Interval)
