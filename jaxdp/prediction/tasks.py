@@ -145,12 +145,13 @@ def _task(
     num_classes: int,
     name: str,
     provenance: str,
+    splits: tuple[str, str] = ("train", "test"),
     network: Mapping[str, Any] | None = None,
 ) -> Task:
     def source(part: str, features: np.ndarray, label: np.ndarray) -> data.Source:
         return data.from_arrays(features=features, label=label, num_classes=num_classes, name=f"{name}/{part}")
 
-    return Task(source("train", *train), source("test", *test), provenance, network)
+    return Task(source(splits[0], *train), source(splits[1], *test), provenance, network)
 
 
 # --- Two Gaussians ----------------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ def images(config: Any) -> Task:
         *((project(features), label) for features, label in vectors[1:]),
         num_classes=num_classes,
         name=name,
+        splits=("train", "test") if config.source == "bundled" else (config.private_split, config.test_split),
         provenance=f"{origin}, centred and scaled on {len(public[0])} public images without their labels",
         network=network,
     )
@@ -373,6 +375,7 @@ def text(config: Any) -> Task:
         read[config.test_split],
         num_classes=2,
         name=config.name,
+        splits=(config.private_split, config.test_split),
         provenance=f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts",
     )
 

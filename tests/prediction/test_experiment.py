@@ -98,7 +98,8 @@ def test_the_table_has_a_row_for_every_teacher_and_mechanism(finished):
     extra = [("2 models", "PATE (Confident-GNMax)"), ("DP-SGD", "any number"), ("single model", "without noise")]
     assert list(rows) == [*pools, *extra]
     for pool in pools:
-        assert len(rows[pool]["per_query"]) == 3 and len(rows[pool]["student"]) == 2
+        assert len(rows[pool]["per_query"]) == 3 and len(rows[pool]["student"]) == 2 and 0 < rows[pool]["expected"] < 1
+    assert len(rows["DP-SGD", "any number"]["student"]) == 2
     text = experiment._summary(result)
     assert "randomised response (ours)" in text and "±" in text and "evaluation, not private" in text
 
