@@ -518,8 +518,8 @@ def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{format_table(rows)}\n\n"
         "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions with fresh noise and\n"
-        "other queries, each at the price below. All inputs: expectation over the noise for every test input. The table\n"
-        f"and the figures are evaluation, not private: they read certificates without noise.\n\n{text}\n"
+        "other queries, each at the price below. All inputs: expectation over the noise for every test input. The\n"
+        f"table and the figures are evaluation, not private: they read certificates without noise.\n\n{text}\n"
         f"Publishing the references too would cost epsilon = {result['references_epsilon']:.4g} on top; "
         "--config.references=False leaves them out."
     )
