@@ -1,0 +1,158 @@
+"""How far certificates reach: mean stable distance per rule, and what a mechanism makes of a distance.
+
+    python -m benchmarks.bench_certificates --seeds 3 --output .bench/certificates.json
+
+"published" is Abstract Gradient Training as published (adjacency="reference", product="rump", k replacements in every
+batch), on the same data, networks and queries as "replace" (k replacements in the whole data set) and "add_remove" (k
+records added or removed). The second table is the probability of a wrong answer at a distance, for every mechanism.
+"""
+
+import argparse
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import jaxdp
+from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
+from jaxdp.transforms import losses
+
+KS = 40
+DISTANCES = (0, 3, 10, 30, 100)
+RULES = (("published", "reference", "rump"), ("replace", "replace", "tight"), ("add_remove", "add_remove", "tight"))
+
+
+class Case(NamedTuple):
+    """Gaussian classes around random centres, and a network with one hidden layer."""
+
+    features: int
+    hidden: int
+    classes: int  # 1: two classes and one logit
+    records: int
+    batch: int
+    epochs: int
+    spread: float
+    clip: float
+    learning_rate: float
+    lr_decay: float
+
+
+CASES = {
+    "one logit, batches of 50": Case(6, 16, 1, 200, 50, 2, 0.5, 0.1, 0.5, 0.0),
+    "2 classes, 4 full batches": Case(6, 128, 2, 300, 300, 4, 0.35, 0.06, 1.0, 0.6),
+    "3 classes, 4 full batches": Case(2, 32, 3, 150, 150, 4, 0.35, 0.1, 1.0, 0.3),
+    "4 classes, 2 full batches": Case(2, 32, 4, 400, 400, 2, 0.3, 0.1, 2.0, 0.3),
+}
+
+
+def network(params: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
+
+
+def loss(params: Any, example: Any) -> jax.Array:
+    logits = network(params, example["x"])
+    if logits.size == 1:
+        return losses.sigmoid_cross_entropy(logits, example["y"])
+    return losses.softmax_cross_entropy(logits, example["y"])
+
+
+def problem(case: Case, seed: int) -> tuple[Any, Any, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    classes = max(2, case.classes)
+    centres = rng.normal(size=(classes, case.features))
+    centres *= 1.5 / np.linalg.norm(centres, axis=1, keepdims=True)
+
+    def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
+        y = np.arange(n) % classes
+        return np.float32(centres[y] + case.spread * rng.normal(size=(n, case.features))), y
+
+    def uniform(*shape: int) -> np.ndarray:
+        return np.float32(rng.uniform(-1, 1, shape) / np.sqrt(shape[0]))
+
+    params = {
+        "w0": uniform(case.features, case.hidden),
+        "b0": uniform(case.hidden),
+        "w1": uniform(case.hidden, case.classes),
+        "b1": uniform(case.classes),
+    }
+    x, y = draw(case.records)
+    queries, truth = draw(200)
+    labels = y.astype(np.float32 if case.classes == 1 else np.int32)
+    return params, {"x": x, "y": labels}, queries, truth
+
+
+def measure(case: Case, seed: int) -> dict[str, float]:
+    params, data, queries, truth = problem(case, seed)
+    rng = np.random.default_rng(seed + 1000)
+    batches = case.records // case.batch
+    order = np.concatenate([rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs)
+    row: dict[str, float] = {}
+    for name, adjacency, product in RULES:
+        bounds = train_with_bounds(
+            loss,
+            params,
+            data,
+            ks=KS,
+            clip=case.clip,
+            learning_rate=case.learning_rate,
+            lr_decay=case.lr_decay,
+            batch_size=case.batch,
+            epochs=case.epochs,
+            order=order,
+            adjacency=adjacency,  # type: ignore[arg-type]
+            product=product,
+        )
+        found = certify(bounds, network, queries, product=product)
+        row[name] = float(np.mean(found.distance))
+        row["accuracy"] = float(np.mean(np.asarray(found.label) == truth))
+    return row
+
+
+def flips() -> list[dict[str, float]]:
+    """Probability of another label than the model's, two classes, 100 queries at a total of (10, 1e-5)."""
+    epsilon = query_epsilon(10.0, 1e-5, 100)
+    rows = []
+    for k in DISTANCES:
+        at = np.asarray([k])
+        rows.append(
+            {
+                "distance": k,
+                "global Laplace": float(mechanisms.flip_probability_global_laplace(at, epsilon=epsilon)[0]),
+                "Cauchy, published": float(
+                    mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="paper")[0]
+                ),
+                "Cauchy, ours": float(mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="stable")[0]),
+                "randomised response": float(mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2)[0]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", default=".bench/certificates.json")
+    flags = parser.parse_args()
+    report: dict[str, Any] = {"jax": jax.__version__, "jaxdp": jaxdp.__version__, "seeds": flags.seeds, "cases": {}}
+    table = []
+    for name, case in CASES.items():
+        runs = [measure(case, seed) for seed in range(flags.seeds)]
+        report["cases"][name] = runs
+        mean = {column: float(np.mean([run[column] for run in runs])) for column in runs[0]}
+        gain = {f"{rule} / published": mean[rule] / mean["published"] for rule in ("replace", "add_remove")}
+        table.append({"case": name, **mean, **gain})
+    print(f"mean stable distance over 200 queries and {flags.seeds} seeds, largest k {KS}\n")
+    print(jaxdp.report.format_table(table, digits=3))
+    report["flips"] = flips()
+    print("\nprobability of flipping a label, 100 queries at (10, 1e-5)\n")
+    print(jaxdp.report.format_table(report["flips"], digits=3))
+    output = pathlib.Path(flags.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nWritten to {output}")
+
+
+if __name__ == "__main__":
+    main()
