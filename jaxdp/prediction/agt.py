@@ -242,23 +242,22 @@ def _train(
         return jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), (rows >= 0).astype(dtype)
 
     def kept_of(batch: Any) -> Any:
-        """What bounds need of the records: computed once for all k (frozen layers are in here)."""
-        return lax.map(jax.vmap(first), batch)
+        """What bounds need of the records: computed once for all k (frozen layers are in here); and the weights."""
+        return lax.map(jax.vmap(first), batch), batch[1]
 
     def factors_of(box: Box, kept: Any) -> Any:
         """Lines 6 and 7 of Algorithm 1 up to outer products: bounds for a block of records over the box."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
-        return jax.vmap(lambda one: second(boxes, one))(kept)
+        return jax.vmap(lambda one: second(boxes, one))(kept[0]), kept[1]
 
     def record_bounds(factors: Any) -> tuple[Leaves, Leaves]:
         """Bounds of each record's gradient, leaves [records, ...]."""
-        ends = jax.vmap(third)(factors)
+        ends = jax.vmap(third)(factors[0])
         return [low for low, _ in ends], [high for _, high in ends]
 
     def whole(bits: jax.Array) -> jax.Array:
         """Sums over the records of a fragment, without the bits of `magic`."""
-        bias = lax.bitcast_convert_type(jnp.asarray(grid.magic, dtype), grid.ints)
-        return jnp.sum(bits, axis=0, dtype=grid.ints) - bits.shape[0] * bias
+        return jnp.sum(bits, axis=0, dtype=grid.ints) - bits.shape[0] * grid.zero
 
     def nominal_sums(moving: Leaves, batch: Any) -> list[Any]:
         def summands(fragment: Any) -> Leaves:
@@ -421,16 +420,20 @@ class _Descent:
         if self.plan.adjacency == "add_remove":
             return self._shifted(prepared, k)
         if self.plan.adjacency == "replace":
-            return self._replaced(prepared, k, kept)
+            return self._replaced(prepared, k, kept, count)
         return self._published(prepared, k, kept, count)
 
     def _total(self, box: Box, kept: Any, summands: Callable[[Any], Leaves]) -> list[Any]:
         return add_up(self.plan, self.grid, kept, functools.partial(self.factors_of, box), summands)
 
     def _bits(self, factors: Any) -> Leaves:
+        def bits(x: jax.Array, sign: int) -> jax.Array:
+            # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
+            return jnp.where(_rows(factors[1], x) > 0, self.grid.bits(x.astype(self.dtype), self.plan.clip, sign), zero)
+
+        zero = self.grid.zero
         lows, highs = self.record_bounds(factors)
-        low = [self.grid.bits(x.astype(self.dtype), self.plan.clip, -1) for x in lows]
-        return low + [self.grid.bits(x.astype(self.dtype), self.plan.clip, +1) for x in highs]
+        return [bits(x, -1) for x in lows] + [bits(x, +1) for x in highs]
 
     def _ends(self, totals: list[Any]) -> Box:
         half = len(totals) // 2
@@ -443,19 +446,19 @@ class _Descent:
         low = [add_units(self.grid, t, -k, charge) for t in totals[:half]]
         return self._ends(low + [add_units(self.grid, t, k, charge) for t in totals[half:]])
 
-    def _replaced(self, box: Box, k: jax.Array, kept: Any) -> Box:
+    def _replaced(self, box: Box, k: jax.Array, kept: Any, count: jax.Array) -> Box:
         """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
 
         The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The minimum over a fixed grid
         of tau is found by bisection, since the function is convex; so the bound is isotonic.
         """
         grid, charge = self.grid, self.grid.charge
-        bias = lax.bitcast_convert_type(jnp.asarray(grid.magic, self.dtype), grid.ints)
 
         def entries(factors: Any) -> Leaves:
-            """Integers whose k largest leave: d_L, and -d_U."""
-            bits = self._bits(factors)
-            return [b - bias for b in bits[: len(bits) // 2]] + [bias - b for b in bits[len(bits) // 2 :]]
+            """Integers whose k largest leave: d_L, and -d_U; the least where there is no record."""
+            bits, weights = self._bits(factors), factors[1]
+            units = [b - grid.zero for b in bits[: len(bits) // 2]] + [grid.zero - b for b in bits[len(bits) // 2 :]]
+            return [jnp.where(_rows(weights, x) > 0, x, -charge) for x in units]
 
         def add(xs: Leaves) -> Leaves:
             return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
@@ -464,12 +467,14 @@ class _Descent:
             gaps = [e - tau[None] for e, tau in zip(entries(factors), taus, strict=True)]
             return add([jnp.maximum(g, 0) for g in gaps]) + add([(g > 0).astype(grid.ints) for g in gaps])
 
+        size = math.prod(self.plan.blocks)
+        absent = size - count.astype(grid.ints)
         sums = self._total(box, kept, lambda factors: add(entries(factors)))
-        rows = math.prod(self.plan.blocks)
+        sums = [add_units(grid, total, absent, charge) for total in sums]
         below = [jnp.full(high.shape, -charge, grid.ints) for high, _ in sums]
         # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
         start = (
-            [(tau, add_units(grid, total, rows, charge)) for tau, total in zip(below, sums, strict=True)],
+            [(tau, add_units(grid, total, size - absent, charge)) for tau, total in zip(below, sums, strict=True)],
             [(-tau, (jnp.zeros_like(tau), jnp.zeros_like(tau))) for tau in below],
         )
 
@@ -503,7 +508,7 @@ class _Descent:
         clip, most = self.plan.clip, self.plan.ks[-1]
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
         size = math.prod(self.plan.blocks)
-        present = jnp.arange(size) < count
+        present = rows[1] > 0
         error = slack(self.dtype, size + most + 8) * clip * (1 + 2 * k / count)
 
         def end(x: jax.Array, sign: int) -> jax.Array:
@@ -517,6 +522,11 @@ class _Descent:
 
         lows, highs = self.record_bounds(self.factors_of(box, rows))
         return [end(x, -1) for x in lows], [end(x, +1) for x in highs]
+
+
+def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Weights [records], shaped for x [records, ...]."""
+    return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:

@@ -40,6 +40,12 @@ class Grid(NamedTuple):
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     @property
+    def zero(self) -> jax.Array:
+        """The `bits` of zero: those of `magic`."""
+        kind = jnp.dtype(self.ints)
+        return lax.bitcast_convert_type(jnp.asarray(self.magic, f"float{8 * kind.itemsize}"), kind)
+
+    @property
     def charge(self) -> int:
         """The most that one record moves a sum: clip, and the units that rounding may add."""
         return self.one + 2
