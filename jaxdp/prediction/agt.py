@@ -382,8 +382,11 @@ def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate
     L^(j) = min_i (base L^(j-i) - i shift): a running minimum over the lines of one k, in which each further change
     shifts the mean gradient by at most clip / batch_size (twice that if it is a replacement).
     """
-    charge = (2 if plan.adjacency == "replace" else 1) * grid.charge / grid.one * plan.clip / plan.divisor
-    charge *= 1 + 8 * slack(dtype, 1)
+    # In whole units of `mean`; and what the roundings of the two sums, not of one difference, may make of it.
+    whole, records = 2**grid.shift, 2 if plan.adjacency == "replace" else 1
+    units = math.ceil(records * grid.charge / whole) * whole / grid.one
+    units += slack(dtype, 2) * math.prod(plan.blocks) / (1 - plan.momentum)
+    charge = units * (1 + 8 * slack(dtype, 1)) * plan.clip / plan.divisor
     amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2
 
     def line(previous: Any, current: Any) -> Any:
@@ -391,7 +394,7 @@ def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate
         merged = []
         for part, before, sign, amount in zip(base, previous, (-1, 1, -1, 1), amounts, strict=True):
             worst = jnp.minimum if sign < 0 else jnp.maximum
-            reached = [worst(x, _out(y + sign * amount, sign)) for x, y in zip(part, before, strict=True)]
+            reached = [worst(x, _out(y + sign * amount, sign, 6)) for x, y in zip(part, before, strict=True)]
             merged.append([jnp.where(j == 0, x, y) for x, y in zip(part, reached, strict=True)])
         return tuple(merged), tuple(merged)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
         if ks < 0:
             raise ValueError(f"ks={ks} is negative; a distance counts changed records")
         return tuple(range(int(ks) + 1))
-    values = list(ks)  # type: ignore[arg-type]
+    values = [*ks] if isinstance(ks, Iterable) else [ks]
     if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
         raise TypeError(f"ks={values} must be integers")
     if not values or min(values) < 0:
@@ -140,7 +140,8 @@ def make_plan(
     blocks = blocks_of(rows.shape[1], sum(x.size for x in moving))
     padded = np.full((steps, math.prod(blocks)), -1, np.int32)
     padded[:, : rows.shape[1]] = rows
-    groups = _groups(rows)
+    # An epoch of the default order may start with a batch that is empty now and not in a neighbour.
+    groups = _groups(rows) if order is not None else (steps // epochs,) * epochs
     plan = Plan(
         ks=ks,
         clip=clip,
