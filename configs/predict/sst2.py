@@ -8,6 +8,12 @@ example PPMI and SVD on public reviews, or GloVe with the counts of a public cor
 weighted by 1e-3 / (1e-3 + frequency), the three words after a negation counting with the opposite sign; centred,
 whitened under the public counts, unit length. Model: logistic regression, one full-batch step. The unit of privacy is a
 phrase, a row of the data set; a review's phrases are several rows. Queries are among the 872 validation sentences.
+
+About two minutes on two CPU cores. 100 answers at (10, 1e-5), percent right of all queries: 77.0 by randomised response
+on the certified model (the paper's table has 73.5, on IMDB), 75.6 by smooth sensitivity with the paper's constants,
+52.6 by global sensitivity, 76.9 without noise; a student trained on the answers 72. 10000 answers at that price are
+still 76 % right. Ensemble of 25: 76.9, 75.0, 71.9. DP-SGD 78.0. Clip norm, weights and negation were tried out by hand
+on the same data; such choices are outside the guarantee.
 """
 
 from ml_collections import ConfigDict

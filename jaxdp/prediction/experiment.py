@@ -79,7 +79,8 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     )
     result = _run(config, task, model, root)
     _write_json(finished, result)
-    print(f"\n{_summary(result)}\n\nIn {root}: answers.npz, student.safetensors, ledger.sqlite and four figures.")
+    figures = " and four figures" if config.references else ""
+    print(f"\n{_summary(result)}\n\nIn {root}: answers.npz, student.safetensors, ledger.sqlite{figures}.")
     return result
 
 

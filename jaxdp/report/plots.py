@@ -170,6 +170,9 @@ def plot_curves(
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         if percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            low, high = axes.dataLim.intervaly
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
     _panel_title(axes, ylabel)
     _label_right(axes, labels)
     figure.text(0.085, 0.945, title, fontsize=17, fontweight="bold", color=_INK, va="center")

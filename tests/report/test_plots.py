@@ -152,6 +152,17 @@ def test_names_stand_at_the_ends_of_their_curves(drawn_curves, yscale):
     assert heights["low"] < heights["middle"] < heights["high"]
 
 
+def test_percentages_end_at_0_and_100_unless_there_are_others(drawn_curves):
+    def ticks(values):
+        (axes,) = drawn_curves({"one": list(enumerate(values))}).axes
+        bottom, top = axes.get_ylim()
+        return [tick for tick in axes.get_yticks() if bottom <= tick <= top]
+
+    assert max(ticks([1.0, 1.0])) == pytest.approx(1.0)
+    assert (min(ticks([0.0, 1.0])), max(ticks([0.0, 1.0]))) == pytest.approx((0, 1))
+    assert max(ticks([0.0, 3.0])) >= 3
+
+
 def test_zero_has_no_place_on_a_logarithmic_scale_and_leaves_a_gap(drawn_curves):
     figure = drawn_curves({"one": [(0, 0.5), (1, 0.0), (2, math.inf)]}, yscale="log", percent=False)
     assert [math.isnan(y) for y in figure.axes[0].lines[0].get_ydata()] == [False, True, True]
