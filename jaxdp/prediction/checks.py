@@ -158,7 +158,13 @@ def make_plan(
         shared_budget=max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay),
     )
     kind = jnp.result_type(*moving)
-    return plan, (moving, frozen, jax.tree.map(jnp.asarray, data), padded, jnp.asarray(rates, kind))
+    return plan, (moving, frozen, jax.tree.map(_whole_blocks, data), padded, jnp.asarray(rates, kind))
+
+
+def _whole_blocks(x: Any) -> jax.Array:
+    """Rows that no batch uses, so that data sets of similar size share one compiled program."""
+    x = jnp.asarray(x)
+    return jnp.pad(x, [(0, -len(x) % BLOCK)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _at_least_float32(x: Any) -> jax.Array:
