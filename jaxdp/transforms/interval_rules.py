@@ -54,7 +54,7 @@ _MOVES = (
     *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "copy_p", "tile"),
     *("concatenate", "stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice"),
     *("scatter", "select_n"),
-    *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name", "real"),
+    *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name"),
 )
 _MONOTONE_EXACT = (
     *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
@@ -220,8 +220,15 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
         exact = a.nmant <= b.nmant and a.minexp - a.nmant >= b.minexp - b.nmant and a.maxexp <= b.maxexp
     else:
         exact = source == jnp.bool_ or source.itemsize * 8 <= jnp.finfo(target).nmant
+        if isinstance(x, np.ndarray | np.generic):  # a constant of the program
+            exact = bool(np.all(np.asarray(x).astype(target).astype(source) == x))
     if not exact:
-        low, high = widen(low, high)
+        below, above = widen(low, high)
+        if jnp.issubdtype(source, jnp.integer):
+            most = min(2.0 ** (jnp.finfo(target).nmant + 1), float(jnp.finfo(target).max))  # exact below
+            below = jnp.where(low >= most, jnp.maximum(below, most), jnp.where(low > -most, low, below))
+            above = jnp.where(high <= -most, jnp.minimum(above, -most), jnp.where(high < most, high, above))
+        low, high = below, above
     elif not isinstance(x, Interval):
         return low
     result = Box(low, high, nonnegative=known)
@@ -434,6 +441,13 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
     return result
 
 
+@register_rule("x_plus_xy")
+def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
+    """x (1 + y), which is never wider than x + x y."""
+    low, high = widen(*both(lambda v: 1 + v, y))
+    return Box(*widen(*_corner_products(x, Box(low, high, nonnegative=is_nonnegative(y)))))
+
+
 def _corner_products(x: Operand, y: Operand) -> tuple[jax.Array, jax.Array]:
     """The smallest and largest of the products of endpoints, without those that cannot be extreme."""
     if is_nonnegative(x) and is_nonnegative(y):
@@ -541,22 +555,20 @@ def _reduce_window_sum(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("reduce_prod")
 def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
+    """Halves multiplied with each other; each multiplication bounds its own rounding and underflow."""
     if not is_float(x):
         raise NoRuleError("products over an interval of integers are not supported")
-    known, axes = is_nonnegative(x), tuple(eqn.params["axes"])
-    size = at_least_float32(x if known else _absolute(x))
-    terms = math.prod(x.shape[a] for a in axes)
-
-    def ends(part: Callable[[jax.Array, Any], jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = widen(*both(lambda v: jnp.prod(part(v, 1), axis=axes), size), terms)
-        return jnp.maximum(low, 0), high
-
-    # Factors above and below one apart: what over- or underflows on the way does so in the result of its part.
-    low, high = (a * b for a, b in zip(ends(jnp.maximum), ends(jnp.minimum), strict=True))
-    low, high = widen(low, high)
-    if not known:
-        low = jnp.where(jnp.all(lower(x) >= 0, axis=axes), low, -high)
-    return _narrow(eqn, low, high, nonnegative=known)
+    known = is_nonnegative(x)
+    low, high = both(lambda v: v, _last(at_least_float32(x), eqn.params["axes"]))
+    while (size := low.shape[-1]) > 1:
+        rest = Box(low[..., size // 2 * 2 :], high[..., size // 2 * 2 :])
+        first, second = (
+            Box(low[..., part], high[..., part], nonnegative=known)
+            for part in (slice(size // 2), slice(size // 2, size // 2 * 2))
+        )
+        ends = widen(*_corner_products(first, second))
+        low, high = (jnp.concatenate([a, b], -1) for a, b in zip(ends, (rest.lower, rest.upper), strict=True))
+    return _narrow(eqn, low[..., 0], high[..., 0], nonnegative=known)
 
 
 @register_rule("scatter-add")
@@ -766,11 +778,12 @@ def _last(x: Operand, axes: Sequence[int]) -> Operand:
     return Box(move(x.lower), move(x.upper), nonnegative=is_nonnegative(x))
 
 
-def _spread(x: Operand, right: int) -> Operand:
-    """Appends `right` axes of length one."""
+def _spread(x: Operand, right: int, kept: int = 0) -> Operand:
+    """Inserts `right` axes of length one before the last `kept` axes."""
 
     def spread(v: jax.Array) -> jax.Array:
-        return v.reshape(*v.shape, *(1,) * right)
+        place = v.ndim - kept
+        return v.reshape(*v.shape[:place], *(1,) * right, *v.shape[place:])
 
     if not isinstance(x, Interval):
         return spread(x)
@@ -778,12 +791,7 @@ def _spread(x: Operand, right: int) -> Operand:
 
 
 def _align(x: Operand, left: int) -> Operand:
-    def align(v: jax.Array) -> jax.Array:
-        return v.reshape(*(1,) * left, *v.shape)
-
-    if not isinstance(x, Interval):
-        return align(x)
-    return Box(align(x.lower), align(x.upper), nonnegative=is_nonnegative(x))
+    return _spread(x, left, kept=len(x.shape))
 
 
 def _outer(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Array]:
@@ -815,6 +823,10 @@ def _corner_sum(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Arra
     a, b = _last(a, a_contract), _last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
+    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:  # two matrices: slower to compute, faster to compile
+        ends = _corner_products(_spread(a, len(b.shape) - 1, kept=1), _align(b, len(a.shape) - 1))
+        low, high = (jnp.sum(end, axis=-1) for end in ends)
+        return low, high
     pairs = ((_index(a, i), _index(b, i)) for i in range(terms))
     products = [_corner_products(_spread(x, len(y.shape)), _align(y, len(x.shape))) for x, y in pairs]
     low, high = products[0]

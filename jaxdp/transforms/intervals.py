@@ -247,7 +247,7 @@ def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dic
     """Interprets equations, adding their results to `values`; `producers` maps variables to their equations."""
     for eqn in eqns:
         inputs = [_read(values, a) for a in eqn.invars]
-        if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.outvars):
+        if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (*eqn.invars, *eqn.outvars)):
             raise UnsupportedPrimitive(_message(eqn, "complex numbers are not supported"))
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = _rewrite(eqn, producers)
@@ -330,6 +330,14 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
                         return ("ge" if made.primitive.name == "max" else "le"), (x, other)
     if name == "mul" and _same(atoms[0], atoms[1]):
         return "square", atoms[:1]
+    if name in ("add", "add_any") and is_float(eqn.outvars[0].aval):
+        # The derivative of tanh is computed as x + x y with x = g (1 - y).
+        for x, y in (atoms, atoms[::-1]):
+            made = _producer(y, producers)
+            if made and made.primitive.name == "mul" and not isinstance(x, jex.Literal):
+                for one, other in (made.invars, made.invars[::-1]):
+                    if x is one:
+                        return "x_plus_xy", (x, other)
     if name == "div" and (found := _softmax(atoms[0], atoms[1], producers)):
         return "softmax", found
     return name, atoms
@@ -341,7 +349,7 @@ def _producer(atom: Any, producers: dict[Any, Any]) -> Any:
 
 def _same(x: Any, y: Any) -> bool:
     if isinstance(x, jex.Literal) or isinstance(y, jex.Literal):
-        return isinstance(x, jex.Literal) and isinstance(y, jex.Literal) and bool(jnp.all(x.val == y.val))
+        return isinstance(x, jex.Literal) and isinstance(y, jex.Literal) and bool(np.all(x.val == y.val))
     return x is y
 
 
