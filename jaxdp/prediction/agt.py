@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive
+from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive, public_rows
 from jaxdp.prediction.sums import Grid, add_units, add_up, carry, mean
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
 from jaxdp.transforms.interval_rules import certain_argmax
@@ -46,6 +46,7 @@ class Bounds:
         on a data set within distance ks[i] gives. Frozen leaves are repeated without copies.
       ks: distances, increasing.
       adjacency: what one step of distance is: "add_remove", "replace" or "reference".
+      product: how products were bounded, "tight" or "rump".
       trainable: whether each leaf was trained, in the order of `jax.tree.leaves(params)`.
     """
 
@@ -55,6 +56,7 @@ class Bounds:
     ks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     adjacency: str = dataclasses.field(metadata={"static": True})
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+    product: str = dataclasses.field(metadata={"static": True})
 
     def box(self, k: int) -> Any:
         """Returns the box at distance k: `params` with an `Interval` for each trained leaf.
@@ -148,13 +150,16 @@ def train_with_bounds(
 
     Formal guarantees:
       *Containment.* Let data' be within distance ks[i] of `data`, each added record being assigned to one batch per
-      epoch by a rule that does not look at other records. Training on data' by the equations above, in real
-      arithmetic or in floating point, ends inside row i. Changes count over the whole data set: an epoch of several
-      batches shares the budget between them (T8), except where the cases below say "every batch".
+      epoch by a rule that does not look at other records. Training on data' by the equations above in real arithmetic
+      ends inside row i; so does training in floating point, unless logits cancel almost completely. Changes count
+      over the whole data set: an epoch of several batches shares the budget between them (T8), except where the
+      cases below say "every batch".
 
       *Stable distance.* The box of data' at distance k - 1 lies inside that of data at distance k whenever data and
-      data' are neighbours, also in floating point: sums over records are exact integer sums of outward-rounded
-      gradients, and every other operation is monotone. So the k' of `certify` is 1-Lipschitz, which mechanisms need.
+      data' are neighbours. So the k' of `certify` is 1-Lipschitz, which mechanisms need. For product="tight" and
+      adjacency "add_remove" or "replace" it holds in floating point too: sums over records are exact integer sums of
+      outward-rounded gradients, and other operations are monotone. Exceptions, in real arithmetic only: tanh, erf and
+      softmax inside the network (XLA's are not monotone in the last digits), momentum together with weight decay.
 
       The nominal parameters and the boxes are private values; only mechanisms in `jaxdp.prediction` make them public.
       Hyperparameters and `order` must not be chosen by looking at the data.
@@ -204,7 +209,7 @@ def train_with_bounds(
         lowers.append(a)
         uppers.append(b)
     nominal, low, high = (jax.tree.unflatten(structure, x) for x in (leaves, lowers, uppers))
-    return Bounds(nominal, low, high, plan.ks, adjacency, plan.trainable)
+    return Bounds(nominal, low, high, plan.ks, adjacency, plan.trainable, product)
 
 
 # --- the algorithm ---------------------------------------------------------------------------------------------------
@@ -278,6 +283,9 @@ def _train(
 
     def advance_end(end: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int) -> tuple[Leaves, Leaves]:
         """`advance` for one end of the box, with the gradients that push it outward; every result rounded outward."""
+        if plan.weight_decay and not plan.momentum:
+            kept = [_out(p * (1 - rate * plan.weight_decay), sign, 3) for p in end]
+            return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
         if plan.weight_decay:
             # The end's own decay: exact, because the influence of no gradient changes sign (`_check_influence`).
             grads = [_out(g + plan.weight_decay * p, -sign, 3) for g, p in zip(grads, end, strict=True)]
@@ -385,7 +393,7 @@ def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate
     # In whole units of `mean`; and what the roundings of the two sums, not of one difference, may make of it.
     whole, records = 2**grid.shift, 2 if plan.adjacency == "replace" else 1
     units = math.ceil(records * grid.charge / whole) * whole / grid.one
-    units += slack(dtype, 2) * math.prod(plan.blocks) / (1 - plan.momentum)
+    units += slack(dtype, 2) * public_rows(plan.divisor) / (1 - plan.momentum)
     charge = units * (1 + 8 * slack(dtype, 1)) * plan.clip / plan.divisor
     amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2
 
@@ -583,7 +591,8 @@ def certify(
     counted = np.asarray(bounds.ks) > 0
     distance = jnp.sum(jnp.cumprod(certified, axis=0)[counted], axis=0, dtype=jnp.int32)
     assert distance.shape == (size,)
-    return Certificates(label, distance, unchecked(*ends))
+    below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
+    return Certificates(label, distance, unchecked(below, above))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

@@ -18,8 +18,8 @@ from jaxdp.prediction.sums import BLOCK
 _LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
 # Batches are assigned by a hash of the record; the salt only has to be the same for every data set.
 _SALT = b"jaxdp batches"
-# Integer totals of float32 runs overflow beyond.
-_MOST_RECORDS = 2**19
+# Integer totals of float32 runs, whose entries are twice as large for replacements, overflow beyond.
+_MOST_RECORDS = {"add_remove": 2**19, "replace": 2**18, "reference": 2**19}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +109,11 @@ def make_plan(
     )
     counts = (rows >= 0).sum(axis=1)
     kind = jnp.result_type(*jax.tree.leaves(params))
-    if kind != jnp.float64 and rows.shape[1] > _MOST_RECORDS:
+    most = _MOST_RECORDS[adjacency]
+    if kind != jnp.float64 and rows.shape[1] + ks[-1] > most:
         raise ValueError(
-            f"a batch of {rows.shape[1]} records does not fit the exact sums of float32 ({_MOST_RECORDS}); use several"
-            " batches, or float64 parameters"
+            f"a batch of {rows.shape[1]} records and {ks[-1]} changes do not fit the exact sums of float32, {most}; use"
+            " several batches, or float64 parameters"
         )
     if ks[-1] > counts.min() and adjacency != "add_remove":
         raise ValueError(f"ks reaches {ks[-1]}, but a batch of order has {counts.min()} records")
@@ -142,6 +143,9 @@ def make_plan(
     padded[:, : rows.shape[1]] = rows
     # An epoch of the default order may start with a batch that is empty now and not in a neighbour.
     groups = _groups(rows) if order is not None else (steps // epochs,) * epochs
+    shared = max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay)
+    if shared and len(padded[0]) > public_rows(batch_size):
+        raise ValueError(f"a batch has {rows.shape[1]} records, far more than the public batch_size={batch_size}")
     plan = Plan(
         ks=ks,
         clip=clip,
@@ -155,7 +159,7 @@ def make_plan(
         structure=structure,
         blocks=blocks,
         groups=groups,
-        shared_budget=max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay),
+        shared_budget=shared,
     )
     kind = jnp.result_type(*moving)
     return plan, (moving, frozen, jax.tree.map(_whole_blocks, data), padded, jnp.asarray(rates, kind))
@@ -211,7 +215,19 @@ def _check_order(order: Any, n: int, adjacency: str) -> np.ndarray:
             " not depend on how many there are, as it does if an incomplete batch is dropped: fill the last batch"
             " with -1, pass the data without those records, or use adjacency='replace'"
         )
+    if adjacency == "add_remove" and not _in_epochs(rows, n):
+        raise ValueError(
+            "order uses some records more often than others between two uses of one record. Under"
+            " adjacency='add_remove' every epoch must use every record once, or a record that is added could count"
+            " twice; fill epochs with -1, or use adjacency='replace'"
+        )
     return rows
+
+
+def _in_epochs(rows: np.ndarray, n: int) -> bool:
+    """Whether every group of batches without a repetition has all records."""
+    ends = np.cumsum(_groups(rows))
+    return all((rows[end - size : end] >= 0).sum() == n for size, end in zip(_groups(rows), ends, strict=True))
 
 
 def _integers(order: Any) -> np.ndarray:
@@ -315,6 +331,11 @@ def _primitives(jaxpr: Any) -> set[str]:
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             names |= _primitives(inner)
     return names
+
+
+def public_rows(batch_size: int) -> int:
+    """The most records that one of several batches may have: a bound on its rounding that no record changes."""
+    return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
 
 def blocks_of(batch: int, parameters: int) -> tuple[int, int, int]:

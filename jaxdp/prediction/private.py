@@ -35,7 +35,6 @@ _STEPS: Mapping[tuple[str, str], int] = {
     ("add_remove", "zero_out"): 1,
     ("add_remove", "replace_one"): 2,
     ("replace", "replace_one"): 1,
-    ("reference", "replace_one"): 1,
 }
 
 
@@ -285,6 +284,9 @@ def _labels(params: Any, apply_fn: ApplyFn, queries: Any) -> np.ndarray:
 def _check_queries(apply_fn: ApplyFn, params: Any, queries: Any) -> tuple[int, int]:
     """Returns (number of queries, number of classes) from shapes alone; two classes for one logit."""
     count = ensembles.count_rows(queries, "queries")
+    for leaf in jax.tree.leaves(queries):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
+            raise ValueError("queries have NaN or infinite entries; drop or impute them")
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf)), queries)
     shape = jax.eval_shape(apply_fn, params, one).shape
     if len(shape) > 1 or shape == (0,):
@@ -313,6 +315,8 @@ def _certified_steps(members: Sequence[Any], ledger: Ledger, dataset: str, *, fi
             f"bounds certified for adjacency={kind!r} do not cover dataset {dataset!r}, which is registered with "
             f"{registered!r}: they cover {fits}. Train with bounds for adjacency='add_remove', or register other terms"
         )
+    if any(member.product != "tight" for member in members):
+        raise ValueError("bounds must have product='tight': others do not nest across neighbours in floating point")
     if any(member.ks[0] != 0 for member in members):
         raise ValueError("ks of the bounds must start at 0: without it neighbours may disagree on a label by rounding")
     if len(members) > 1 and kind != "add_remove" and not fixed_parts:

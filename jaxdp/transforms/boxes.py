@@ -96,7 +96,8 @@ def _outward(value: Any, direction: int) -> jax.Array:
     """Returns `value` as an array, rounded outward if JAX's dtype is narrower than NumPy's."""
     array = jnp.asarray(value)
     if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(array.dtype, jnp.floating):
-        inward = direction * (np.asarray(array, np.float64) - np.asarray(value, np.float64)) < 0
+        rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
+        inward = rounded > exact if direction < 0 else rounded < exact
         moved = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
         array = jnp.asarray(np.where(inward, moved, np.asarray(array)))
     return array

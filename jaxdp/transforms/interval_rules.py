@@ -410,8 +410,9 @@ def _shifted(differences: Callable[[], jax.Array], b: Operand) -> Callable[[], j
     """Upper bounds of (z + b)_j - (z + b)_c."""
 
     def shifted() -> jax.Array:
-        gap, step = differences(), upper(b)[..., :, None] - lower(b)[..., None, :]
-        return _off_diagonal(gap + step + slack(step.dtype, 2) * (jnp.abs(gap) + jnp.abs(step)) + tiny(step.dtype))
+        step = upper(b)[..., :, None] - lower(b)[..., None, :]
+        total = differences() + widen(step, step)[1]
+        return _off_diagonal(widen(total, total)[1])
 
     return shifted
 
@@ -436,7 +437,7 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
     result = Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for a, b in ((x, y), (y, x)):
         # The same factor for all entries keeps their sum zero.
-        if isinstance(a, Box) and a.zero_sum and not isinstance(b, Interval) and np.shape(b)[-1:] in ((), (1,)):
+        if isinstance(a, Box) and a.zero_sum and np.shape(lower(b))[-1:] in ((), (1,)):
             result.zero_sum = True
     return result
 
@@ -1120,7 +1121,14 @@ def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
 def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
     branches = eqn.params["branches"]
     if not isinstance(index, Interval):
-        kinds = [True] * len(eqn.outputs)
+        kinds: list[bool] = []
+
+        def probe(xs: Any) -> Any:
+            results = [eqn.evaluate(b, _unpairs(xs)) for b in branches]
+            kinds[:] = [any(isinstance(x, Interval) for x in cases) for cases in zip(*results, strict=True)]
+            return [_pairs(outs) for outs in results]
+
+        jax.eval_shape(probe, _pairs(operands))
         functions = [lambda xs, b=b: _pairs(_as_intervals(eqn.evaluate(b, _unpairs(xs)), kinds)) for b in branches]
         return _unpairs(lax.switch(jnp.asarray(index, jnp.int32), functions, _pairs(operands)))
     results = [eqn.evaluate(b, operands) for b in branches]

@@ -31,6 +31,7 @@ class Bounds:
     distance: object = 0
     adjacency: str = "add_remove"
     ks: tuple[int, ...] = tuple(range(10))
+    product: str = "tight"
     params: object = None
     lower: object = None
     upper: object = None
@@ -249,7 +250,6 @@ def observed_distance(monkeypatch, bounds, registered, **arguments):
         ("add_remove", "zero_out", 7),
         ("add_remove", "replace_one", 3),
         ("replace", "replace_one", 7),
-        ("reference", "replace_one", 7),
     ],
 )
 def test_distances_count_changes_of_the_registered_relation(certified, monkeypatch, kind, registered, distance):
@@ -261,6 +261,7 @@ def test_distances_count_changes_of_the_registered_relation(certified, monkeypat
     [
         ("replace", "add_remove"),
         ("reference", "add_remove"),
+        ("reference", "replace_one"),
         ("replace", "zero_out"),
         ("reference", "zero_out"),
         ("something", "add_remove"),
@@ -329,6 +330,21 @@ def test_bounds_without_distance_zero_are_refused_before_spending():
     with pytest.raises(ValueError, match="ks of the bounds must start at 0"):
         predict(Bounds(0, 7, ks=(1, 2, 3)), 4, ledger)
     assert ledger.events("data") == {}
+
+
+def test_bounds_by_midpoints_and_radii_are_refused_before_spending():
+    ledger = ledger_for()
+    with pytest.raises(ValueError, match="product='tight'"):
+        predict(Bounds(0, 7, product="rump"), 4, ledger)
+    assert ledger.events("data") == {}
+
+
+def test_queries_that_are_not_finite_are_refused_before_spending(certified):
+    ledger = ledger_for()
+    asked = {"x": np.full((4, 2), np.nan, np.float32)}
+    with pytest.raises(ValueError, match="queries have NaN"):
+        private.private_predict(Bounds(0, 7), one_logit, asked, ledger=ledger, dataset="data", epsilon=0.1)
+    assert ledger.events("data") == {} and certified == []
 
 
 def value_bounds(n, ks, adjacency="add_remove"):
