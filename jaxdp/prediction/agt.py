@@ -284,7 +284,10 @@ def _train(
     def advance_end(end: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int) -> tuple[Leaves, Leaves]:
         """`advance` for one end of the box, with the gradients that push it outward; every result rounded outward."""
         if plan.weight_decay and not plan.momentum:
-            kept = [_out(p * (1 - rate * plan.weight_decay), sign, 3) for p in end]
+            decay, worst = rate * plan.weight_decay, jnp.minimum if sign < 0 else jnp.maximum
+            error = slack(dtype, 4) * decay  # which may be large beside what decay leaves
+            least, most = jnp.maximum(1 - decay - error, 0), 1 - decay + error
+            kept = [_out(worst(p * least, p * most), sign, 3) for p in end]
             return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
         if plan.weight_decay:
             # The end's own decay: exact, because the influence of no gradient changes sign (`_check_influence`).
