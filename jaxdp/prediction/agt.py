@@ -56,7 +56,7 @@ class Bounds:
     ks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     adjacency: str = dataclasses.field(metadata={"static": True})
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
-    product: str = dataclasses.field(metadata={"static": True})
+    product: str = dataclasses.field(default="tight", metadata={"static": True})
 
     def box(self, k: int) -> Any:
         """Returns the box at distance k: `params` with an `Interval` for each trained leaf.
@@ -289,15 +289,19 @@ def _train(
             least, most = jnp.maximum(1 - decay - error, 0), 1 - decay + error
             kept = [_out(worst(p * least, p * most), sign, 3) for p in end]
             return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
+
+        def add(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
+            """g + factor x; terms may cancel, so the product is rounded by itself."""
+            return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
+
         if plan.weight_decay:
             # The end's own decay: exact, because the influence of no gradient changes sign (`_check_influence`).
-            grads = [_out(g + plan.weight_decay * p, -sign, 3) for g, p in zip(grads, end, strict=True)]
+            grads = add(grads, plan.weight_decay, end)
         steps = grads
         if plan.momentum:
-            velocity = [_out(plan.momentum * v + g, -sign, 3) for v, g in zip(velocity, grads, strict=True)]
-            steps = velocity
+            steps = velocity = add(grads, plan.momentum, velocity)
         if plan.nesterov:
-            steps = [_out(g + plan.momentum * v, -sign, 3) for g, v in zip(grads, velocity, strict=True)]
+            steps = add(grads, plan.momentum, velocity)
         return [_out(p - _out(rate * s, -sign), sign) for p, s in zip(end, steps, strict=True)], velocity
 
     def advance_box(line: Any, grads: Box, rate: jax.Array) -> Any:
@@ -396,7 +400,7 @@ def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate
     # In whole units of `mean`; and what the roundings of the two sums, not of one difference, may make of it.
     whole, records = 2**grid.shift, 2 if plan.adjacency == "replace" else 1
     units = math.ceil(records * grid.charge / whole) * whole / grid.one
-    units += slack(dtype, 2) * public_rows(plan.divisor) / (1 - plan.momentum)
+    units += slack(dtype, 8) * public_rows(plan.divisor) / (1 - plan.momentum)
     charge = units * (1 + 8 * slack(dtype, 1)) * plan.clip / plan.divisor
     amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2
 
