@@ -1,0 +1,877 @@
+"""Abstract Gradient Training: bounds that contain what retraining on changed data gives, and certificates.
+
+Comparisons of bounds have no tolerance unless two implementations of the same equations are compared.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdp
+from jaxdp.prediction import agt, certify, checks, sums, train_with_bounds
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+published, retraining = _load("reference_agt"), _load("retraining")
+
+
+@contextlib.contextmanager
+def compilation(*, quick):
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", not quick)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Most programs here run for milliseconds and are compiled for seconds."""
+    with compilation(quick=True):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------- problems
+
+
+def logits(params, x):
+    """A multilayer perceptron; params: weight, bias, weight, ..."""
+    for weight, bias in zip(params[:-2:2], params[1:-2:2], strict=True):
+        x = jax.nn.relu(x @ weight + bias)
+    return x @ params[-2] + params[-1]
+
+
+def bce(params, example):
+    return jaxdp.losses.sigmoid_cross_entropy(logits(params, example[0]), example[1])
+
+
+def ce(params, example):
+    return jaxdp.losses.softmax_cross_entropy(logits(params, example[0]), example[1])
+
+
+def mse(params, example):
+    return jaxdp.losses.squared_error(logits(params, example[0]), example[1])
+
+
+LOSSES = {"bce": bce, "ce": ce, "mse": mse}
+
+
+def network(rng, sizes, dtype=np.float32):
+    leaves = []
+    for a, b in itertools.pairwise(sizes):
+        leaves += [rng.normal(size=(a, b)) / np.sqrt(a), 0.1 * rng.normal(size=b)]
+    return [leaf.astype(dtype) for leaf in leaves]
+
+
+def records(rng, n, sizes, loss, dtype=np.float32):
+    """Features [n, in], and labels that a linear model can learn in part."""
+    x = rng.normal(size=(n, sizes[0]))
+    if loss == "ce":
+        y = np.argmax(x[:, : sizes[-1]] + 0.5 * rng.normal(size=(n, sizes[-1])), axis=1).astype(np.int32)
+    elif loss == "bce":
+        y = (x[:, 0] + 0.5 * rng.normal(size=n) > 0).astype(dtype)
+    else:
+        y = (x[:, : sizes[-1]] + 0.5 * rng.normal(size=(n, sizes[-1]))).astype(dtype)
+    return x.astype(dtype), y
+
+
+def shuffled(rng, n, batch_size, epochs):
+    """[steps, batch]: a permutation of the records for each epoch, an incomplete last batch filled with -1."""
+    steps = -(-n // batch_size)
+    rows = np.full((epochs, steps * batch_size), -1)
+    for epoch in rows:
+        epoch[:n] = rng.permutation(n)
+    return rows.reshape(epochs * steps, batch_size)
+
+
+def leaves64(*trees):
+    return [[np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in trees]
+
+
+def outside(params, lower, upper):
+    """Number of coordinates of `params` outside of [lower, upper]."""
+    return sum(int(((p < a) | (p > b)).sum()) for p, a, b in zip(*leaves64(params, lower, upper), strict=True))
+
+
+def row(tree, i):
+    return [np.asarray(leaf)[i] for leaf in jax.tree.leaves(tree)]
+
+
+def assert_nested(bounds):
+    """The nominal parameters inside of row 0, and each row inside of the next: exactly."""
+    assert outside(bounds.params, row(bounds.lower, 0), row(bounds.upper, 0)) == 0
+    for low, high in zip(*leaves64(bounds.lower, bounds.upper), strict=True):
+        assert len(low) == len(high) == len(bounds.ks)
+        assert (low[1:] <= low[:-1]).all() and (high[1:] >= high[:-1]).all()
+
+
+def within(inner, outer):
+    """Whether the box of `inner` at each distance k - 1 lies inside of that of `outer` at k: exactly."""
+    ends = leaves64(inner.lower, outer.lower, outer.upper, inner.upper)
+    return all((c[1:] <= a[:-1]).all() and (b[:-1] <= d[1:]).all() for a, c, d, b in zip(*ends, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Settings of a training with bounds on a small random problem."""
+
+    loss: str
+    sizes: tuple[int, ...]
+    adjacency: str
+    batch_size: int
+    epochs: int
+    clip: float
+    learning_rate: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    lr_decay: float = 0.0
+    n: int = 24
+    ks: int = 4
+
+    def problem(self, seed=0):
+        """Parameters, features, labels, order."""
+        rng = np.random.default_rng(seed)
+        params = network(rng, self.sizes)
+        x, y = records(rng, self.n, self.sizes, self.loss)
+        return params, x, y, shuffled(rng, self.n, self.batch_size, self.epochs)
+
+    @property
+    def optimizer(self):
+        names = ("clip", "learning_rate", "momentum", "nesterov", "weight_decay", "lr_decay")
+        return {name: getattr(self, name) for name in names}
+
+    def bounds(self, params, x, y, order, **options):
+        result = train_with_bounds(
+            LOSSES[self.loss],
+            params,
+            (x, y),
+            order=order,
+            ks=self.ks,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            adjacency=self.adjacency,
+            **self.optimizer,
+            **options,
+        )
+        assert_nested(result)
+        return result
+
+    def retrain(self, params, x, y, batches, **options):
+        divisor = None if self.adjacency == "reference" else self.batch_size
+        return retraining.train(params, x, y, batches, loss=self.loss, divisor=divisor, **self.optimizer, **options)
+
+
+CASES = {
+    "full": Case("ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5),
+    "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
+    "replace": Case("mse", (3, 6, 1), "replace", 24, 3, 0.4, 0.2, momentum=0.5, weight_decay=0.2, lr_decay=0.5),
+    "replace, batches": Case("bce", (3, 6, 1), "replace", 8, 2, 0.2, 0.3, weight_decay=0.1),
+    "reference": Case("bce", (3, 6, 1), "reference", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5),
+}
+
+
+SEEDS = range(3)
+
+
+@functools.cache
+def solved(name, seed):
+    """The problem of a case and its bounds; seeds share a compiled program."""
+    problem = CASES[name].problem(seed)
+    return problem, CASES[name].bounds(*problem)
+
+
+# --------------------------------------------------------------------------------------------------------- parity
+
+PARITY = {
+    "one layer": (Case("bce", (4, 1), "reference", 8, 2, 0.1, 0.4, weight_decay=0.1, lr_decay=0.7), {"lr_min": 0.2}),
+    "two layers": (Case("ce", (3, 5, 3), "reference", 8, 2, 0.1, 0.3, momentum=0.9, nesterov=True, n=19), {}),
+    "three layers": (
+        Case("mse", (3, 4, 4, 2), "reference", 20, 2, 0.3, 0.1, momentum=0.5, weight_decay=0.05, n=20),
+        {},
+    ),
+}
+
+
+def assert_as_published(case, options, order, **blocks):
+    rng = np.random.default_rng(2)
+    params = network(rng, case.sizes, np.float64)
+    x, y = records(rng, case.n, case.sizes, case.loss, np.float64)
+    case = dataclasses.replace(case, ks=(0, 1, 2, 5))
+    with jax.enable_x64(True):
+        bounds = case.bounds(params, x, y, order, product="rump", **options)
+        assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(bounds))
+    if order is None:  # consecutive batches, without an incomplete last one
+        whole = case.n // case.batch_size * case.batch_size
+        order = np.tile(np.arange(whole).reshape(-1, case.batch_size), (case.epochs, 1))
+    layers = list(zip(params[::2], params[1::2], strict=True))
+    for i, k in enumerate(case.ks):
+        expected = published.train(layers, x, y, loss=case.loss, k=k, order=order, **case.optimizer, **options)
+        for ours, theirs in zip((bounds.params, row(bounds.lower, i), row(bounds.upper, i)), expected, strict=True):
+            for a, b in zip(ours, itertools.chain(*theirs), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+    widths = [(high - low).max() for low, high in zip(*leaves64(bounds.lower, bounds.upper), strict=True)]
+    assert min(widths) > 1e-3  # the boxes that agree are not points
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_published_algorithm(name):
+    case, options = PARITY[name]
+    batches = -(-case.n // case.batch_size)
+    drops = name == "two layers"
+    order = (
+        None if drops else np.concatenate([np.random.default_rng(t).permutation(case.n) for t in range(case.epochs)])
+    )
+    assert_as_published(case, options, order if drops else order.reshape(batches * case.epochs, -1))
+
+
+def cut(monkeypatch, blocks):
+    """Batches are cut into (outer blocks, fragments in each, records in a fragment)."""
+    monkeypatch.setattr(checks, "blocks_of", lambda batch, parameters: blocks)
+
+
+def test_published_algorithm_does_not_depend_on_fragments(monkeypatch):
+    cut(monkeypatch, (2, 2, 3))
+    case, options = PARITY["one layer"]
+    order = np.random.default_rng(3).permutation(case.n).reshape(-1, case.batch_size)
+    assert_as_published(case, options, order)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace", "reference"])
+def test_one_step(adjacency):
+    """The rules for sums, from gradients computed here in float64."""
+    case = Case("bce", (6, 1), adjacency, 24, 1, 0.15, 0.4, ks=8)
+    params, x, y, order = case.problem()
+    x[:, 0] = abs(x[:, 0]) + 1
+    y[:] = 0  # all derivatives with respect to the first weight have one sign
+    x[2:, 1] = 0
+    bounds = case.bounds(params, x, y, order)
+    grads = retraining.clipped([leaf.astype(np.float64) for leaf in params], x.astype(np.float64), y, "bce", case.clip)
+    theta = np.concatenate([leaf.reshape(-1) for leaf in params]).astype(np.float64)
+    for k in range(case.ks + 1):
+        sums_low, sums_high = grads.sum(axis=0) - k * case.clip, grads.sum(axis=0) + k * case.clip
+        if adjacency != "add_remove":
+            ranked = np.sort(grads, axis=0)
+            sums_low -= ranked[case.n - k :].sum(axis=0)
+            sums_high -= ranked[:k].sum(axis=0)
+        low, high = (theta - case.learning_rate / case.n * end for end in (sums_high, sums_low))
+        ours = [np.concatenate([leaf.reshape(-1) for leaf in row(t, k)]) for t in (bounds.lower, bounds.upper)]
+        assert (ours[0] <= low).all() and (ours[1] >= high).all()
+        # Without a sort, the k largest are found up to 1/128 of the clip each.
+        room = case.learning_rate / case.n * case.clip * (0.002 + (k / 128 if adjacency == "replace" else 0))
+        assert (low - ours[0]).max() <= room and (ours[1] - high).max() <= room
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace"])
+def test_sums_do_not_depend_on_fragments(monkeypatch, adjacency):
+    case = Case("bce", (4, 1), adjacency, 24, 1, 0.1, 0.4)
+    params, x, y, order = case.problem()
+    whole = case.bounds(params, x, y, order)
+    cut(monkeypatch, (3, 5, 2))
+    gaps = np.insert(order, (0, 7, 20), -1, axis=1)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, gaps)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_published_algorithm_with_places_without_a_record():
+    case = Case("bce", (4, 1), "reference", 24, 2, 0.1, 0.4)
+    params, x, y, order = case.problem()
+    gaps = np.insert(order, (0, 3, 3), -1, axis=1)
+    ours, other = (case.bounds(params, x, y, rows) for rows in (order, gaps))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_are_quantised_outward():
+    grid = sums.Grid.of(jnp.float32)
+    bias = np.float32(grid.magic).view(np.int32).astype(np.int64)
+    rng = np.random.default_rng(0)
+    for clip in (0.04, 0.1, 0.3, 1.0, 1.7):
+        near = clip * (1 - 1e-3 * rng.random(20000))
+        x = np.concatenate([rng.uniform(-clip, clip, 20000), near, -near, rng.normal(size=1000) * 1e3]).astype(
+            np.float32
+        )
+        exact = np.clip(x.astype(np.float64), -clip, clip) / clip * grid.one
+        low, high = (np.asarray(grid.bits(x, clip, sign), np.int64) - bias for sign in (-1, 1))
+        assert (low <= exact).all() and (exact <= high).all()
+        assert (exact - low).max() < 2 and (high - exact).max() < 2
+        # What one record moves a sum by, also from or to a place without a record (one unit).
+        assert max(abs(low).max(), abs(high).max()) + 1 <= grid.charge
+    low, high = (np.asarray(grid.bits(jnp.full(1, jnp.nan), 1.0, sign), np.int64) - bias for sign in (-1, 1))
+    assert low[0] <= -grid.one and high[0] >= grid.one
+
+
+# ---------------------------------------------------------------------------------------------------- containment
+
+
+@functools.cache
+def witnesses(name, seed):
+    """[(k, parameters)]: trained in float64 and float32 on data sets at distance k, chosen to be extreme.
+
+    For many directions (single parameters, random ones, the loss of queries) the k changes that move the result
+    furthest, found to first order along the training and once more along the training that they give.
+    """
+    case = CASES[name]
+    (params, x, y, order), _ = solved(name, seed)
+    rng = np.random.default_rng(100 + seed)
+    extra, labels = records(rng, 24, case.sizes, case.loss)
+    pool = np.concatenate([x, extra, 10 * extra, 1000 * extra]), np.concatenate([y, *[rng.permutation(labels)] * 3])
+    batches = [rows[rows >= 0] for rows in order]
+    size = sum(leaf.size for leaf in params)
+    queries = retraining.flatten(retraining.gradients(params, extra[:6], labels[:6], case.loss))
+    bias = np.eye(size)[-case.sizes[-1] :]
+    directions = np.concatenate(
+        [rng.choice([-1, 1], size=(6, size)), np.eye(size)[rng.permutation(size)[:6]], bias, queries]
+    )
+    found = []
+    for direction, k in itertools.product([*directions, *-directions], (1, 3, 4)):
+        changed = batches
+        for _ in range(2):
+            _, seen = case.retrain(params, *pool, changed, trace=True)
+            changed = retraining.worst_change(seen, order, case.n, k, direction, case.adjacency, case.epochs)
+        found += [(k, case.retrain(params, *pool, changed, dtype=dtype)) for dtype in (np.float64, np.float32)]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_retrained_parameters_are_inside(name):
+    beyond = 0
+    for seed in SEEDS:
+        _, bounds = solved(name, seed)
+        for k, theta in witnesses(name, seed):
+            assert outside(theta, row(bounds.lower, k), row(bounds.upper, k)) == 0
+            beyond += k > 1 and outside(theta, row(bounds.lower, k - 1), row(bounds.upper, k - 1)) > 0
+    assert beyond > 0  # the bounds for one change less do not contain them all
+
+
+# ------------------------------------------------------------------------------------------------ stable distance
+
+
+def neighbours(name, seed):
+    """Problems at distance one of that of `solved(name, seed)`, and whose record changed."""
+    case = CASES[name]
+    (params, x, y, order), _ = solved(name, seed)
+    rng = np.random.default_rng(200 + seed)
+    if case.adjacency == "add_remove":
+        i = int(rng.integers(case.n))
+        rest = np.delete(np.arange(case.n), i)
+        place = np.full(case.n + 1, -1)
+        place[rest] = np.arange(case.n - 1)
+        yield params, x[rest], y[rest], place[order]
+        return
+    extra, labels = records(rng, 1, case.sizes, case.loss)
+    for scale in (0, 1, 1e3):
+        i = int(rng.integers(case.n))
+        features, targets = x.copy(), y.copy()
+        features[i], targets[i] = scale * extra[0], labels[0]
+        yield params, features, targets, order
+
+
+@functools.cache
+def answers(name, seed):
+    """Queries, among them some near a change of label; certificates of them."""
+    rng = np.random.default_rng(300 + seed)
+    _, bounds = solved(name, seed)
+    x = rng.normal(size=(40, CASES[name].sizes[0])).astype(np.float32)
+    x[20:] = x[:20] + rng.normal(size=(20, 1)).astype(np.float32) * 0.1
+    return x, certify(bounds, logits, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_neighbours(name):
+    """The boxes of a neighbour lie inside of those of one distance more; so k' differs by at most 1."""
+    case, differ = CASES[name], 0
+    for seed in SEEDS:
+        _, bounds = solved(name, seed)
+        queries, ours = answers(name, seed)
+        for problem in neighbours(name, seed):
+            other = case.bounds(*problem)
+            assert within(other, bounds) and within(bounds, other)
+            theirs = certify(other, logits, queries)
+            assert np.abs(np.asarray(ours.distance) - np.asarray(theirs.distance)).max() <= 1
+            changed = np.asarray(ours.label != theirs.label)
+            assert not np.asarray(ours.distance)[changed].any() and not np.asarray(theirs.distance)[changed].any()
+            differ += int((ours.distance != theirs.distance).sum())
+    assert differ > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_labels_of_retrained_models(name):
+    flips = 0
+    for seed in SEEDS:
+        queries, answer = answers(name, seed)
+        label, distance = np.asarray(answer.label), np.asarray(answer.distance)
+        for k, theta in witnesses(name, seed):
+            z = retraining.forward(theta, queries.astype(theta[0].dtype))[1]
+            now = (z[:, 0] > 0) if z.shape[1] == 1 else np.argmax(z, axis=1)
+            low, high = (np.asarray(end[k], np.float64) for end in (answer.logits.lower, answer.logits.upper))
+            assert ((z >= low) & (z <= high)).all()
+            flipped = now != label
+            assert not (flipped & (distance >= k)).any()
+            flips += flipped.sum()
+    assert flips > 0 and (distance > 0).any()
+
+
+def saturated(rng, n, wide=1000):
+    """A linear problem of many coordinates, and a record whose clipped gradient is +-clip in nearly all of them."""
+    params = network(rng, (wide, 1))
+    x, y = records(rng, n, (wide, 1), "bce")
+    extreme = rng.choice([-1e3, 1e3], size=wide).astype(np.float32)
+    return params, x, y, extreme, np.float32((extreme @ params[0]).item() < 0)
+
+
+@pytest.mark.parametrize(
+    ("n", "batch_size", "options"),
+    [(40, 11, {}), (40, 11, {"momentum": 0.5, "nesterov": True}), (256, 256, {})],
+    ids=["shared budget", "momentum", "one more block"],
+)
+def test_neighbours_by_a_saturated_record(n, batch_size, options):
+    """A record that moves the sum by as much as any can: the boxes must have room for all of it."""
+    steps = -(-n // batch_size)
+    case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, ks=3, **options)
+    with compilation(quick=False):
+        for seed in range(4):
+            params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
+            order = np.full((steps, -(-n // steps) + 1), -1)
+            order[:, :-1] = np.arange(order[:, :-1].size).reshape(steps, -1)
+            without = case.bounds(params, x, y, order[:, : x.shape[0] // steps])
+            order[seed % steps, -1] = n
+            more = case.bounds(params, np.vstack([x, extreme]), np.append(y, label), order)
+            assert within(without, more) and within(more, without)
+
+
+def test_neighbours_where_a_gradient_overflows():
+    """0 * inf, in the places without a record of a batch, is nothing; a NaN of a record is any gradient."""
+    case = Case("bce", (3, 1), "add_remove", 24, 2, 0.2, 0.3)
+    params, x, y, order = case.problem()
+    params[0], x[0] = np.full((3, 1), 2, np.float32), (3e38, -3e38, 0)
+    place = np.append(np.arange(case.n - 1), [-1, -1])
+    ours, other = case.bounds(params, x, y, order), case.bounds(params, x[:-1], y[:-1], place[order])
+    assert within(ours, other) and within(other, ours)
+    radius = max(float(np.max(high[0] - low[0])) for low, high in zip(ours.lower, ours.upper, strict=True))
+    step = case.learning_rate * 2 * case.clip / case.n  # one record that may be anything
+    assert step < radius < 4 * step
+
+
+@pytest.fixture
+def arrays(monkeypatch):
+    """`arrays(data, **options)`: the features and the rows [steps, places] that the compiled program would get."""
+
+    def capture(loss, plan, moving, frozen, data, order, rates):
+        seen.append((np.asarray(data[0]), np.asarray(order)))
+        return moving, *([np.stack([leaf] * len(plan.ks)) for leaf in moving] for _ in range(2))
+
+    def arrays(data, **options):
+        attempt(data=data, **options)
+        return seen[-1]
+
+    seen = []
+    monkeypatch.setattr(agt, "_train", capture)
+    return arrays
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace"])
+def test_default_batches(arrays, adjacency):
+    """A record's batches depend on nothing but the record, or its place: neighbours agree on those of all others."""
+    x, y = records(np.random.default_rng(5), 41, (2, 1), "bce")
+    changed = np.random.default_rng(6).permutation(41)[1:] if adjacency == "add_remove" else np.arange(41)
+    other = x[changed], y[changed]
+    if adjacency == "replace":
+        other[0][7] *= -100
+    batches = []
+    for data in ((x, y), other):
+        features, order = arrays(data, adjacency=adjacency, batch_size=10, epochs=2)
+        assert len(order) == 8
+        batches.append([{tuple(features[i]) for i in rows if i >= 0} for rows in order])
+        for epoch in (batches[-1][:4], batches[-1][4:]):
+            assert sum(map(len, epoch)) == len(data[0]) and len(set.union(*epoch)) == len(data[0])
+    apart = [len(a ^ b) for a, b in zip(*batches, strict=True)]
+    assert sum(apart) == (2 if adjacency == "add_remove" else 4)  # once in each epoch: it leaves; or another enters
+
+
+def test_budget_when_batches_are_empty(monkeypatch):
+    """Added records may sit in the empty first batch of every epoch."""
+    empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
+    monkeypatch.setattr(checks, "_default_order", lambda *args: empty)
+    case = Case("bce", (3, 1), "add_remove", 2, 2, 0.1, 0.01, lr_decay=1.0, n=6, ks=2)
+    params, x, y, _ = case.problem()
+    bounds = case.bounds(params, x, y, None)
+    for sign in (-1, 1):
+        extreme = sign * 1e3 * np.sign(params[0].T)
+        pool = np.vstack([x, extreme]), np.append(y, sign < 0)
+        theta = case.retrain(params, *pool, [np.array([r for r in rows if r >= 0] or [6, 6]) for rows in empty])
+        assert outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- certify
+
+
+def hand_made(lower, upper, ks):
+    """Bounds as `train_with_bounds` returns them, of given boxes."""
+    params = [(low[0] + high[0]) / 2 for low, high in zip(lower, upper, strict=True)]
+    trainable = (True,) * len(params)
+    return agt.Bounds(params, lower, upper, tuple(ks), adjacency="add_remove", trainable=trainable, product="tight")
+
+
+def boxes(rng, sizes, radii):
+    centre = network(rng, sizes)
+    widths = [rng.uniform(0.2, 1, size=leaf.shape).astype(np.float32) for leaf in centre]
+    ends = [
+        np.stack([c + sign * r * w for r in radii]) for sign in (-1, 1) for c, w in zip(centre, widths, strict=True)
+    ]
+    return [end.astype(np.float32) for end in ends[: len(centre)]], [
+        end.astype(np.float32) for end in ends[len(centre) :]
+    ]
+
+
+@pytest.mark.parametrize("classes", [1, 4])
+def test_certify_linear_models_exactly(classes):
+    rng = np.random.default_rng(0)
+    lower, upper = boxes(rng, (3, classes), 0.03 * np.arange(12))
+    bounds = hand_made(lower, upper, range(12))
+    queries = rng.normal(size=(60, 3)).astype(np.float32)
+    answer = certify(bounds, logits, queries)
+    low, high = leaves64(lower, upper)
+    x = queries.astype(np.float64)
+    plus, minus = np.maximum(x, 0), np.maximum(-x, 0)
+
+    def least(w_low, w_high):  # of x w, [K, Q, C]
+        return plus @ w_low - minus @ w_high
+
+    z_low, z_high = least(low[0], high[0]) + low[1][:, None], -least(-high[0], -low[0]) + high[1][:, None]
+    nominal = x @ ((low[0] + high[0]) / 2)[0] + ((low[1] + high[1]) / 2)[0]
+    label = (nominal[:, 0] > 0).astype(int) if classes == 1 else np.argmax(nominal, axis=1)
+    if classes == 1:
+        certain = np.where(label == 1, z_low[..., 0] > 0, z_high[..., 0] <= 0)
+    else:
+        gaps = []  # the least of z_label - z_j over all parameters in the box, rows of differences of weights
+        for j in range(classes):
+            w_low, w_high = low[0][..., label] - high[0][..., [j]], high[0][..., label] - low[0][..., [j]]
+            gap = np.einsum("qi,kiq->kq", plus, w_low) - np.einsum("qi,kiq->kq", minus, w_high)
+            gaps.append(np.where(label == j, np.inf, gap + low[1][:, label] - high[1][:, [j]]))
+        certain = np.min(gaps, axis=0) > 0
+    expected = np.cumprod(certain, axis=0)[1:].sum(axis=0)
+    np.testing.assert_array_equal(answer.label, label)
+    np.testing.assert_array_equal(answer.distance, expected)
+    assert len(set(expected)) > 5
+    np.testing.assert_allclose(answer.logits.lower, z_low, atol=1e-5)
+    np.testing.assert_allclose(answer.logits.upper, z_high, atol=1e-5)
+    assert (np.asarray(answer.logits.lower) <= z_low).all() and (np.asarray(answer.logits.upper) >= z_high).all()
+
+
+def test_certify_networks():
+    """No parameters in the box change a certified label; comparing logits one by one certifies less."""
+    rng = np.random.default_rng(1)
+    lower, upper = boxes(rng, (3, 5, 3), 0.02 * np.arange(8))
+    bounds = hand_made(lower, upper, range(8))
+    queries = rng.normal(size=(50, 3)).astype(np.float32)
+    answer = certify(bounds, logits, queries)
+    label, distance = np.asarray(answer.label), np.asarray(answer.distance)
+    flips = 0
+    for k in range(1, 8):
+        for _ in range(50):
+            theta = [
+                rng.choice([0, 1], size=a[k].shape) * (b[k] - a[k]) + a[k] for a, b in zip(lower, upper, strict=True)
+            ]
+            flipped = np.argmax(retraining.forward(theta, queries)[1], axis=1) != label
+            assert not (flipped & (distance >= k)).any()
+            flips += flipped.sum()
+    assert flips > 0
+    low, high = np.asarray(answer.logits.lower), np.asarray(answer.logits.upper)
+    rivals = np.where(np.arange(3) == label[:, None], -np.inf, high).max(axis=2)
+    one_by_one = np.cumprod(low[:, np.arange(50), label] > rivals, axis=0)[1:].sum(axis=0)
+    assert (distance >= one_by_one).all() and distance.sum() > one_by_one.sum()
+
+
+def test_certify_counts_certified_distances():
+    """Of a sparse grid the index, never k; nothing beyond a distance that is not certified."""
+    for ks, ends, expected in (
+        ((0, 10, 100), ([1, 1, 0.5], [1.5, 2, 3]), 2),
+        ((0, 10, 100), ([1, 1, -1], [1.5, 2, 3]), 1),
+        ((0, 10, 100), ([1, -1, 1], [1, 2, 1]), 0),
+        ((1, 10, 100), ([1, 0.5, 0.1], [1, 2, 3]), 3),
+        ((1, 10, 100), ([1, -0.5, -1], [1, 2, 3]), 1),
+        ((0, 1, 2), ([0, 0, 0], [0, 0, 0]), 2),  # one logit of exactly zero is label 0
+        ((0, 1, 2), ([0, -1, -1], [0, 1, 1]), 0),
+        ((0, 1, 2), ([-1, -2, -3], [-1, 0, 0.1]), 1),
+    ):
+        lower, upper = (np.asarray(end, np.float32)[:, None] for end in ends)
+        answer = certify(hand_made([lower], [upper], ks), lambda params, x: params[0], np.zeros((1, 1), np.float32))
+        assert answer.distance.dtype == jnp.int32
+        assert answer.distance.tolist() == [expected], (ks, ends)
+
+
+def test_certify_ties():
+    point = np.array([[1, 1, 0]] * 3, np.float32)
+    answer = certify(hand_made([point], [point], (0, 1, 2)), lambda params, x: params[0], np.zeros((2, 1), np.float32))
+    assert answer.distance.tolist() == [0, 0]
+
+
+def test_certify_refuses():
+    bounds = hand_made([np.zeros((2, 3), np.float32)], [np.ones((2, 3), np.float32)], (0, 1))
+    x = np.zeros((4, 2), np.float32)
+    for apply_fn, queries, error, match in (
+        (lambda params, x: params[0][None], x, ValueError, "apply_fn"),
+        (lambda params, x: {"logits": params[0]}, x, ValueError, "apply_fn"),
+        (lambda params, x: params[0], x[:0], ValueError, "no records"),
+        (lambda params, x: params[0], np.full_like(x, np.nan), ValueError, "NaN"),
+    ):
+        with pytest.raises(error, match=match):
+            certify(bounds, apply_fn, queries)
+    with pytest.raises(TypeError, match="bounds"):
+        certify(bounds.params, lambda params, x: params[0], x)
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+def _stochastic(params, example):
+    return bce(params, example) * jax.random.uniform(jax.random.key(0))
+
+
+BAD = {
+    "ks negative": ({"ks": -1}, ValueError, "ks"),
+    "a negative k": ({"ks": (-1, 0)}, ValueError, "ks"),
+    "ks float": ({"ks": (0, 1.5)}, TypeError, "ks"),
+    "ks one float": ({"ks": 2.0}, TypeError, "ks"),
+    "ks bool": ({"ks": True}, TypeError, "ks"),
+    "ks empty": ({"ks": ()}, ValueError, "ks"),
+    "ks not increasing": ({"ks": (0, 2, 1)}, ValueError, "ks"),
+    "k above batch_size": ({"ks": 9}, ValueError, "batch_size=8"),
+    "k above a batch": ({"ks": 3, "adjacency": "replace", "order": [[0, 1], [2, 3]]}, ValueError, "ks"),
+    "clip None": ({"clip": None}, ValueError, "clip"),
+    "clip zero": ({"clip": 0.0}, ValueError, "clip"),
+    "clip negative": ({"clip": -1.0}, ValueError, "clip"),
+    "clip infinite": ({"clip": np.inf}, ValueError, "clip"),
+    "clip NaN": ({"clip": np.nan}, ValueError, "clip"),
+    "learning_rate": ({"learning_rate": 0.0}, ValueError, "learning_rate"),
+    "batch_size": ({"batch_size": 0}, ValueError, "batch_size"),
+    "epochs": ({"epochs": 0}, ValueError, "epochs"),
+    "adjacency": ({"adjacency": "remove"}, ValueError, "adjacency"),
+    "product": ({"product": "exact"}, ValueError, "product"),
+    "momentum": ({"momentum": 1.0}, ValueError, "momentum"),
+    "nesterov": ({"nesterov": True}, ValueError, "nesterov"),
+    "weight_decay": ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+    "lr_decay": ({"lr_decay": np.inf}, ValueError, "lr_decay"),
+    "lr_min": ({"lr_min": -1.0}, ValueError, "lr_min"),
+    "influence": (
+        {"momentum": 0.9, "learning_rate": 0.5, "weight_decay": 2.0, "epochs": 4},
+        ValueError,
+        "weight_decay",
+    ),
+    "weight_decay that overshoots": ({"learning_rate": 1.0, "weight_decay": 1.1}, ValueError, "weight_decay"),
+    "order outside": ({"order": [[0, 8]]}, ValueError, "order"),
+    "order below": ({"order": [[0, -2]]}, ValueError, "order"),
+    "order twice": ({"order": [[0, 1, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "order"),
+    "order drops": ({"order": [[0, 1, 2], [3, 4, 5]]}, ValueError, "order"),
+    "order of floats": ({"order": [[0.0, 1.0]]}, TypeError, "order"),
+    "order of one batch": ({"order": [0, 1]}, ValueError, "order"),
+    "order with an empty batch": ({"order": [[0, 1], [-1, -1]]}, ValueError, "order"),
+    "order that shifts": ({"order": lambda n: np.arange(n - n % 2).reshape(2, -1)}, ValueError, "order"),
+    "order by a permutation": (
+        {
+            "order": lambda n: np.pad(np.random.default_rng(n).permutation(n), (0, 8 - n), constant_values=-1).reshape(
+                2, 4
+            )
+        },
+        ValueError,
+        "order",
+    ),
+    "not trainable": ({"trainable": lambda path, leaf: False}, ValueError, "trainable"),
+}
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("work was done before the arguments were checked")
+
+    monkeypatch.setattr(agt, "_train", refuse)
+
+
+def attempt(loss=bce, params=None, data=None, **options):
+    rng = np.random.default_rng(0)
+    settings = {"ks": 2, "clip": 0.1, "learning_rate": 0.1, "batch_size": 8, "epochs": 1} | options
+    if isinstance(settings.get("order"), list):
+        settings["order"] = np.array(settings["order"])
+    return train_with_bounds(
+        loss,
+        network(rng, (2, 1)) if params is None else params,
+        records(rng, 8, (2, 1), "bce") if data is None else data,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings(name, no_work):
+    options, error, match = BAD[name]
+    with pytest.raises(error, match=match):
+        attempt(**options)
+
+
+def test_good_settings_reach_the_work(no_work):
+    with pytest.raises(AssertionError, match="work was done"):
+        attempt()
+    with pytest.raises(AssertionError, match="work was done"):  # an assignment by the record's own index
+        attempt(order=lambda n: np.where(np.arange(8) < n, np.arange(8), -1).reshape(4, 2).T)
+
+
+def test_bad_data_loss_and_parameters(no_work):
+    x, y = records(np.random.default_rng(0), 8, (2, 1), "bce")
+    spoiled = x.copy()
+    spoiled[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"data leaf 0 has NaN"):
+        attempt(data=(spoiled, y))
+    with pytest.raises(ValueError, match=r"data .* one first axis"):
+        attempt(data=(x, y[:-1]))
+    with pytest.raises(ValueError, match=r"data has no records"):
+        attempt(data=(x[:0], y[:0]))
+    with pytest.raises(ValueError, match=r"loss_fn is stochastic"):
+        attempt(loss=_stochastic)
+    with pytest.raises(ValueError, match=r"loss_fn must return one floating-point number"):
+        attempt(loss=lambda params, example: logits(params, example[0]))
+    with pytest.raises(TypeError, match=r"params leaf 1 is int32"):
+        attempt(params=[np.zeros((2, 1), np.float32), np.zeros(1, np.int32)])
+    with pytest.raises(ValueError, match=r"params leaf 0 has NaN"):
+        attempt(params=[np.full((2, 1), np.nan, np.float32), np.zeros(1, np.float32)])
+    with pytest.raises(ValueError, match="lower must be at most upper"):
+        jaxdp.Interval(jnp.ones(2), jnp.zeros(2))
+
+
+def test_messages_hold_no_private_values():
+    secret = np.full((8, 2), 1234.5, np.float32)
+    secret[2, 1] = np.inf
+    with pytest.raises(ValueError, match="data leaf 0") as error:
+        attempt(data=(secret, np.zeros(8, np.float32)))
+    assert "1234" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------- frozen leaves, programs
+
+
+def convolved(kernel, image):
+    window = jax.lax.conv_general_dilated(
+        image[None], kernel, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.relu(window).reshape(-1)
+
+
+def behind_convolution(params, image):
+    return logits([params["head"]["w"], params["head"]["b"]], convolved(params["conv"], image))
+
+
+def test_frozen_convolution():
+    """As if trained on features computed outside, up to the rounding of the features."""
+    rng = np.random.default_rng(0)
+    images, y = rng.normal(size=(24, 4, 4, 1)).astype(np.float32), rng.integers(2, size=24).astype(np.float32)
+    w, b = network(rng, (8, 1))
+    params = {"conv": rng.normal(size=(2, 2, 1, 2)).astype(np.float32), "head": {"b": b, "w": w}}
+    settings = {"ks": (0, 2, 4), "batch_size": 24, "epochs": 2, "clip": 0.2, "learning_rate": 0.3}
+    bounds = train_with_bounds(
+        lambda params, example: jaxdp.losses.sigmoid_cross_entropy(behind_convolution(params, example[0]), example[1]),
+        params,
+        (images, y),
+        trainable=lambda path, leaf: path in ("head/w", "head/b") and leaf.ndim < 4,
+        **settings,
+    )
+    assert bounds.trainable == (False, True, True)
+    assert_nested(bounds)
+    features = np.asarray(jax.vmap(convolved, (None, 0))(params["conv"], images))
+    outer = train_with_bounds(bce, [w, b], (features, y), **settings)
+    for ours, theirs in ((bounds.params, outer.params), (bounds.lower, outer.lower), (bounds.upper, outer.upper)):
+        for name, leaf in zip(("w", "b"), theirs, strict=True):
+            np.testing.assert_allclose(ours["head"][name], leaf, rtol=1e-5, atol=1e-5)
+        assert ours["conv"].shape[-4:] == (2, 2, 1, 2) and (ours["conv"] == params["conv"]).all()
+    assert bounds.lower["conv"].shape == (3, 2, 2, 1, 2)
+    box = bounds.box(2)
+    assert isinstance(box["head"]["w"], jaxdp.Interval) and not isinstance(box["conv"], jaxdp.Interval)
+    np.testing.assert_array_equal(box["head"]["w"].upper, bounds.upper["head"]["w"][1])
+    with pytest.raises(ValueError, match="k=1"):
+        bounds.box(1)
+    ours, theirs = certify(bounds, behind_convolution, images), certify(outer, logits, features)
+    np.testing.assert_array_equal(ours.label, theirs.label)
+    np.testing.assert_array_equal(ours.distance, theirs.distance)
+    np.testing.assert_allclose(ours.logits.lower, theirs.logits.lower, atol=1e-4)
+
+
+def test_one_program():
+    """Equal shapes and settings share a program, for all ks; values do not matter."""
+    case = CASES["full"]
+    solved("full", 0)
+    before = agt._train._cache_size()
+    params, x, y, order = case.problem(seed=9)
+    case.bounds(params, x, y, order)
+    dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
+    assert agt._train._cache_size() == before
+    answers("full", 0)
+    before = agt._certify._cache_size()
+    answers("full", 1)
+    assert agt._certify._cache_size() == before
+
+
+# --------------------------------------------------------------------------------------------------------- models
+
+
+@functools.cache
+def digits():
+    source = jaxdp.data.bundled("digits")
+    return source[np.arange(len(source))]
+
+
+def test_convolutional_network():
+    model = jaxdp.models.CNN(num_classes=10, widths=(4,), dense=0)
+    data = jax.tree.map(lambda v: v[:24], digits())
+    params = model.init(jax.random.key(0), data["image"][:1])["params"]
+
+    def apply_fn(params, example):
+        return model.apply({"params": params}, example["image"][None])[0]
+
+    def loss(params, example):
+        return jaxdp.losses.softmax_cross_entropy(apply_fn(params, example), example["label"])
+
+    settings = {"clip": 0.02, "learning_rate": 0.5}
+    bounds = train_with_bounds(loss, params, data, ks=3, batch_size=24, epochs=2, **settings)
+    assert_nested(bounds)
+    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    gone = 0
+    for seed in range(8):
+        members = np.ones(24, np.float32)
+        members[np.random.default_rng(seed).permutation(24)[:3]] = 0
+        theta = params
+        for _ in range(2):
+            grads = gradient(theta, data)
+            clipped = jax.tree.map(lambda g: jnp.clip(g, -settings["clip"], settings["clip"]), grads)
+            sums = jax.tree.map(lambda g, m=members: jnp.einsum("b,b...->...", m, g), clipped)
+            theta = jax.tree.map(lambda p, g: p - settings["learning_rate"] / 24 * g, theta, sums)
+        assert outside(theta, row(bounds.lower, 3), row(bounds.upper, 3)) == 0
+        gone += outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) > 0
+    assert gone > 0
+    answer = certify(bounds, apply_fn, data)
+    assert answer.logits.shape == (4, 24, 10)
+
+
+def test_ten_classes():
+    """Digits by softmax regression: most predictions are right, and do not hinge on one record of 1500."""
+    data = digits()
+    x, y = data["image"].reshape(len(data["label"]), -1).astype(np.float32), data["label"]
+    params = [np.zeros((64, 10), np.float32), np.zeros(10, np.float32)]
+    with compilation(quick=False):
+        bounds = train_with_bounds(
+            ce, params, (x[:1500], y[:1500]), ks=10, clip=1.0, learning_rate=0.3, batch_size=1500, epochs=2
+        )
+        answer = certify(bounds, logits, x[1500:])
+    accuracy, distance = float((answer.label == y[1500:]).mean()), np.asarray(answer.distance)
+    assert accuracy > 0.75
+    assert (distance >= 1).mean() > 0.6 and distance.mean() > 2
