@@ -29,18 +29,22 @@ def _load(name):
 published, retraining = _load("reference_agt"), _load("retraining")
 
 
-@contextlib.contextmanager
-def compilation(*, quick):
-    jax.config.update("jax_disable_most_optimizations", quick)
-    yield
-    jax.config.update("jax_disable_most_optimizations", not quick)
+QUICK = "jax_disable_most_optimizations"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Most programs here run for milliseconds and are compiled for seconds."""
-    with compilation(quick=True):
-        yield
+    jax.config.update(QUICK, True)
+    yield
+    jax.config.update(QUICK, False)
+
+
+@contextlib.contextmanager
+def full_compilation():
+    jax.config.update(QUICK, False)
+    yield
+    jax.config.update(QUICK, True)
 
 
 # ------------------------------------------------------------------------------------------------------- problems
@@ -356,6 +360,25 @@ def test_retrained_parameters_are_inside(name):
     assert beyond > 0  # the bounds for one change less do not contain them all
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_weight_decay_that_takes_almost_everything(momentum):
+    """What is left of the parameters is small beside the rounding of what was taken."""
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(500, 1)).astype(np.float32)]
+    data = np.zeros((4, 500), np.float32), np.zeros(4, np.float32)
+
+    def loss(params, example):
+        return jaxdp.losses.sigmoid_cross_entropy(example[0] @ params[0], example[1])
+
+    for rate in (0.3, 0.7, 0.97):
+        decay = 0.97 / rate / (1 + momentum)
+        settings = {"clip": 1e-9, "learning_rate": rate, "momentum": momentum, "nesterov": momentum > 0}
+        bounds = train_with_bounds(loss, params, data, ks=0, batch_size=4, epochs=1, weight_decay=decay, **settings)
+        exact = [params[0].astype(np.float64) * (1 - rate * decay * (1 + momentum))]
+        assert outside(exact, row(bounds.lower, 0), row(bounds.upper, 0)) == 0
+        assert_nested(bounds)
+
+
 # ------------------------------------------------------------------------------------------------ stable distance
 
 
@@ -441,7 +464,7 @@ def test_neighbours_by_a_saturated_record(n, batch_size, options):
     """A record that moves the sum by as much as any can: the boxes must have room for all of it."""
     steps = -(-n // batch_size)
     case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, ks=3, **options)
-    with compilation(quick=False):
+    with contextlib.nullcontext() if options else full_compilation():
         for seed in range(4):
             params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
             order = np.full((steps, -(-n // steps) + 1), -1)
@@ -678,6 +701,7 @@ BAD = {
     "order drops": ({"order": [[0, 1, 2], [3, 4, 5]]}, ValueError, "order"),
     "order of floats": ({"order": [[0.0, 1.0]]}, TypeError, "order"),
     "order of one batch": ({"order": [0, 1]}, ValueError, "order"),
+    "order with half an epoch": ({"order": [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3] + [-1] * 4]}, ValueError, "order"),
     "order with an empty batch": ({"order": [[0, 1], [-1, -1]]}, ValueError, "order"),
     "order that shifts": ({"order": lambda n: np.arange(n - n % 2).reshape(2, -1)}, ValueError, "order"),
     "order by a permutation": (
@@ -746,6 +770,11 @@ def test_bad_data_loss_and_parameters(no_work):
         attempt(params=[np.zeros((2, 1), np.float32), np.zeros(1, np.int32)])
     with pytest.raises(ValueError, match=r"params leaf 0 has NaN"):
         attempt(params=[np.full((2, 1), np.nan, np.float32), np.zeros(1, np.float32)])
+    many = np.zeros((2**18, 2), np.float32), np.zeros(2**18, np.float32)
+    with pytest.raises(ValueError, match=r"a batch of 262144 records"):
+        attempt(data=many, batch_size=2**18, adjacency="replace")
+    with pytest.raises(ValueError, match=r"a batch has 300 records"):
+        attempt(data=(many[0][:600], many[1][:600]), order=np.arange(600).reshape(2, 300))
     with pytest.raises(ValueError, match="lower must be at most upper"):
         jaxdp.Interval(jnp.ones(2), jnp.zeros(2))
 
@@ -867,7 +896,7 @@ def test_ten_classes():
     data = digits()
     x, y = data["image"].reshape(len(data["label"]), -1).astype(np.float32), data["label"]
     params = [np.zeros((64, 10), np.float32), np.zeros(10, np.float32)]
-    with compilation(quick=False):
+    with full_compilation():
         bounds = train_with_bounds(
             ce, params, (x[:1500], y[:1500]), ks=10, clip=1.0, learning_rate=0.3, batch_size=1500, epochs=2
         )
