@@ -1,0 +1,911 @@
+"""`jaxdp.interval`: rounding, tightness, losses, models, composition and errors."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxdp
+from jaxdp.models.layers import WSConv
+from jaxdp.transforms import boxes, interval_rules, intervals, losses
+
+
+def _quick_compile():
+    """Options for programs that run once: fusing them and optimising the result would be most of the time."""
+    options = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_use_fusion_emitters": False,
+    }
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(1.0).compile()
+    except jax.errors.JaxRuntimeError:  # another release of XLA
+        return {}
+    return options
+
+
+QUICK = _quick_compile()
+UNIT = 2.0**-24  # half of the machine epsilon of float32
+TINY = float(np.finfo(np.float32).tiny)
+
+
+def box(lower, upper):
+    return jaxdp.Interval(jnp.asarray(lower, jnp.float32), jnp.asarray(upper, jnp.float32))
+
+
+def around(tree, radius):
+    """The box of numbers within `radius` of a tree of arrays."""
+    return jaxdp.Interval(
+        jax.tree.map(lambda x: np.asarray(x - radius, x.dtype), tree),
+        jax.tree.map(lambda x: np.asarray(x + radius, x.dtype), tree),
+    )
+
+
+def is_interval(x):
+    return isinstance(x, jaxdp.Interval)
+
+
+def sample(box_, count, seed=0):
+    """`count` points of a box in float64, half of them corners; a tree of [count, ...]."""
+    rng = np.random.default_rng(seed)
+
+    def points(lower, upper):
+        low, high = np.asarray(lower, np.float64), np.asarray(upper, np.float64)
+        where = rng.random((count, *low.shape))
+        where[: count // 2] = where[: count // 2] > 0.5
+        return np.clip(low + where * (high - low), low, high)
+
+    return jax.tree.map(points, box_.lower, box_.upper)
+
+
+def in_float64(fun, *args):
+    """`jax.jit(fun)` evaluated in float64; a tree of NumPy arrays."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax mixes float32 into float64
+        return jax.tree.map(np.asarray, jax.jit(fun, compiler_options=QUICK)(*args))
+
+
+def bounded(fun, **kwargs):
+    """`jax.jit(jaxdp.interval(fun))`, compiled quickly."""
+    return jax.jit(jaxdp.interval(fun, **kwargs), compiler_options=QUICK)
+
+
+def assert_inside(bounds, values, lead=1):
+    """Every value, with `lead` leading axes of samples, lies in its interval."""
+    found = jax.tree.leaves(bounds, is_leaf=is_interval)
+    for x, value in zip(found, jax.tree.leaves(values), strict=True):
+        assert np.isfinite(value).all()
+        assert value.shape[lead:] == x.shape
+        low, high = ends(x)
+        assert ((value >= low) & (value <= high)).all(), np.abs(value - np.clip(value, low, high)).max()
+
+
+def ends(result):
+    """Endpoints in float64: comparing float32 with a Python float would round the latter."""
+    return np.asarray(result.lower, np.float64), np.asarray(result.upper, np.float64)
+
+
+def contains(result, value):
+    low, high = ends(result)
+    return bool((low <= value).all() and (value <= high).all())
+
+
+def width(bounds):
+    return max(float(np.max(x.width)) for x in jax.tree.leaves(bounds, is_leaf=is_interval))
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16])
+def test_slack_exceeds_the_error_of_any_order_of_operations(dtype):
+    unit = Fraction(float(jnp.finfo(dtype).eps)) / 2
+    for roundings in (1, 2, 10, 1000, 10**4, 10**5, 10**6, 3 * 10**6):
+        slack = boxes.slack(dtype, roundings)
+        if roundings * unit >= Fraction(1, 4):
+            assert slack == math.inf
+            continue
+        gamma = roundings * unit / (1 - roundings * unit)
+        # What the slack adds to terms, (1 + s), survives an error of gamma, and two more roundings when it is applied.
+        assert (1 + Fraction(slack) * (1 - unit)) * (1 - gamma) * (1 - unit) >= 1
+        assert slack < 2.1 * gamma + 8 * unit or roundings * unit > 0.04
+
+
+def every_float(count, seed):
+    """Normal float32 numbers of all exponents."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, 2 * count, dtype=np.uint32)
+    x = bits.view(np.float32)
+    return x[np.isfinite(x) & (np.abs(x) >= TINY)][:count]
+
+
+@pytest.mark.parametrize("name", ["add", "subtract", "multiply", "divide"])
+def test_arithmetic_contains_the_exact_result_at_all_magnitudes(name):
+    x, y = every_float(200_000, 0), every_float(200_000, 1)
+    y[:1000] = -x[:1000] * np.float32(1 + 1e-7)
+    result = jax.jit(jaxdp.interval(getattr(jnp, name)))(x, y)
+    exact = getattr(np, name)(x.astype(np.float64), y.astype(np.float64))
+    assert_inside(result, exact, lead=0)
+    ordinary = (np.abs(exact) > 1e-30) & (np.abs(exact) < 1e38)
+    assert (np.asarray(result.width)[ordinary] <= 32 * UNIT * np.abs(exact[ordinary])).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("exp", (-100, 89)),
+        ("exp2", (-140, 129)),
+        ("expm1", (-50, 89)),
+        ("log", (1e-37, 1e38)),
+        ("log1p", (-0.9999, 1e6)),
+        ("tanh", (-20, 20)),
+        ("logistic", (-100, 100)),
+        ("erf", (-7, 7)),
+        ("erfc", (-7, 10)),
+        ("sinh", (-90, 90)),
+        ("rsqrt", (1e-37, 1e38)),
+        ("sin", (-1000, 1000)),
+        ("cos", (-1e6, 1e6)),
+    ],
+)
+def test_elementary_functions_are_as_accurate_as_assumed(name, inputs):
+    from scipy import special
+
+    low, high = inputs
+    x = np.linspace(low, high, 100_001).astype(np.float32)
+    if low > 0:
+        x = np.geomspace(low, high, 100_001).astype(np.float32)
+    reference = {
+        **{"logistic": special.expit, "erf": special.erf, "erfc": special.erfc},
+        **{"rsqrt": lambda v: 1 / np.sqrt(v)},
+    }.get(name) or getattr(np, name)
+    assert_inside(jax.jit(jaxdp.interval(getattr(lax, name)))(x), reference(x.astype(np.float64)), lead=0)
+
+
+def hard_sums(n):
+    rng = np.random.default_rng(n)
+    big = rng.normal(size=n // 4) * 1e6
+    return {
+        "cancels": rng.permutation(np.concatenate([big, -big, rng.normal(size=n - 2 * (n // 4))])),
+        "one large": np.concatenate([[2.0**24], np.ones(n - 1)]),
+        "one accumulator stalls": np.concatenate([[1.0], np.full(n - 1, UNIT * 0.99)]),
+        "decreasing": 1.0 / np.arange(1, n + 1) ** 2,
+        "magnitudes": np.exp(rng.uniform(-30, 30, n)) * rng.choice([-1, 1], n),
+    }
+
+
+@pytest.mark.parametrize("n", [100_000, 1_000_000])
+def test_long_sums_contain_the_exact_sum(n):
+    cases = {name: x.astype(np.float32) for name, x in hard_sums(n).items()}
+    together = np.stack(list(cases.values()))
+    sums = jax.jit(jaxdp.interval(lambda x: jnp.sum(x, axis=1)))(together)
+    running = jax.jit(jaxdp.interval(lambda x: jnp.cumsum(x, axis=1)[:, -1]))(together)
+    for row, (name, x) in enumerate(cases.items()):
+        exact, size = math.fsum(x.tolist()), math.fsum(np.abs(x).tolist())
+        for result in (sums, running):
+            assert contains(result[row], exact), name
+            assert float(result.width[row]) <= 2.5 * n * UNIT * size, name
+    # Rounding is not negligible here: a single accumulator would be off by more than half of the largest entry.
+    stalls = cases["one accumulator stalls"]
+    assert abs(np.cumsum(stalls)[-1] - math.fsum(stalls.tolist())) > 0.9 * UNIT * (n - 1)
+
+
+def test_long_dot_products_contain_the_exact_value():
+    n = 20_000
+    weights = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
+    weights[:, 2] = 1
+    x = np.stack([v.astype(np.float32) for v in hard_sums(n).values()])
+    radius = np.abs(weights) * np.float32(1e-4)
+    low, high = weights - radius, weights + radius
+    points = jax.jit(jaxdp.interval(jnp.matmul))(x, weights)
+    bounds = jax.jit(jaxdp.interval(jnp.matmul))(x, box(low, high))
+    both = jax.jit(jaxdp.interval(jnp.matmul))(box(x, x), box(low, high))
+    length = interval_rules._dot((((1,), (0,)), ((), ())), n)[0]
+    assert length < 200
+    for i, j in itertools.product(range(len(x)), range(3)):
+        row, exact = x[i].astype(np.float64), math.fsum((x[i].astype(np.float64) * weights[:, j]).tolist())
+        size = math.fsum(np.abs(row * weights[:, j]).tolist())
+        assert contains(points[i, j], exact)
+        assert points.width[i, j] <= 2.5 * (length + 20) * UNIT * size
+        least, most = (
+            math.fsum(np.where((row > 0) == s, row * low[:, j], row * high[:, j]).tolist()) for s in (True, False)
+        )
+        for result in (bounds, both):
+            (lower, upper), allowed = ends(result[i, j]), 2.5 * (length + 20) * UNIT * size
+            assert least - allowed <= lower <= least <= most <= upper <= most + allowed
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (16, 8), (16, 128)])
+def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
+    for n in (784, 20_000):
+        length, multiply = interval_rules._dot((((1,), (0,)), ((), ())), n)
+        x = np.ones((rows, n), np.float32)
+        x[:, 0] = 2.0**24  # every further 1 is lost by the accumulator that holds it
+        exact = 2.0**24 + n - 1
+        products = [
+            jax.jit(multiply)(x, np.ones((n, columns), np.float32)),
+            jax.jit(jax.vmap(multiply, (0, None)))(np.stack([x, x]), np.ones((n, columns), np.float32)),
+        ]
+        for product in products:
+            assert (np.abs(np.asarray(product, np.float64) - exact) <= length).all()
+        program = jax.jit(multiply).lower(x, np.ones((n, columns), np.float32)).compile().as_text()
+        assert all("lhs_batch_dims" in line for line in program.splitlines() if " dot(" in line)
+
+
+def test_numbers_beyond_the_largest_and_below_the_smallest():
+    def beyond(x):
+        return x * x, -x * x, jnp.log(x * x), jnp.square(x), x**3, jnp.sum(x * jnp.ones(9)), jnp.atan(jnp.log(x * x))
+
+    logarithm = 60 * math.log(10)
+    values = [1e60, -1e60, logarithm, 1e60, 1e90, 9e30, math.atan(logarithm)]
+    for result, value in zip(jax.jit(jaxdp.interval(beyond))(jnp.float32(1e30)), values, strict=True):
+        assert contains(result, value)
+    largest = float(np.finfo(np.float32).max)
+    sums = jax.jit(jaxdp.interval(lambda x: (jnp.sum(x), jnp.dot(x, x))))(jnp.full(8, largest, jnp.float32))
+    assert contains(sums[0], 8 * largest) and contains(sums[1], 8 * largest**2)
+    # Relative slack that underflows is replaced; products that pass through zero on the way are not zero.
+    small, large = np.full(2, 1.1e-35, np.float32), np.array([1.1e30, 1.3e30], np.float32)
+    exact = float(np.dot(small.astype(np.float64), large.astype(np.float64)))
+    assert contains(jaxdp.interval(jnp.dot)(box(small, small), large), exact)
+    assert contains(jaxdp.interval(jnp.prod)(jnp.array([1e-30, 1e-30, 1e30, 1e30], jnp.float32)), 1.0)
+
+
+def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
+    def functions(x, y):
+        return {
+            "difference": x - y,
+            "product": x * y,
+            "quotient": x / y,
+            "dot": jnp.dot(x[None], y[None]),
+            "sorted": jnp.sort(jnp.stack([x - y, x * 0, y])),
+            "largest": jnp.max(jnp.stack([x - y, x])),
+            "softmax": jax.nn.softmax(jnp.stack([x, y, x])),
+            "sum": jnp.sum(jnp.stack([x, -x, y])),
+            "relu": jax.nn.relu(x - y),
+            "clipped": jnp.clip(x - y, -1, 1),
+            "gradient": jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(0)))(jnp.stack([x, y])),
+            "integer": (x - y).astype(jnp.int32),
+            "where": jnp.where(x - y > 0, x, y),
+        }
+
+    bounds = jax.jit(jax.vmap(jaxdp.interval(functions)))
+    specials = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0, 3e38, -3e38], np.float32)
+    x, y = (v.ravel() for v in np.meshgrid(specials, specials))
+    values = jax.jit(jax.vmap(functions))(x, y)
+    nan = np.isnan(x) | np.isnan(y)
+    for name, result in bounds(x, y).items():
+        value, (low, high) = np.asarray(values[name], np.float64), ends(result)
+        lost = nan.reshape(-1, *(1,) * (value.ndim - 1)) & np.isnan(value)  # NaN of a NaN, not of numbers too large
+        assert (np.isinf(low) | np.isinf(high) | ~lost).all(), name
+        if name == "integer":
+            sure = np.isfinite(x) & np.isfinite(y)
+            value = np.clip(np.where(sure, x, 0).astype(np.float64) - np.where(sure, y, 0), -(2**31), 2**31 - 1)
+        # An infinite value of the function in floating point may stand for a number too large.
+        low, high = (np.where(end > 3.4e38, np.inf, np.where(end < -3.4e38, -np.inf, end)) for end in (low, high))
+        assert (((low <= value) & (value <= high)) | np.isnan(value)).all(), name
+
+
+# --- tightness -------------------------------------------------------------------------------------------------------
+
+
+def exact_products(a, b):
+    """The smallest and largest a @ b in float64 for boxes of matrices: all entries of a product are independent."""
+    corners = [np.asarray(x, np.float64)[:, :, None] * np.asarray(y, np.float64)[None] for x in a for y in b]
+    return np.min(corners, axis=0).sum(1), np.max(corners, axis=0).sum(1)
+
+
+def test_products_are_exact_where_they_claim_to_be():
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return np.sort(rng.normal(size=(2, *shape)), axis=0).astype(np.float32)
+
+    short = draw(3, 4), draw(4, 5)
+    long = draw(3, 40), draw(40, 5)
+    outer = draw(6, 1), draw(1, 7)
+
+    def check(result, expected, rtol=2e-5):
+        scale = np.abs(expected).max()
+        for end, exact in zip(ends(result), expected, strict=True):
+            np.testing.assert_allclose(end, exact, rtol=0, atol=rtol * scale)
+
+    multiply = jax.jit(jaxdp.interval(jnp.matmul))
+    check(multiply(box(*short[0]), box(*short[1])), exact_products(*short))
+    check(multiply(long[0][0], box(*long[1])), exact_products((long[0][0],), long[1]))
+    check(multiply(box(*long[0]), long[1][0]), exact_products(long[0], (long[1][0],)))
+    check(multiply(box(*outer[0]), box(*outer[1])), exact_products(*outer))
+    rectified = np.maximum(long[0], 0)
+    nonnegative = jax.jit(jaxdp.interval(lambda h, w: jax.nn.relu(h) @ w))
+    check(nonnegative(box(*long[0]), box(*long[1])), exact_products(rectified, long[1]))
+    reversed_ = jax.jit(jaxdp.interval(lambda w, h: w.T @ jax.nn.relu(h).T))
+    expected = exact_products(rectified, long[1])
+    check(reversed_(box(*long[1]), box(*long[0])), tuple(v.T for v in expected))
+    # The smallest product of each entry, by trying every corner of the box.
+    entries = [(short[0][:, 1, k], short[1][:, k, 2]) for k in range(4)]
+    every = [
+        sum(float(a[i]) * float(b[j]) for (a, b), i, j in zip(entries, corner[:4], corner[4:], strict=True))
+        for corner in itertools.product((0, 1), repeat=8)
+    ]
+    np.testing.assert_allclose([min(every), max(every)], [end[1, 2] for end in exact_products(*short)], rtol=1e-12)
+
+
+def test_other_products_are_at_most_twice_as_wide_and_midpoint_radius_at_most_half_wider():
+    rng = np.random.default_rng(1)
+    trials = [
+        [np.sort(rng.normal(size=(2, *shape)) + rng.normal() * (t % 3), axis=0) for shape in ((3, 40), (40, 3))]
+        for t in range(20)
+    ]
+    trials.append([np.stack([-np.ones(shape), np.ones(shape)]) for shape in ((3, 40), (40, 3))])
+    a, b = (np.stack(v).astype(np.float32) for v in zip(*trials, strict=True))
+    exact = [exact_products(x, y) for x, y in zip(a, b, strict=True)]
+    low, high = (np.stack(v) for v in zip(*exact, strict=True))
+    for product, factor in (("tight", 2), ("rump", 1.5)):
+        multiply = jax.jit(jax.vmap(jaxdp.interval(jnp.matmul, product=product)))
+        result = multiply(box(a[:, 0], a[:, 1]), box(b[:, 0], b[:, 1]))
+        assert contains(result, low) and contains(result, high)
+        ratio = np.asarray(result.width) / (high - low)
+        assert ratio.max() <= factor * (1 + 1e-4)
+        if product == "tight":
+            np.testing.assert_allclose(ratio[-1], 2, rtol=1e-4)  # all entries cross zero: the bound is reached
+
+
+def test_monotone_functions_are_exact_at_both_ends():
+    low, high = np.float32(-1.5), np.float32(0.25)
+    functions = [jnp.exp, jnp.tanh, jax.nn.sigmoid, jax.nn.relu, jnp.expm1, lambda x: jnp.maximum(x, -1), jnp.atan]
+    functions += [lambda x: jnp.sqrt(x + 2), lambda x: jnp.log(x + 2), lambda x: x**3, lambda x: -lax.erf(x)]
+    for fun in functions:
+        result = jaxdp.interval(fun)(box(low, high))
+        values = sorted(float(fun(jnp.float32(v))) for v in (low, high))
+        np.testing.assert_allclose([result.lower, result.upper], values, rtol=1e-5, atol=1e-6)
+    squared = jaxdp.interval(lambda x: x * x)(box(low, high))
+    np.testing.assert_allclose([squared.lower, squared.upper], [0, 2.25], rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    "rectify",
+    [
+        jax.nn.relu,
+        lambda x: jnp.maximum(x, 0),
+        lambda x: jnp.maximum(0, x),
+        lambda x: -jnp.minimum(-x, 0),
+        lambda x: jnp.where(x > 0, x, 0.0),
+        lambda x: jax.nn.leaky_relu(x, 0.0),
+    ],
+)
+def test_derivative_of_relu_is_exact(rectify):
+    x = box([-2.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 2.0, 0.5])
+    result = jaxdp.interval(jax.vmap(jax.grad(rectify)))(x)
+    np.testing.assert_allclose(result.lower, [0, 0, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(result.upper, [0, 1, 1, 1], atol=1e-6)
+
+
+def test_derivative_of_the_larger_of_two_intervals():
+    first, second = box([0.0, 2.0, 0.0], [1.0, 3.0, 2.0]), box([2.0, 0.0, 1.0], [3.0, 1.0, 3.0])
+    result = jaxdp.interval(jax.vmap(jax.grad(jnp.maximum)))(first, second)
+    np.testing.assert_allclose([result.lower, result.upper], [[0, 1, 0], [0, 1, 1]], atol=1e-6)
+
+
+def test_derivative_of_tanh_vanishes_where_it_saturates():
+    x = box([-6.001, 5.999], [-5.999, 6.001])
+    result = jaxdp.interval(jax.vmap(jax.grad(jnp.tanh)))(x)
+    exact = 1 - np.tanh(6.0) ** 2
+    assert (np.asarray(result.upper) < 1.2 * exact).all() and (np.asarray(result.lower) > 0.8 * exact).all()
+
+
+def test_softmax_gradient_uses_differences_of_logits():
+    rng = np.random.default_rng(2)
+    hidden = np.abs(rng.normal(size=(2, 5))).astype(np.float32)
+    hidden.sort(axis=0)
+    weights = rng.normal(size=(5, 3)).astype(np.float32) * 0.1 + rng.normal(size=(5, 1)).astype(np.float32)
+    bias = np.zeros(3, np.float32)
+
+    def gradient(b, w, h):
+        return jax.grad(lambda b: losses.softmax_cross_entropy(jax.nn.relu(h) @ w + b, jnp.int32(1)))(b)
+
+    given = around(bias, 0.01), around(weights, 0.01), box(*hidden)
+    tight = jax.jit(jaxdp.interval(gradient))(*given)
+    logits = jax.jit(jaxdp.interval(lambda b, w, h: jax.nn.relu(h) @ w + b))(*given)
+    boxed = jaxdp.interval(jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(1))))(logits)
+    loose = jax.jit(jaxdp.interval(gradient, product="rump"))(*given)
+    points = [sample(x, 500, seed) for seed, x in enumerate(given)]
+    assert_inside(tight, in_float64(jax.vmap(gradient), *points))
+    assert (np.asarray(tight.width) < 0.5 * np.asarray(boxed.width)).all()
+    assert (np.asarray(boxed.width) <= np.asarray(loose.width) * (1 + 1e-5)).all()
+    # Columns of weights that are equal: probabilities are known exactly, whatever the hidden layer does.
+    same = jaxdp.interval(gradient)(bias, np.ones((5, 3), np.float32), box(*hidden))
+    np.testing.assert_allclose(same.lower, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
+    np.testing.assert_allclose(same.upper, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
+
+
+def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
+    rng = np.random.default_rng(3)
+    params = {"a": rng.normal(size=(4, 6)), "w": rng.normal(size=(6, 3)) + 3 * rng.normal(size=(6, 1))}
+    params = jax.tree.map(lambda v: v.astype(np.float32), params)
+    x = rng.normal(size=4).astype(np.float32)
+
+    def gradient(params, x):
+        def loss(params):
+            return 0.5 * losses.softmax_cross_entropy(jax.nn.relu(x @ params["a"]) @ params["w"], jnp.int32(0))
+
+        return jax.grad(loss)(params)["a"]
+
+    given = around(params, 0.02)
+    tight = jax.jit(jaxdp.interval(gradient))(given, x)
+    assert_inside(tight, in_float64(jax.vmap(gradient, (0, None)), sample(given, 500), x))
+    monkeypatch.setattr(interval_rules, "_use_zero_sum", lambda *args: None)
+    loose = jax.jit(jaxdp.interval(lambda *args: gradient(*args)))(given, x)
+    active = np.asarray(loose.width) > 1e-3
+    assert active.any() and (np.asarray(tight.width)[active] < 0.7 * np.asarray(loose.width)[active]).all()
+    assert contains(loose, np.asarray(tight.lower, np.float64)) and contains(loose, np.asarray(tight.upper, np.float64))
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+SOFT = np.array([0.2, 0.0, 0.5, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], np.float32)
+
+
+def labels_of(loss, classes):
+    """Every kind of label that a loss takes for so many logits; None as the number of logits means a scalar."""
+    if loss is losses.sigmoid_cross_entropy:
+        return [0, 1, 0.3] if classes is None else [SOFT[:classes], np.eye(10, dtype=np.float32)[0, :classes]]
+    if loss is losses.squared_error:
+        return [0.7] if classes is None else [SOFT[:classes] - 1]
+    if loss is losses.hinge and (classes is None or classes == 1):
+        return [0, 1, -1] if classes is None else [np.array([1.0], np.float32), 0]
+    one_hot = np.eye(classes, dtype=np.float32)[classes // 2]
+    kinds = [0, np.uint8(classes - 1), one_hot]
+    if loss is losses.softmax_cross_entropy:
+        smooth = 0.9 * one_hot + np.float32(0.1 / classes)
+        kinds += [smooth, 2.5 * SOFT[:classes]]
+    return kinds
+
+
+LOSSES = [
+    *((losses.softmax_cross_entropy, k) for k in (1, 2, 3, 10)),
+    *((losses.sigmoid_cross_entropy, k) for k in (None, 1, 3)),
+    *((losses.squared_error, k) for k in (None, 1, 3)),
+    *((losses.hinge, k) for k in (None, 1, 2, 3, 10)),
+]
+
+
+@pytest.mark.parametrize(("loss", "classes"), LOSSES, ids=[f"{f.__name__}-{k}" for f, k in LOSSES])
+def test_losses_and_their_gradients_contain_every_point(loss, classes):
+    shape = () if classes is None else (classes,)
+    labels = labels_of(loss, classes)
+
+    def everything(z):
+        return [jax.value_and_grad(loss)(z, jnp.asarray(label)) for label in labels]
+
+    rng = np.random.default_rng(classes or 0)
+    scales = np.array([0.0, 1e-5, 1e-2, 0.3, 3.0, 30.0, 0.3, 3.0]).reshape(-1, *(1,) * len(shape))
+    centre = rng.normal(size=(8, *shape)) * np.array([1, 1, 1, 1, 1, 1, 30, 100]).reshape(scales.shape)
+    low = centre - scales * rng.random((8, *shape))
+    given = box(low, np.maximum(low, centre + scales * rng.random((8, *shape))))
+    bounds = jax.jit(jax.vmap(jaxdp.interval(everything)), compiler_options=QUICK)(given)
+    points = sample(given, 60)  # [60, 8, ...]
+    values = in_float64(jax.vmap(jax.vmap(everything)), points)
+    assert_inside(bounds, values)
+    for x, value in zip(jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(values), strict=True):
+        assert (np.asarray(x.width)[0] <= 3e-5 * (1 + np.abs(value[0, 0]))).all()  # the first box is a point
+    # Bounds of a batch, not a batch of bounds; once for each loss.
+    if classes in (None, 3):
+        batch = bounded(lambda z: jax.vmap(jax.grad(lambda z: loss(z, jnp.asarray(labels[0]))))(z))(given)
+        assert_inside(batch, values[0][1])
+
+
+def test_classes_of_probability_zero():
+    def masked(z):
+        z = jnp.where(np.array([True, True, False, False]), z, -jnp.inf)
+        return jax.value_and_grad(losses.softmax_cross_entropy)(z, jnp.int32(1)), jax.nn.softmax(z)
+
+    given = around(np.array([0.3, -0.2, 5.0, 7.0], np.float32), 0.1)
+    (value, gradient), probabilities = bounded(masked)(given)
+    (exact, exact_gradient), exact_probabilities = in_float64(jax.vmap(masked), sample(given, 50))
+    assert_inside([value, gradient, probabilities], [exact, exact_gradient, exact_probabilities])
+    np.testing.assert_allclose(ends(gradient)[0][2:], 0, atol=1e-30)
+    np.testing.assert_allclose(ends(gradient)[1][2:], 0, atol=1e-30)
+    assert np.max(gradient.width) < 0.15 and np.max(probabilities.width) < 0.15
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class Pooling(nn.Module):
+    """Convolutions with ReLU and tanh, max and average pooling, a dense layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(nn.Conv(3, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(jnp.tanh(nn.Conv(2, (2, 2))(x)), (2, 2), (1, 1))
+        return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+class Residual(nn.Module):
+    """A residual block with weight standardisation and GroupNorm."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(nn.GroupNorm(num_groups=2)(WSConv(4, (3, 3))(x)))
+        y = nn.relu(x + WSConv(2, (3, 3))(y))
+        return nn.Dense(3)(jnp.mean(y, axis=(1, 2)))
+
+
+class Transformer(nn.Module):
+    """A block of our Vision Transformer: LayerNorm, attention, GELU."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(jaxdp.models.vit.Block(num_heads=2, mlp_width=3)(x).mean(axis=1))
+
+
+class Perceptron(nn.Module):
+    """Two hidden layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jax.nn.silu(nn.Dense(6)(x))
+        return nn.Dense(3)(jnp.maximum(nn.Dense(5)(x), 0))
+
+
+def task(model, shape):
+    """Value and gradient of the loss of an example, with parameters away from their special initial values."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape).astype(np.float32)
+    params = model.init(jax.random.key(0), x[None])["params"]
+    params = jax.tree.map(lambda p: np.asarray(p + 0.1 * rng.normal(size=p.shape), np.float32), params)
+
+    def loss(params, x):
+        return losses.softmax_cross_entropy(model.apply({"params": params}, x[None])[0], jnp.int32(1))
+
+    return jax.value_and_grad(loss), params, x
+
+
+MODELS = [
+    (Perceptron(), (4,), (1e-4, 0.1)),
+    (Pooling(), (6, 6, 2), (1e-4, 0.1)),
+    (Residual(), (4, 4, 2), (1e-5, 0.02)),
+    (Transformer(), (3, 4), (1e-6, 0.01)),
+]
+
+
+@pytest.mark.parametrize(("model", "shape", "radii"), MODELS, ids=[type(case[0]).__name__ for case in MODELS])
+def test_gradients_of_models_contain_every_point(model, shape, radii):
+    with jax.numpy_dtype_promotion("standard"):  # Flax's GroupNorm
+        fun, params, x = task(model, shape)
+        bounds_of = jax.jit(lambda *args: jaxdp.interval(fun)(jaxdp.Interval(*args), x), compiler_options=QUICK)
+        results = []
+        for radius in radii:
+            given = around(params, radius)
+            results.append((given, bounds_of(given.lower, given.upper)))
+    points = [sample(given, 40) for given, _ in results]
+    both = jax.tree.map(lambda a, b: np.concatenate([a, b]), *points)
+    values = in_float64(jax.vmap(fun, (0, None)), both, x)
+    for part, (_, bounds) in enumerate(results):
+        found = jax.tree.map(lambda v, part=part: v[40 * part : 40 * (part + 1)], values)
+        for bound, value in zip(jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(found), strict=True):
+            low, high = ends(bound)
+            assert ((low <= value) & (value <= high)).all()
+    small = results[0][1]
+    spread = max(float(np.ptp(v[:40], axis=0).max()) for v in jax.tree.leaves(values))
+    assert np.isfinite(width(small)) and width(small) < 1e4 * spread + 1
+
+
+def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
+    fun, params, x = task(Perceptron(), (4,))
+    given = around(params, 0.02)
+    bounds = bounded(fun)(given, x)
+
+    def flat(params):
+        return jnp.concatenate([jnp.ravel(v) for v in jax.tree.leaves(fun(params, x))])
+
+    low, high = (jax.tree.map(lambda v: np.asarray(v, np.float64), end) for end in (given.lower, given.upper))
+
+    def ascend(direction):
+        """The best of its steps for the output in a direction."""
+
+        def step(params, size):
+            slope = jax.grad(lambda p: flat(p) @ direction)(params)
+            moved = jax.tree.map(
+                lambda p, g, a, b: jnp.clip(p + size * (b - a) * jnp.sign(g), a, b), params, slope, low, high
+            )
+            return moved, flat(moved)
+
+        start = jax.tree.map(lambda a, b: (a + b) / 2, low, high)
+        return lax.scan(step, start, 0.5 ** jnp.arange(8.0))[1]
+
+    count = sum(v.size for v in jax.tree.leaves(params)) + 1
+    chosen = np.random.default_rng(0).permutation(count)[:12]
+    directions = np.eye(count)[chosen]
+    reached = in_float64(jax.vmap(ascend), np.concatenate([directions, -directions]))  # [24, 8, count]
+    lower, upper = (
+        np.concatenate([np.ravel(ends(v)[i]) for v in jax.tree.leaves(bounds, is_leaf=is_interval)]) for i in (0, 1)
+    )
+    assert ((reached >= lower) & (reached <= upper)).all()
+    # The ascent is worth its name: eight steps of it span most of what 400 random corners do, in every direction.
+    corners = in_float64(jax.vmap(flat), sample(given, 400))
+    gained = reached.max(axis=(0, 1)) - reached.min(axis=(0, 1))
+    assert (gained[chosen] >= 0.7 * np.ptp(corners, axis=0)[chosen]).all()
+    assert (gained[chosen] > 0.05 * (upper - lower)[chosen]).mean() > 0.7  # and the bounds are not vacuous
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("cnn", {"norm": "group"}),
+        ("resnet20", {"depth": 8, "standardise": True, "shortcut": "conv"}),
+        ("vit_tiny", {"depth": 1, "dtype": jnp.bfloat16}),
+    ],
+)
+def test_gradients_of_the_models_of_the_registry_have_rules(name, settings):
+    model = jaxdp.models.create(name, num_classes=10, **settings)
+
+    def gradient(params, x):
+        return jax.grad(lambda p: losses.softmax_cross_entropy(model.apply({"params": p}, x[None])[0], jnp.int32(1)))(
+            params
+        )
+
+    x = jax.ShapeDtypeStruct((32, 32, 3), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        params = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, *x.shape), x.dtype))["params"]
+        bounds = jax.eval_shape(lambda p, x: jaxdp.interval(gradient)(boxes.unchecked(p, p), x), params, x)
+    found = jax.tree.leaves(bounds, is_leaf=is_interval)
+    assert [v.shape for v in found] == [v.shape for v in jax.tree.leaves(params)]
+
+
+# --- composition -----------------------------------------------------------------------------------------------------
+
+
+def perceptron(params, example):
+    x, y = example
+    hidden = jax.nn.relu(x @ params["a"] + params["b"])
+    return losses.softmax_cross_entropy(hidden @ params["w"], y)
+
+
+def perceptron_case():
+    rng = np.random.default_rng(5)
+    params = {"a": rng.normal(size=(3, 4)), "b": rng.normal(size=4), "w": rng.normal(size=(4, 3))}
+    examples = rng.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0], np.int32)
+    return jax.tree.map(lambda v: v.astype(np.float32), params), examples
+
+
+def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
+    params, examples = perceptron_case()
+    radii = np.array([0.0, 1e-3, 0.1], np.float32)
+    gradient = jax.grad(perceptron)
+
+    def one(radius, example):
+        low, high = jax.tree.map(lambda p: p - radius, params), jax.tree.map(lambda p: p + radius, params)
+        return jaxdp.interval(gradient)(jaxdp.Interval(low, high), example)
+
+    def scanned(radius):
+        return lax.scan(lambda c, example: (c, one(radius, example)), 0, examples)[1]
+
+    single = jax.jit(one, compiler_options=QUICK)
+    loop = [[single(r, jax.tree.map(lambda v, i=i: v[i], examples)) for i in range(5)] for r in radii]
+    expected = jax.tree.map(lambda *v: np.stack(v).reshape(3, 5, *v[0].shape), *itertools.chain(*loop))
+    mapped = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)), compiler_options=QUICK)(radii, examples)
+    over_scan = jax.jit(jax.vmap(scanned), compiler_options=QUICK)(radii)
+
+    first, second, third = intervals.stage(gradient, params, jax.tree.map(lambda v: v[0], examples))
+
+    def staged(radius):
+        moving = [jaxdp.Interval(p - radius, p + radius) for p in jax.tree.leaves(params)]
+        kept = jax.vmap(first)(examples)
+        return jax.vmap(lambda k: third(second(moving, k)))(kept)
+
+    by_parts = [jaxdp.Interval(*pair) for pair in jax.jit(staged, compiler_options=QUICK)(radii[2])]
+    for other in (mapped, over_scan):
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    whole = jax.tree.leaves(jax.tree.map(lambda v: v[2], expected), is_leaf=is_interval)
+    for a, b in zip(by_parts, whole, strict=True):
+        np.testing.assert_allclose(a.lower, b.lower, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a.upper, b.upper, rtol=1e-5, atol=1e-6)
+
+
+def test_loops_and_calls_inside_and_gradients_of_them():
+    @jax.custom_vjp
+    def scaled(x):
+        return jnp.sin(x) * 2
+
+    scaled.defvjp(lambda x: (scaled(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+    @jax.custom_jvp
+    def soft(x):
+        return jnp.log1p(jnp.exp(x))
+
+    soft.defjvp(lambda primals, tangents: (soft(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]))
+
+    def fun(w, x):
+        def body(carry, row):
+            carry = jax.checkpoint(lambda c: jnp.tanh(row @ c + w["b"]))(carry)
+            return carry, scaled(carry).sum()
+
+        carry, outs = lax.scan(body, x, w["a"])
+        carry = lax.fori_loop(0, 2, lambda i, c: soft(c) + i, carry)
+        carry = lax.cond(x[0] > 0, lambda c: c * 2, lambda c: c, carry)
+        return (carry.sum() + outs.sum()) ** 2
+
+    rng = np.random.default_rng(6)
+    params = {"a": rng.normal(size=(2, 3, 3)).astype(np.float32), "b": rng.normal(size=3).astype(np.float32)}
+    x = np.array([0.5, -1.0, 0.3], np.float32)
+    given = around(params, 1e-3)
+    bounds = bounded(jax.value_and_grad(fun))(given, x)
+    assert_inside(bounds, in_float64(jax.vmap(jax.value_and_grad(fun), (0, None)), sample(given, 100), np.float64(x)))
+    assert width(bounds) < 50
+
+
+def test_predicates_that_are_known_choose_a_branch_exactly():
+    def fun(x, flag):
+        return lax.cond(flag, lambda v: v + 1, lambda v: v * jnp.nan, x), lax.switch(2, [jnp.sin, jnp.cos, jnp.abs], x)
+
+    first, second = jaxdp.interval(fun)(box([-1.0, 2.0], [0.5, 3.0]), True)
+    np.testing.assert_allclose([first.lower, first.upper], [[0, 3], [1.5, 4]], atol=1e-5)
+    np.testing.assert_allclose([second.lower, second.upper], [[0, 2], [1, 3]], atol=1e-5)
+
+
+def test_patterns_are_recognised_only_where_they_are_what_they_seem():
+    square = np.array([[0.0, 1.0], [5.0, -3.0]], np.float32)
+
+    def transposed(x):  # divides by the sums of the other rows
+        e = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+        return e / jnp.broadcast_to(jnp.sum(e, axis=-1), (2, 2))
+
+    def shifted(x):  # subtracts something that is not constant along the row
+        e = jnp.exp(x - x[::-1])
+        return e / jnp.sum(e, axis=-1, keepdims=True)
+
+    def partial(x):  # the sum is over the other axis
+        e = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
+        return e / jnp.sum(e, axis=0, keepdims=True)
+
+    def compared(x, y):  # equality with a maximum of other things
+        return x == jnp.maximum(x + 1, y), x == jnp.maximum(y, x), x + (x * y) * y
+
+    for fun in (transposed, shifted, partial):
+        given = around(square, 0.05)
+        assert_inside(bounded(fun)(given), in_float64(jax.vmap(fun), sample(given, 50)))
+    given = around(square, 0.5), around(square[::-1].copy(), 0.5)
+    points = [sample(x, 50, seed) for seed, x in enumerate(given)]
+    for x, value in zip(bounded(compared)(*given), in_float64(jax.vmap(compared), *points), strict=True):
+        assert ((value >= np.asarray(x.lower)) & (value <= np.asarray(x.upper))).all()
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_sound(dtype):
+    def fun(params, x):
+        hidden = jax.nn.gelu(x @ params["a"] + params["b"])
+        logits = (jax.nn.softmax(hidden) @ params["w"]).astype(jnp.float32)
+        return losses.softmax_cross_entropy(logits, jnp.int32(1)), jnp.mean(hidden), hidden * 0.3 - x[0]
+
+    params, (x, _) = perceptron_case()
+    params = jax.tree.map(lambda v: jnp.asarray(v, dtype), params)
+    x = jnp.asarray(x[0], dtype)
+    given = jaxdp.Interval(jax.tree.map(lambda v: v - 0.03, params), jax.tree.map(lambda v: v + 0.03, params))
+    bounds = bounded(fun)(given, x)
+    assert [v.dtype for v in jax.tree.leaves(bounds)] == [jnp.float32] * 2 + [dtype] * 4
+    exact = jax.vmap(fun, (0, None))
+    assert_inside(bounds, in_float64(exact, sample(given, 100), np.asarray(x, np.float64)))
+    assert width(bounds) < 4
+
+
+def test_float64_is_as_tight_as_float64():
+    with jax.enable_x64(True):
+        params, examples = perceptron_case()
+        params = jax.tree.map(lambda v: v.astype(np.float64), params)
+        example = examples[0][0].astype(np.float64), examples[1][0]
+        fun = jax.value_and_grad(perceptron)
+        point = bounded(fun)(jaxdp.Interval.point(params), example)
+        wide = bounded(fun)(around(params, 1e-9), example)
+        value = jax.jit(fun)(params, example)
+        assert all(v.dtype == jnp.float64 for v in jax.tree.leaves(point))
+        for x, around_it, exact in zip(
+            jax.tree.leaves(point, is_leaf=is_interval),
+            jax.tree.leaves(wide, is_leaf=is_interval),
+            jax.tree.leaves(value),
+            strict=True,
+        ):
+            np.testing.assert_allclose(x.lower, exact, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(x.upper, exact, rtol=1e-12, atol=1e-12)
+            assert ((around_it.lower <= x.lower) & (x.upper <= around_it.upper)).all()
+        assert width(wide) < 1e-6
+
+
+# --- interface -------------------------------------------------------------------------------------------------------
+
+
+def test_results_of_every_kind():
+    def fun(tree, *, index):
+        a, b = tree["a"], tree["b"]
+        return {
+            "float": a + b,
+            "positive": a > 0,
+            "finite": jnp.isfinite(a),
+            "best": jnp.argmax(a),
+            "count": jnp.sum(a > 0, dtype=jnp.int32),
+            "taken": a[index],
+            "nothing": None,
+            "known": index + 1,
+            "given": b,
+        }
+
+    tree = {"a": box([-1.0, 0.5, 2.0], [1.0, 1.0, 3.0]), "b": jnp.ones(3)}
+    found = jaxdp.interval(fun)(tree, index=jnp.int32(1))
+    assert found["nothing"] is None
+    assert found["positive"].lower.tolist() == [False, True, True]
+    assert found["positive"].upper.tolist() == [True, True, True]
+    assert found["positive"].dtype == bool and found["best"].dtype == found["count"].dtype == jnp.int32
+    assert (int(found["best"].lower), int(found["best"].upper)) == (2, 2)
+    assert (int(found["count"].lower), int(found["count"].upper)) == (2, 3)
+    assert (float(found["taken"].lower), float(found["taken"].upper)) == (0.5, 1.0)
+    assert int(found["known"].lower) == int(found["known"].upper) == 2
+    assert np.array_equal(found["given"].lower, [1, 1, 1]) and np.array_equal(found["given"].upper, [1, 1, 1])
+
+
+def test_an_interval_of_trees_is_a_tree_of_intervals():
+    low, high = (
+        {"a": np.zeros(2, np.float32), "b": [np.float32(1)]},
+        {"a": np.ones(2, np.float32), "b": [np.float32(2)]},
+    )
+    together = jaxdp.Interval(low, high)
+    apart = {"a": box(low["a"], high["a"]), "b": [box(low["b"][0], high["b"][0])]}
+    fun = jaxdp.interval(lambda tree: tree["a"] * tree["b"][0])
+    for x in (fun(together), fun(apart)):
+        np.testing.assert_allclose([x.lower, x.upper], [[0, 0], [2, 2]], atol=1e-6)
+    assert together.contains({"a": np.array([0.5, 1], np.float32), "b": [np.float32(1.5)]})
+    assert not together.contains({"a": np.array([0.5, 1], np.float32), "b": [np.float32(2.5)]})
+    assert jax.tree.structure(together) == jax.tree.structure(jax.tree.map(lambda v: v + 1, together))
+    assert apart["a"][1].shape == () and apart["a"].ndim == 1 and "Interval" in repr(together)
+    restored = jax.tree.unflatten(jax.tree.structure(together), jax.tree.leaves(together))
+    assert restored.contains(low) and np.all(jax.tree.leaves(restored.width)[0] == 1)
+
+
+def test_points_are_points():
+    assert jaxdp.Interval.point(3.0).contains(jnp.float32(3))
+    exact = jaxdp.interval(lambda x: (jnp.sort(x[::-1]), jnp.maximum(x, 2).reshape(3, 1), x > 1, x[1]))(jnp.arange(3.0))
+    assert all(np.array_equal(v.lower, v.upper) for v in exact)
+    counted = jaxdp.interval(lambda n: (n * 3).astype(jnp.float32))(jaxdp.Interval(jnp.int32(1), jnp.int32(2)))
+    assert (float(counted.lower), float(counted.upper)) == (3.0, 6.0)
+    large = jaxdp.interval(lambda n: n.astype(jnp.float32))(jnp.int32(2**24 + 1))
+    assert contains(large, 2.0**24 + 1)
+
+
+def test_what_cannot_be_bounded_is_refused():
+    x = box([1.0, 2.0], [2.0, 3.0])
+    refusals = [
+        (lambda x: jnp.abs(jnp.fft.fft(x)), "complex numbers"),
+        (lambda x: lax.erf_inv(x / 4), r"'erf_inv'.*test_intervals\.py:\d+, in .*lambda"),
+        (lambda x: jnp.linalg.inv(jnp.outer(x, x) + jnp.eye(2)), "no interval rule"),
+        (lambda x: x.astype(jnp.int32) & 1, "bitwise"),
+        (lambda x: x.astype(jnp.int32) // 2, "is not supported|no interval rule"),
+        (lambda x: jnp.prod(x.astype(jnp.int32)), "products over an interval of integers"),
+        (lambda x: lax.sort((x, x), num_keys=1), "sorting several operands"),
+        (lambda x: jnp.zeros(4)[x.astype(jnp.int32)], "depends on an interval"),
+        (lambda x: lax.dynamic_update_slice(x, x[:1], (x[0].astype(jnp.int32),)), "depends on an interval"),
+    ]
+    for fun, message in refusals:
+        with pytest.raises(intervals.UnsupportedPrimitive, match=message):
+            jaxdp.interval(fun)(x)
+
+
+def test_a_registered_rule_takes_points_and_intervals(monkeypatch):
+    monkeypatch.setattr(boxes, "RULES", dict(boxes.RULES))
+    monkeypatch.setattr(intervals, "RULES", boxes.RULES)
+
+    @intervals.register_rule("erf_inv")
+    def _erf_inv(eqn, x):
+        ends = (eqn.bind(end(x))[0] for end in (intervals.lower, intervals.upper))
+        return jaxdp.Interval(*intervals.widen(*ends, roundings=64))
+
+    from scipy import special
+
+    point, wide = bounded(lambda x, y: (lax.erf_inv(x), lax.erf_inv(y) * 2))(jnp.float32(0.3), box(-0.5, 0.9))
+    assert contains(point, special.erfinv(np.float64(np.float32(0.3)))) and width(point) < 1e-5
+    np.testing.assert_allclose([wide.lower, wide.upper], 2 * special.erfinv([-0.5, 0.9]), rtol=1e-4)
