@@ -1,22 +1,37 @@
-"""Data: random-access sources, Poisson sampling, and augmentation.
+"""Data: random-access sources, Poisson sampling, augmentation, and corruptions.
 
-Importing this package imports neither TensorFlow Datasets nor scikit-learn nor jax-privacy; they load on use.
+Importing this package imports neither TensorFlow Datasets nor scikit-learn nor jax-privacy nor the libraries of
+corruptions (OpenCV, numba); they load on use.
 """
 
 from jaxdp.data.augment import augment, normalise, random_crop, random_flip
+from jaxdp.data.corruptions import (
+    CORRUPTIONS,
+    HELD_OUT_CORRUPTIONS,
+    corrupt,
+    corrupted_tfds,
+    imagenet_r_classes,
+    restrict_classes,
+)
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, from_arrays, from_tfds
 
 __all__ = [
+    "CORRUPTIONS",
+    "HELD_OUT_CORRUPTIONS",
     "FixedBatchSampler",
     "PoissonSampler",
     "Source",
     "augment",
     "bundled",
+    "corrupt",
+    "corrupted_tfds",
     "from_arrays",
     "from_tfds",
+    "imagenet_r_classes",
     "normalise",
     "pad_to_physical",
     "random_crop",
     "random_flip",
+    "restrict_classes",
 ]

@@ -1,0 +1,218 @@
+"""Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's classes.
+
+The nineteen corruptions of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261): fifteen to evaluate on and
+four held out to choose hyper-parameters on. They need the extra "corruptions" (`pip install
+"jaxdp[corruptions]"`), which is imported on use.
+
+The privacy of a stream counts photographs, not pictures: the same photograph under fifteen corruptions is
+fifteen visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
+"""
+
+import dataclasses
+import importlib.resources
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxdp.data.sources import Source, from_tfds
+
+CORRUPTIONS = (
+    *("gaussian_noise", "shot_noise", "impulse_noise"),
+    *("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness"),
+    *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+)
+HELD_OUT_CORRUPTIONS = ("speckle_noise", "spatter", "gaussian_blur", "saturate")
+
+_ALL = CORRUPTIONS + HELD_OUT_CORRUPTIONS
+_SMALLEST_SIDE = {"cifar": 8, "imagenet": 32}
+
+
+def corrupt(
+    source: Source,
+    name: str,
+    *,
+    severity: int = 5,
+    seed: int = 0,
+    scale: Literal["auto", "cifar", "imagenet"] = "auto",
+) -> Source:
+    """Returns the source with every image corrupted, one by one, whenever it is gathered.
+
+    Labels and positions stay. A corrupted image is a function of the image, its position in the whole data set
+    that `source` was taken from, and the arguments: it does not depend on the other rows, on the order of
+    calls or on NumPy's global generator (whose state is kept), so `corrupt` and `take` commute. Other versions
+    of NumPy, OpenCV, SciPy, scikit-image, Pillow or imagecorruptions may change pixels.
+
+    Nothing is cached: to read a corrupted set many times, gather it once and use `from_arrays`.
+
+    Args:
+      source: images [H, W, 3], or [H, W, 1], which are corrupted as RGB and keep the green channel (noise thus
+        has its full strength); floating-point images are rounded to uint8.
+      name: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
+      severity: 1 to 5.
+      seed: public non-negative int.
+      scale: whose constants: "imagenet" for ImageNet-C's, by the library imagecorruptions-imaug (sides of at
+        least 32), "cifar" for CIFAR-10-C's (at least 8). "auto" is "cifar" where the longer side is at most 64.
+
+    Returns:
+      A source of uint8 images, named "source/name_severity".
+
+    Raises:
+      ValueError: for a name, severity, seed, scale or image shape outside the above.
+      ImportError: if the extra "corruptions" is not installed.
+    """
+    if name not in _ALL:
+        raise ValueError(f"name must be one of {', '.join(_ALL)}, got {name!r}")
+    _check_severity(severity)
+    if seed < 0:
+        raise ValueError(f"seed must be a non-negative int, got {seed}")
+    if scale not in ("auto", *_SMALLEST_SIDE):
+        raise ValueError(f"scale must be 'auto', 'cifar' or 'imagenet', got {scale!r}")
+    if "image" not in source.arrays:
+        raise ValueError(f"source {source.name!r} has columns {sorted(source.arrays)}; corruptions need 'image'")
+    images = source.arrays["image"]
+    height, width, channels = images.shape[1:]
+    if scale == "auto":
+        scale = "cifar" if max(height, width) <= 64 else "imagenet"
+    if min(height, width) < _SMALLEST_SIDE[scale] or channels not in (1, 3):
+        raise ValueError(
+            f"images must have 1 or 3 channels and, with scale {scale!r}, sides of at least {_SMALLEST_SIDE[scale]} "
+            f"pixels, got shape {images.shape[1:]}; resize them first, or choose another scale"
+        )
+    _require_library()
+    column: Any = _CorruptedImages(images, name, severity, seed, scale)
+    return dataclasses.replace(
+        source, arrays={**source.arrays, "image": column}, name=f"{source.name}/{name}_{severity}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _CorruptedImages:
+    """A column of a `Source` that reads as a uint8 array [n, H, W, C] and corrupts the rows it is asked for."""
+
+    images: np.ndarray
+    name: str
+    severity: int
+    seed: int
+    scale: str
+
+    dtype = np.dtype(np.uint8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.images.shape
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        images = self.images[rows]
+        if images.dtype != np.uint8:
+            images = np.rint(255 * images)
+        corrupted = np.empty(images.shape, np.uint8)
+        for k, position in enumerate(np.arange(len(self))[rows]):
+            grey = images.shape[3] == 1
+            rgb = self._corrupt(np.repeat(images[k], 3 if grey else 1, axis=2).astype(np.uint8), position)
+            corrupted[k] = rgb[..., 1:2] if grey else rgb
+        return corrupted
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or np.uint8)
+
+    def _corrupt(self, image: np.ndarray, position: int) -> np.ndarray:
+        import imagecorruptions
+
+        from jaxdp.data import cifar_c
+
+        key = (_ALL.index(self.name), self.severity, position)
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
+        if self.scale == "cifar":
+            return cifar_c.apply(image, self.name, self.severity, rng)
+        # These two draw from generators of their own, which only this argument seeds.
+        seeded = {"seed": int(rng.integers(2**32))} if self.name in ("impulse_noise", "glass_blur") else {}
+        with cifar_c.numpy_seeded(rng):
+            return imagecorruptions.corrupt(image, self.severity, self.name, **seeded)
+
+
+def _check_severity(severity: int) -> None:
+    if severity not in range(1, 6):
+        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
+
+
+def _require_library() -> None:
+    try:
+        import imagecorruptions  # noqa: F401
+    except ImportError as error:
+        raise ImportError('corruptions need optional packages: pip install "jaxdp[corruptions]"') from error
+
+
+_TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validation"}
+_CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transform": "elastic"}
+
+
+def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str | None = None) -> Source:
+    """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both sets.
+
+    Every configuration holds the same photographs. imagenet2012_corrupted needs 7.5 GB of memory.
+
+    Args:
+      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted".
+      corruption: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
+      severity: 1 to 5.
+      data_dir: as in `from_tfds`.
+
+    Raises:
+      ValueError: for a name, corruption or severity outside the above.
+      FileNotFoundError: if the configuration is not prepared there; the message says how to prepare it.
+    """
+    if name not in _TFDS_SPLITS:
+        raise ValueError(f"name must be one of {', '.join(_TFDS_SPLITS)}, got {name!r}")
+    if corruption not in _ALL:
+        raise ValueError(f"corruption must be one of {', '.join(_ALL)}, got {corruption!r}")
+    _check_severity(severity)
+    if name == "cifar10_corrupted":
+        corruption = _CIFAR10_CORRUPTED_NAMES.get(corruption, corruption)
+    return from_tfds(f"{name}/{corruption}_{severity}", _TFDS_SPLITS[name], data_dir=data_dir)
+
+
+def imagenet_r_classes() -> np.ndarray:
+    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending: int64 [200].
+
+    ImageNet's order is the one of TFDS's imagenet2012, that of the WordNet ids, which all public checkpoints use.
+    """
+    import tensorflow_datasets as tfds
+
+    imagenet = tfds.core.tfds_path("datasets/imagenet2012/labels.txt").read_text().split()
+    lines = (importlib.resources.files("jaxdp.data") / "imagenet_r.txt").read_text().splitlines()
+    return np.flatnonzero(np.isin(imagenet, [line for line in lines if not line.startswith("#")]))
+
+
+def restrict_classes(
+    apply_fn: Callable[[Any, Any], Any], classes: Sequence[int] | np.ndarray
+) -> Callable[[Any, Any], Any]:
+    """Returns `apply_fn` with the logits of some classes only, in that order, for a source with these labels.
+
+    Probabilities, entropy included, are then those of a classifier that knows no other class.
+
+    Args:
+      apply_fn: (params, images) -> logits [B, K].
+      classes: distinct class positions in [0, K), int [C]; label j of the restricted model is classes[j].
+
+    Returns:
+      (params, images) -> logits [B, C].
+
+    Raises:
+      ValueError: if classes are not distinct non-negative integers, or (when called) one is not below K.
+    """
+    chosen = np.asarray(classes)
+    if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or len(np.unique(chosen)) != len(chosen):
+        raise ValueError(f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape {chosen.shape}")
+
+    def restricted(params: Any, images: Any) -> Any:
+        logits = apply_fn(params, images)
+        if not (chosen.min() >= 0 and chosen.max() < logits.shape[-1]):
+            raise ValueError(f"classes must be in [0, {logits.shape[-1]}), the model's classes")
+        return logits[..., chosen]
+
+    return restricted
