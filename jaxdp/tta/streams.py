@@ -1,0 +1,231 @@
+"""Streams of test batches: which record comes in which batch, and where an evaluation starts afresh.
+
+    stream = Stream({"gaussian_noise": noisy, "fog": foggy}, batch_size=64, seed=0)
+    for batch in stream:
+        ...  # batch.images, batch.labels, batch.mask; batch.reset; batch.units
+
+A domain is a source under one condition (a corruption, a site). The protocols of the test-time adaptation papers are
+orders and reset rules of one class: continual ("never" reset), "episodic" in the sense of a reset per corruption
+("domain") or per batch ("batch"), all domains mixed, and label shift.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from jaxdp.data import Source
+
+Order = Literal["continual", "mixed", "label_shifted"]
+Reset = Literal["never", "domain", "batch"]
+Remainder = Literal["drop", "pad"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """One batch of a stream. The first m = mask.sum() rows are records, the others padding.
+
+    Attributes:
+      images: float32 [B, H, W, C]; zeros in padding.
+      labels: int32 [B]; -1 in padding. For evaluation only: adaptation never sees them.
+      mask: bool [B], False for padding. The divisor of an update stays the public B.
+      domains: [m] name of each record's domain.
+      positions: int64 [m] of each record in its domain.
+      units: [m] identity of what each record is a view of; see `Stream.units`.
+      reset: whether the model starts again from its source parameters before this batch.
+    """
+
+    images: np.ndarray = dataclasses.field(repr=False)
+    labels: np.ndarray = dataclasses.field(repr=False)
+    mask: np.ndarray = dataclasses.field(repr=False)
+    domains: tuple[str, ...] = dataclasses.field(repr=False)
+    positions: np.ndarray = dataclasses.field(repr=False)
+    units: tuple[Hashable, ...] = dataclasses.field(repr=False)
+    reset: bool
+
+    @property
+    def samples(self) -> tuple[tuple[str, int], ...]:
+        """[m] identity of each record itself: its domain and position."""
+        return tuple(zip(self.domains, self.positions.tolist(), strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream:
+    """Batches of one fixed size from one or several domains; every record comes at most once.
+
+    Orders:
+      "continual": domain after domain, each shuffled by the same seed; no batch spans two domains.
+      "mixed": the records of all domains shuffled together.
+      "label_shifted": as "continual", but inside a domain by phases, one for each class in turn. A record is in the
+        phase of its own class with odds `imbalance` : 1 against each other phase, independently of the other records;
+        inside a phase the order is random. Infinite odds are strictly class by class, odds of 1 are "continual".
+
+    Formal guarantees:
+      - The plan (which position is in which batch, how many batches, where resets are) depends on the numbers of
+        records, the public seed and the fields of this class only. Batches are disjoint and of fixed size, as parallel
+        composition over a stream needs; replacing what a record holds moves no record.
+      - "label_shifted" is the exception: it reads labels. It models a stream that arrives in such an order, and is
+        sound if that order is taken as given, like arrival times. To sort, route, reject or de-duplicate private
+        records by what they hold is a release of its own that no account here sees.
+      - Adding or removing a record shifts all later ones across batch boundaries. Neighbours are therefore streams
+        that differ in the content of one unit ("replace_one", "zero_out"), never in length.
+      - Each record comes once, but a unit may come back: by default position i of every domain is taken to be the same
+        photograph i, as in ImageNet-C and CIFAR-10-C, and 15 corruptions of it are 15 visits.
+
+    Attributes:
+      domains: sources by name, in the order in which they come, with images of one shape and one number of classes.
+      batch_size: B >= 1, the size of every batch and the public divisor of its update.
+      order: see above.
+      reset: "never"; "domain", before the first batch of every domain ("episodic" in the papers on ImageNet-C);
+        "batch", before every batch (Tent's flag EPISODIC), which shows only where predictions follow the update.
+      seed: public non-negative int below 2**128.
+      remainder: what becomes of the last n mod B records of a domain (of the stream, if mixed): "drop", as in the
+        papers, or "pad" the batch with masked rows.
+      imbalance: odds >= 1 of a "label_shifted" stream.
+      units: [n] public identity of position i in every domain, for example the patient of a scan; by default the
+        position itself.
+
+    Raises:
+      ValueError: on construction, for values outside the above or domains that yield no batch.
+    """
+
+    domains: Mapping[str, Source]
+    _: dataclasses.KW_ONLY
+    batch_size: int = 64
+    order: Order = "continual"
+    reset: Reset = "never"
+    seed: int
+    remainder: Remainder = "drop"
+    imbalance: float = math.inf
+    units: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not 0 <= self.seed < 2**128:
+            raise ValueError(f"seed must be in [0, 2**128), got {self.seed}")
+        if not self.imbalance >= 1:
+            raise ValueError(f"imbalance must be at least 1, got {self.imbalance}")
+        if self.imbalance < math.inf and self.order != "label_shifted":
+            raise ValueError(f"imbalance={self.imbalance} needs order='label_shifted', got order={self.order!r}")
+        if self.order == "mixed" and self.reset == "domain":
+            raise ValueError("reset='domain' has no meaning where order='mixed': use reset='never' or 'batch'")
+        if not self.domains:
+            raise ValueError("domains must hold at least one source")
+        for name, source in self.domains.items():
+            if "image" not in source.arrays:
+                raise ValueError(f"domains[{name!r}] has no images; it has the columns {sorted(source.arrays)}")
+        kinds = {(s.arrays["image"].shape[1:], s.num_classes) for s in self.domains.values()}
+        if len(kinds) > 1:
+            raise ValueError(f"domains must have one image shape and number of classes, got {sorted(kinds)}")
+        longest = max(len(source) for source in self.domains.values())
+        if self.units is not None and len(self.units) != longest:
+            raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}")
+        for name, batches in zip(
+            ["the stream"] if self.order == "mixed" else self.domains, self._sections, strict=True
+        ):
+            if not batches:
+                raise ValueError(
+                    f"{name!r} has too few records for a batch of batch_size={self.batch_size}: use a smaller one, "
+                    "or remainder='pad'"
+                )
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.batch, range(len(self)))
+
+    def batch(self, index: int) -> Batch:
+        """Returns batch `index` in [0, len(stream)), reading the images of that batch only.
+
+        Raises:
+          IndexError: if there is no such batch.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+        rows, reset = self._plan[index]
+        owner, positions = rows.T
+        names, sources = list(self.domains), list(self.domains.values())
+        shape = sources[0].arrays["image"].shape[1:]
+        images = np.zeros((self.batch_size, *shape), np.float32)
+        labels = np.full(self.batch_size, -1, np.int32)
+        for domain in np.unique(owner):
+            here = np.flatnonzero(owner == domain)
+            examples = sources[domain].gather(positions[here])
+            images[here], labels[here] = examples["image"], examples["label"]
+        ids = positions.tolist() if self.units is None else [self.units[i] for i in positions.tolist()]
+        return Batch(
+            images=images,
+            labels=labels,
+            mask=np.arange(self.batch_size) < len(rows),
+            domains=tuple(names[i] for i in owner),
+            positions=positions,
+            units=tuple(ids),
+            reset=reset,
+        )
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """Number of the first batch of each domain, in order; empty for a mixed stream, which has no boundaries."""
+        if self.order == "mixed":
+            return {}
+        ends = itertools.accumulate((len(batches) for batches in self._sections), initial=0)
+        return dict(zip(self.domains, ends, strict=False))
+
+    @functools.cached_property
+    def _plan(self) -> list[tuple[np.ndarray, bool]]:
+        """Per batch: (domain number, position) of its records, int64 [m, 2], and whether to reset before it."""
+        return [
+            (rows, self.reset == "batch" or (self.reset == "domain" and number == 0))
+            for batches in self._sections
+            for number, rows in enumerate(batches)
+        ]
+
+    @functools.cached_property
+    def _sections(self) -> list[list[np.ndarray]]:
+        """The batches by section of the stream that no batch leaves: a domain, or everything if mixed."""
+        records = []
+        for number, source in enumerate(self.domains.values()):
+            if self.order == "mixed":
+                order = np.arange(len(source))
+            elif self.order == "continual":
+                order = _shuffled(self.seed, len(source))
+            else:
+                order = self._label_shifted(source)
+            records.append(np.stack([np.full_like(order, number), order], axis=1))
+        if self.order == "mixed":
+            everything = np.concatenate(records)
+            records = [everything[_shuffled(self.seed, len(everything))]]
+        return [self._cut(rows) for rows in records]
+
+    def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
+        stop = len(rows) if self.remainder == "pad" else len(rows) - len(rows) % self.batch_size
+        return [rows[start : min(stop, start + self.batch_size)] for start in range(0, stop, self.batch_size)]
+
+    def _label_shifted(self, source: Source) -> np.ndarray:
+        labels = source.arrays["label"] if source.rows is None else source.arrays["label"][source.rows]
+        own, count = 1 / (1 + (source.num_classes - 1) / self.imbalance), len(labels)
+        order = _shuffled(self.seed, count)
+        # Words behind the `count` of the shuffle, so that phases are independent of the order inside a phase.
+        words = _words(self.seed, 3 * count)[count:]
+        strays = (words[:count] >> np.uint64(11)) * 2.0**-53 >= own
+        other = 1 + (words[count:] % np.uint64(source.num_classes - 1)).astype(np.int64)
+        phase = (labels + np.where(strays, other, 0)) % source.num_classes
+        return order[np.argsort(phase[order], kind="stable")]
+
+
+def _words(seed: int, count: int) -> np.ndarray:
+    """Public random uint64 [count]; NumPy keeps the raw stream of a bit generator for ever."""
+    return np.random.Philox(key=seed).random_raw(count)
+
+
+def _shuffled(seed: int, count: int) -> np.ndarray:
+    return np.argsort(_words(seed, count), kind="stable")
