@@ -144,7 +144,10 @@ def _require_library() -> None:
     try:
         import imagecorruptions  # noqa: F401
     except ImportError as error:
-        raise ImportError('corruptions need optional packages: pip install "jaxdp[corruptions]"') from error
+        raise ImportError(
+            f'corruptions need optional packages: pip install "jaxdp[corruptions]" ({error}; if it is a display '
+            "library such as libGL that is missing, put opencv-python-headless in place of opencv-python)"
+        ) from error
 
 
 _TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validation"}
