@@ -1,6 +1,7 @@
 """Model families in Flax Linen, none of which mixes the examples of a batch, and their parameters on disk."""
 
 from jaxdp.models.cnn import CNN
+from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.layers import FrozenBatchNorm, WSConv
 from jaxdp.models.mlp import MLP
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
@@ -13,6 +14,7 @@ __all__ = [
     "CNN",
     "MLP",
     "MODELS",
+    "ConvNeXt",
     "FrozenBatchNorm",
     "ResNet",
     "ViT",

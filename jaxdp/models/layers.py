@@ -11,6 +11,11 @@ import jax.numpy as jnp
 Norm = Literal["group", "frozen_batch"] | None
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """The exact GELU, x times the normal distribution function at x (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    return nn.gelu(x, approximate=False)
+
+
 class FrozenBatchNorm(nn.Module):
     """Batch normalisation with fixed statistics: scale * (x - mean) / sqrt(var + epsilon) + bias.
 

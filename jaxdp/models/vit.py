@@ -1,12 +1,14 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929)."""
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and its distilled form DeiT (Touvron et al. 2021,
+arXiv:2012.12877)."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-_EPSILON = 1e-6
+from jaxdp.models.layers import gelu
 
 
 class Attention(nn.Module):
@@ -41,31 +43,43 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm encoder block: x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)) with the exact GELU.
+    """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a LayerNorm.
 
     Attributes:
       num_heads: number of heads.
       mlp_width: hidden width of the MLP.
       dtype: computation dtype.
+      norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
+      norm_epsilon: added to the variance in every LayerNorm.
+      activation: between the layers of the MLP.
     """
 
     num_heads: int
     mlp_width: int
     dtype: Any = None
+    norm_order: Literal["pre", "post"] = "pre"
+    norm_epsilon: float = 1e-6
+    activation: Callable[[jax.Array], jax.Array] = gelu
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
+        norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
+        attention = Attention(self.num_heads, self.dtype, name="attention")
+        if self.norm_order == "post":
+            x = norms[0](x + attention(x))
+            return norms[1](x + self._mlp(x))
+        x = x + attention(norms[0](x))
+        return x + self._mlp(norms[1](x))
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
         dense = {"dtype": self.dtype, "kernel_init": nn.initializers.xavier_uniform()}
-        y = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm_0")(x)
-        x = x + Attention(self.num_heads, self.dtype, name="attention")(y)
-        y = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm_1")(x)
-        y = nn.gelu(nn.Dense(self.mlp_width, name="mlp_0", **dense)(y), approximate=False)
-        return x + nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+        y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
+        return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
 
 
 class ViT(nn.Module):
-    """Pre-norm Vision Transformer with learned positions.
+    """Vision Transformer with learned positions.
 
     Attributes:
       num_classes: number of logits.
@@ -77,6 +91,15 @@ class ViT(nn.Module):
       pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch
         tokens.
       dtype: computation dtype; None is float32. Parameters and logits are float32.
+      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al.,
+        arXiv:1706.03762): h = LayerNorm(h + attention(h)), h = LayerNorm(h + MLP(h)). The last LayerNorm, on what
+        is classified, is there in both.
+      norm_epsilon: added to the variance in every LayerNorm; Hugging Face's ViT and DeiT have 1e-12.
+      activation: in the MLPs; the exact GELU.
+      distilled: a second learned token follows the class token, as in DeiT; needs pool="token".
+      distilled_head: that token has a head of its own, "head_distilled", and the logits are the mean of the two
+        heads, DeiT's classifier at inference (section 3 of its paper; its training, in which each head has its own
+        target, is not built in). False classifies the class token alone.
     """
 
     num_classes: int
@@ -87,33 +110,47 @@ class ViT(nn.Module):
     mlp_width: int = 768
     pool: Literal["token", "mean"] = "token"
     dtype: Any = None
+    norm_order: Literal["pre", "post"] = "pre"
+    norm_epsilon: float = 1e-6
+    activation: Callable[[jax.Array], jax.Array] = gelu
+    distilled: bool = False
+    distilled_head: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         if self.pool not in ("token", "mean"):
             raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}")
+        if self.norm_order not in ("pre", "post"):
+            raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}")
+        if self.distilled and self.pool != "token":
+            raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}")
         if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
             raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}")
         x = self._embed(x)
+        attributes = (self.num_heads, self.mlp_width, self.dtype, self.norm_order, self.norm_epsilon, self.activation)
         for k in range(self.depth):
-            x = Block(self.num_heads, self.mlp_width, self.dtype, name=f"block_{k}")(x)
-        x = nn.LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name="norm")(x)
-        x = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
+            x = Block(*attributes, name=f"block_{k}")(x)
+        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
+        logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(
+            x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
+        )
+        if not (self.distilled and self.distilled_head):
+            return logits
+        return (logits + nn.Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to tokens [B, T, D] with positions; patches in row-major order."""
         size = (self.patch_size, self.patch_size)
         x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
-        extra = int(self.pool == "token")
+        names = ["class_token"] * (self.pool == "token") + ["distillation_token"] * self.distilled
         init = nn.initializers.normal(0.02)
-        positions = self.param("positions", init, (1, x.shape[1] + extra, self.width))
-        if extra:
-            # A zero row in front, to which position and class token are added: the weights meet the data in
+        positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
+        if names:
+            # Zero rows in front, to which positions and learned tokens are added: the weights meet the data in
             # one sum.
-            token = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
-            positions = positions + jnp.pad(token, ((0, 0), (0, x.shape[1]), (0, 0)))
-            x = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))
+            tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
+            positions = positions + jnp.pad(jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0)))
+            x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))
         return x + positions.astype(x.dtype)

@@ -18,6 +18,16 @@ TINY = {
     "wide resnet": ("wrn_16_4", {"depth": 10, "width": 1}),
     "vit": ("vit_tiny", {"width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}),
     "vit mean": ("vit_tiny", {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12, "pool": "mean"}),
+    "vit distilled": (
+        "deit_ti16_distilled",
+        {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 12},
+    ),
+    "vit post": (
+        "vit_tiny",
+        {"width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
+        | {"norm_order": "post", "norm_epsilon": 0.1, "activation": jax.nn.relu},
+    ),
+    "convnext": ("convnext_tiny", {"widths": (4, 6), "depths": (1, 2)}),
 }
 IMAGES = np.random.default_rng(0).random((3, 8, 8, 2), np.float32)
 
@@ -31,7 +41,7 @@ def build(kind: str, dtype=None):
 
     def leaf(path, shape):
         names = [entry.key for entry in path]
-        centre = 1.0 if names[-1] in ("scale", "gain", "var") else 0.0
+        centre = 1.0 if names[-1] in ("scale", "gain", "var", "layer_scale") else 0.0
         fan_in = np.prod(shape.shape[:-1]) if names[-1] == "kernel" else 25
         return np.asarray(centre + rng.normal(0, 1 / np.sqrt(fan_in), shape.shape), np.float32)
 
@@ -76,9 +86,29 @@ def group_norm(x, p, groups):
     return out * p["scale"] + p["bias"]
 
 
-def layer_norm(x, p):
+def layer_norm(x, p, epsilon=1e-6):
     centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"] + p["bias"]
+
+
+def gelu(x):
+    return x * (1 + special.erf(x / np.sqrt(2))) / 2
+
+
+def reduce(x, p, size):
+    """Non-overlapping size x size patches, each mapped linearly."""
+    batch, height, width, channels = x.shape
+    x = x.reshape(batch, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(*x.shape[:3], -1) @ p["kernel"].reshape(-1, p["kernel"].shape[-1]) + p["bias"]
+
+
+def depthwise(x, p):
+    x = np.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)))
+    out = np.empty((len(x), x.shape[1] - 6, x.shape[2] - 6, x.shape[3]))
+    for i in range(out.shape[1]):
+        for j in range(out.shape[2]):
+            out[:, i, j] = (x[:, i : i + 7, j : j + 7] * p["kernel"][:, :, 0]).sum(axis=(1, 2))
+    return out + p["bias"]
 
 
 def dense(x, p):
@@ -155,18 +185,32 @@ def reference(kind, x, variables):
             name, stride = f"stage_{k}_block_0", 1 if k == 0 else 2
             x = branch(f"{name}_skip", x, stride) + branch(f"{name}_1", branch(f"{name}_0", x, stride))
         return dense(group_norm(relu(x), p["norm"], 16).mean(axis=(1, 2)), p["head"])
-    patches = x.reshape(len(x), 2, 4, 2, 4, 2).transpose(0, 1, 3, 2, 4, 5).reshape(len(x), 4, 32)
-    x = patches @ p["embed"]["kernel"].reshape(32, -1) + p["embed"]["bias"]
-    if kind == "vit":
-        x = np.concatenate([np.broadcast_to(p["class_token"], (len(x), 1, 8)), x], axis=1)
+    if kind == "convnext":
+        x = layer_norm(reduce(x, p["stem"], 4), p["stem_norm"])
+        for k in range(2):
+            if k:
+                x = reduce(layer_norm(x, p["stage_1_downsample_norm"]), p["stage_1_downsample"], 2)
+            for j in range(attributes["depths"][k]):
+                block = p[f"stage_{k}_block_{j}"]
+                y = layer_norm(depthwise(x, block["conv"]), block["norm"])
+                x = x + block["layer_scale"] * dense(gelu(dense(y, block["mlp_0"])), block["mlp_1"])
+        return dense(layer_norm(x.mean(axis=(1, 2)), p["norm"]), p["head"])
+    x = reduce(x, p["embed"], 4).reshape(len(x), 4, 8)
+    names = {"vit mean": [], "vit distilled": ["class_token", "distillation_token"]}.get(kind, ["class_token"])
+    x = np.concatenate([*(np.broadcast_to(p[name], (len(x), 1, 8)) for name in names), x], axis=1)
     x = x + p["positions"]
     for k in range(attributes["depth"]):
         block = p[f"block_{k}"]
-        x = x + attention(layer_norm(x, block["norm_0"]), block["attention"], 2)
-        y = dense(layer_norm(x, block["norm_1"]), block["mlp_0"])
-        x = x + dense(y * (1 + special.erf(y / np.sqrt(2))) / 2, block["mlp_1"])
-    x = layer_norm(x, p["norm"])
-    return dense(x[:, 0] if kind == "vit" else x.mean(axis=1), p["head"])
+        if kind == "vit post":
+            x = layer_norm(x + attention(x, block["attention"], 2), block["norm_0"], 0.1)
+            x = layer_norm(x + dense(relu(dense(x, block["mlp_0"])), block["mlp_1"]), block["norm_1"], 0.1)
+        else:
+            x = x + attention(layer_norm(x, block["norm_0"]), block["attention"], 2)
+            x = x + dense(gelu(dense(layer_norm(x, block["norm_1"]), block["mlp_0"])), block["mlp_1"])
+    x = layer_norm(x, p["norm"], 0.1 if kind == "vit post" else 1e-6)
+    if kind == "vit distilled":
+        return (dense(x[:, 0], p["head"]) + dense(x[:, 1], p["head_distilled"])) / 2
+    return dense(x.mean(axis=1) if kind == "vit mean" else x[:, 0], p["head"])
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -199,7 +243,7 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
         np.testing.assert_allclose(jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1)
 
 
-@pytest.mark.parametrize("kind", ["resnet", "wide resnet", "vit", "cnn group"])
+@pytest.mark.parametrize("kind", ["resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"])
 def test_every_parameter_receives_a_gradient(kind):
     model, variables = build(kind)
     target = np.eye(5, dtype=np.float32)[[0]]
@@ -235,6 +279,10 @@ def test_frozen_statistics_are_constants():
         ("vit_tiny", {"patch_size": 3}, "patch_size must divide the image 8x8, got 3"),
         ("vit_tiny", {"num_heads": 5}, "num_heads must divide the width 64, got 5"),
         ("vit_tiny", {"pool": "max"}, "pool must be 'token' or 'mean'"),
+        ("vit_tiny", {"norm_order": "both"}, "norm_order must be 'pre' or 'post', got 'both'"),
+        ("vit_tiny", {"distilled": True, "pool": "mean"}, "distilled=True needs pool='token', got pool='mean'"),
+        ("convnext_tiny", {}, "the image must be at least 32x32, got 8x8"),
+        ("convnext_tiny", {"widths": (4, 8)}, "one entry per stage"),
         ("cnn", {"widths": (4, 4, 4, 4)}, "too small to halve again at 1x1"),
     ],
 )
@@ -254,3 +302,22 @@ def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     expected, found = (model.apply({"params": p}, images) for p in (params, moved))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
+
+
+def test_without_its_head_the_distillation_token_only_takes_part_in_attention() -> None:
+    attributes = TINY["vit distilled"][1]
+    _, variables = build("vit distilled")
+    model = models.create("deit_ti16_distilled", num_classes=5, distilled_head=False, **attributes)
+    params = {name: value for name, value in variables["params"].items() if name != "head_distilled"}
+    silent = jax.tree.map(lambda x: 0 * x, variables["params"]["head_distilled"])
+    doubled = {**variables["params"], "head_distilled": silent, "head": jax.tree.map(lambda x: 2 * x, params["head"])}
+    expected = build("vit distilled")[0].apply({"params": doubled}, IMAGES)
+    np.testing.assert_allclose(model.apply({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["vit distilled", "convnext"])
+def test_layer_norms_are_recognised_by_their_paths(kind: str) -> None:
+    for path, _ in jax.tree_util.tree_leaves_with_path(build(kind)[1]["params"]):
+        *modules, leaf = (entry.key for entry in path)
+        assert any("norm" in module for module in modules) == (leaf in ("scale", "bias") and "norm" in modules[-1])
+        assert leaf != "scale" or "norm" in modules[-1]

@@ -67,10 +67,36 @@ def test_sizes_on_cifar(name, expected, published):
         ("vit_s16", 384, 12, 22_050_664),
         ("vit_b16", 768, 12, 86_567_656),
         ("vit_l16", 1024, 24, 304_326_632),
+        ("deit_ti16", 192, 12, 5_717_416),
+        ("deit_s16", 384, 12, 22_050_664),
+        ("deit_b16", 768, 12, 86_567_656),
     ],
 )
 def test_vit_sizes_are_the_published_ones(name, width, depth, published):
     assert count(name, (224, 224, 3), 1000) == vit_size(width, depth, 196, 16, 3, 1000) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "published"),
+    [("deit_ti16", 192, 5_910_800), ("deit_s16", 384, 22_436_432), ("deit_b16", 768, 87_338_192)],
+)
+def test_distillation_adds_a_token_its_position_and_a_head(name, width, published):
+    extra = count(f"{name}_distilled", (224, 224, 3), 1000) - count(name, (224, 224, 3), 1000)
+    assert extra == 2 * width + 1000 * width + 1000
+    assert count(f"{name}_distilled", (224, 224, 3), 1000) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("convnext_tiny", 28_589_128),
+        ("convnext_small", 50_223_688),
+        ("convnext_base", 88_591_464),
+        ("convnext_large", 197_767_336),
+    ],
+)
+def test_convnext_sizes_are_the_published_ones(name, published):
+    assert count(name, (224, 224, 3), 1000) == published
 
 
 def test_attributes_override_the_name():

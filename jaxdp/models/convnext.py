@@ -1,0 +1,82 @@
+"""ConvNeXt (Liu et al. 2022, arXiv:2201.03545)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models.layers import gelu
+
+_EPSILON = 1e-6
+_init = nn.initializers.truncated_normal(0.02)
+
+
+class ConvNeXtBlock(nn.Module):
+    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C and exact GELU.
+
+    Attributes:
+      dtype: computation dtype.
+    """
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [B, H, W, C] to [B, H, W, C]."""
+        width = x.shape[-1]
+        common = {"dtype": self.dtype, "kernel_init": _init}
+        y = nn.Conv(width, (7, 7), padding=3, feature_group_count=width, name="conv", **common)(x)
+        y = nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm")(y)
+        y = gelu(nn.Dense(4 * width, name="mlp_0", **common)(y))
+        y = nn.Dense(width, name="mlp_1", **common)(y)
+        scale = self.param("layer_scale", nn.initializers.constant(1e-6), (width,))
+        return x + y * scale.astype(y.dtype).reshape(1, 1, 1, -1)
+
+
+class ConvNeXt(nn.Module):
+    """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling, LayerNorm, head.
+
+    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic depth, which the
+    authors train with and which does nothing at inference, is left out.
+
+    Attributes:
+      num_classes: number of logits.
+      widths: channels of each stage.
+      depths: blocks of each stage.
+      dtype: computation dtype; None is float32. Parameters and logits are float32.
+    """
+
+    num_classes: int
+    widths: Sequence[int] = (96, 192, 384, 768)
+    depths: Sequence[int] = (3, 3, 9, 3)
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]; rows and columns that a stride does not reach
+        are dropped."""
+        if len(self.widths) != len(self.depths):
+            raise ValueError(f"widths and depths must have one entry per stage, got {self.widths} and {self.depths}")
+        reduction = 4 * 2 ** (len(self.widths) - 1)
+        if min(x.shape[1:3]) < reduction:
+            raise ValueError(f"the image must be at least {reduction}x{reduction}, got {x.shape[1]}x{x.shape[2]}")
+
+        def norm(name: str, x: jax.Array) -> jax.Array:
+            return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)
+
+        def reduce(name: str, stride: int, width: int, x: jax.Array) -> jax.Array:
+            size = (stride, stride)
+            common = {"padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
+            return nn.Conv(width, size, strides=size, name=name, **common)(x)
+
+        x = norm("stem_norm", reduce("stem", 4, self.widths[0], x))
+        for s, (width, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
+            if s:
+                x = reduce(f"stage_{s}_downsample", 2, width, norm(f"stage_{s}_downsample_norm", x))
+            for k in range(depth):
+                x = ConvNeXtBlock(self.dtype, name=f"stage_{s}_block_{k}")(x)
+        x = jnp.mean(x.astype(jnp.float32), axis=(1, 2))
+        x = nn.LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name="norm")(x)
+        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(x)
