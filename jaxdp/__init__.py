@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.version import __version__
 
 if TYPE_CHECKING:
-    from jaxdp import data, finetune, models, prediction, privacy, report, transforms
+    from jaxdp import data, finetune, models, prediction, privacy, report, transforms, tta
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
@@ -31,6 +31,7 @@ _MODULES = {
     "finetune": "jaxdp.finetune",
     "prediction": "jaxdp.prediction",
     "report": "jaxdp.report",
+    "tta": "jaxdp.tta",
 }
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "privatize",
     "report",
     "transforms",
+    "tta",
 ]
 
 

@@ -1,0 +1,28 @@
+"""Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private form of each."""
+
+from jaxdp.tta.adapter import Adapter, AdaptState
+from jaxdp.tta.come import COME
+from jaxdp.tta.deyo import DeYO
+from jaxdp.tta.eata import EATA, fisher
+from jaxdp.tta.method import Method, Sample
+from jaxdp.tta.private import Private, private
+from jaxdp.tta.sar import SAR
+from jaxdp.tta.select import lower_blocks, normalisation
+from jaxdp.tta.tent import Tent
+
+__all__ = [
+    "COME",
+    "EATA",
+    "SAR",
+    "AdaptState",
+    "Adapter",
+    "DeYO",
+    "Method",
+    "Private",
+    "Sample",
+    "Tent",
+    "fisher",
+    "lower_blocks",
+    "normalisation",
+    "private",
+]

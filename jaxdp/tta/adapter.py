@@ -1,0 +1,371 @@
+"""The step of test-time adaptation: predict a batch, then adapt to it; the same for every method, private or not."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.noise import gaussian, new_seed, stream
+from jaxdp.tta.method import Method, Sample
+from jaxdp.tta.private import Private
+from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
+
+ApplyFn = Callable[[Any, jax.Array], jax.Array]
+
+
+class AdaptState(NamedTuple):
+    """Everything a step changes.
+
+    Attributes:
+      step: int32 scalar, batches seen; a reset does not rewind it, because it names the noise.
+      params: all parameters; those that do not adapt are the source model's own arrays.
+      opt_state: of the optimizer.
+      memory: of a non-private method, a raw function of the images seen; () for a private one.
+      released: the previous private gradient, for methods with an ascent step; None for others.
+      pending: clipped sum of the batches of an unfinished update, without noise: secret, like `key`; None unless
+        `accumulate` > 1.
+      key: of noise and of second views. Who learns it can subtract the noise.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    memory: Any
+    released: Any
+    pending: Any
+    key: jax.Array
+
+
+class _Program(NamedTuple):
+    """What a compiled step depends on; clip norm, noise and learning rates kept in opt_state do not recompile it."""
+
+    apply_fn: ApplyFn
+    method: Method
+    update: Callable[..., Any]
+    adapted: frozenset[str]
+    private: bool
+    noisy: bool
+    keep_filters: bool
+    accumulate: int
+    reset_every: int | None
+    adapt_first: bool
+
+
+class _Constants(NamedTuple):
+    """Public numbers and arrays of a step."""
+
+    moving: Any  # adapted parameters of the source model
+    opt_state: Any
+    clip_norm: float
+    noise_std: float
+    divisor_scale: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """Adapts a model to a stream of unlabelled batches.
+
+        method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
+        adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9))
+        state = adapter.init()
+        for images in batches:
+            state, logits = adapter.step(state, images)
+
+    `jaxdp.tta.serve` is this loop with the ledger, resets and the collapse monitor.
+
+    Attributes:
+      apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness, each row of logits a function
+        of its own image: BatchNorm must use frozen statistics.
+      params: of the source model; never changed, adapted parameters are copies.
+      method: Tent, EATA, SAR, DeYO, COME of one of them, your own `Method`, or `private(...)` of it.
+      optimizer: any optax optimizer; for private methods it sees G_t: post-processing.
+      adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". By default scale and bias of all
+        normalisation layers, for SAR and DeYO of the lower three quarters of the blocks (`jaxdp.tta.lower_blocks`).
+      accumulate: A, for private methods: the clipped gradients of A consecutive batches make one update, with one
+        noise draw and divisor A * B. Latency, not privacy, pays for the better ratio of signal to noise.
+      reset_every: go back to the source model every so many batches, whatever they held; None never.
+      predict: "before": logits of the parameters before this batch (the methods' default). "after": of those adapted
+        to this batch, at the price of another forward pass and no privacy: other images' logits see an image through
+        the private gradient only.
+
+    Raises:
+      ValueError: an argument is out of range, nothing is adapted, or (when stepping) apply_fn mixes the images of a
+        batch or has not the method's number of classes.
+    """
+
+    apply_fn: ApplyFn
+    params: Any
+    method: Method | Private
+    optimizer: optax.GradientTransformation
+    adapted: Adapted | None = None
+    accumulate: int = 1
+    reset_every: int | None = None
+    predict: Literal["before", "after"] = "before"
+    _program: _Program = dataclasses.field(init=False, repr=False)
+    _constants: _Constants = dataclasses.field(init=False, repr=False)
+    _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
+
+    def __post_init__(self) -> None:
+        wrapped = self.method if isinstance(self.method, Private) else None
+        method = wrapped.method if wrapped else self.method
+        if not isinstance(method, Method):
+            raise TypeError(f"method must be a jaxdp.tta.Method or private(...) of one, got {type(method).__name__}.")
+        if self.accumulate < 1 or (self.accumulate > 1 and wrapped is None):
+            raise ValueError(
+                f"accumulate must be at least 1, and 1 for a method that is not private; got {self.accumulate}. "
+                "Without noise, optax.MultiSteps(optimizer, every_k_schedule=A) averages the gradients of A batches."
+            )
+        if self.reset_every is not None and self.reset_every < 1:
+            raise ValueError(f"reset_every must be at least 1 or None, got {self.reset_every}.")
+        if self.predict not in ("before", "after"):
+            raise ValueError(f"predict must be 'before' or 'after', got {self.predict!r}.")
+        adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
+        paths = selected(self.params, adapted)
+        moving = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), trainable_part(self.params, paths))
+        program = _Program(
+            self.apply_fn,
+            method,
+            self.optimizer.update,
+            paths,
+            private=wrapped is not None,
+            noisy=wrapped is not None and wrapped.noise_multiplier > 0,
+            keep_filters=wrapped is not None and wrapped.filters == "keep",
+            accumulate=self.accumulate,
+            reset_every=self.reset_every,
+            adapt_first=self.predict == "after",
+        )
+        numbers = (0.0, 0.0, 1.0)
+        if wrapped:
+            numbers = (wrapped.clip_norm, wrapped.noise_multiplier * wrapped.clip_norm, wrapped.kept_fraction)
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_constants", _Constants(moving, self.optimizer.init(moving), *numbers))
+
+    @property
+    def adapted_paths(self) -> tuple[str, ...]:
+        """Paths of the parameters that adapt."""
+        return tuple(sorted(self._program.adapted))
+
+    def init(self, key: jax.Array | None = None) -> AdaptState:
+        """The state before the first batch.
+
+        Args:
+          key: typed key of noise and second views, for tests; default 128 bits of OS entropy.
+        """
+        key = stream(new_seed(), "test-time adaptation") if key is None else key
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
+        return _fresh(self._program, self._constants, jnp.zeros((), jnp.int32), params, key)
+
+    def reset(self, state: AdaptState) -> AdaptState:
+        """Back to the source model: parameters, momentum, memory, previous gradient; not step and key, for the noise."""
+        return _fresh(self._program, self._constants, state.step, state.params, state.key)
+
+    def step(
+        self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> tuple[AdaptState, jax.Array]:
+        """Predicts a batch and adapts to it.
+
+        A state is used once: stepping from one state with two different batches would put one noise on two gradients,
+        whose difference then has none.
+
+        Args:
+          state: from `init`, `step` or `reset`.
+          batch: images [B, ...]; B is public and, for a private method, part of the divisor.
+          key: typed key for this step's noise and second views instead of the state's own, for tests; it is folded with
+            the step, so the same key may serve all steps.
+          mask: [B] bool, False for padding: it contributes nothing and leaves the divisor of a private method at B.
+
+        Returns:
+          The new state, and float logits [B, C].
+        """
+        batch = jnp.asarray(batch)
+        if mask is not None and (jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]):
+            raise ValueError(
+                f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} {jnp.shape(mask)}."
+            )
+        self._check_separate(batch.shape[1:], batch.dtype)
+        mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
+        return _step(self._program, self._constants, state, batch, mask, state.key if key is None else key)
+
+    def _check_separate(self, shape: tuple[int, ...], dtype: Any) -> None:
+        if (shape, dtype) in self._separate:
+            return
+        if _mixing_test(self.apply_fn, shape, dtype)(self.params):
+            raise ValueError(
+                "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
+                "BatchNorm in batch mode. Then no clipping bounds what one image does to the others' predictions, and "
+                "adaptation to small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
+                "LayerNorm or GroupNorm."
+            )
+        self._separate.add((shape, dtype))
+
+
+def _fresh(program: _Program, constants: _Constants, step: jax.Array, params: Any, key: jax.Array) -> AdaptState:
+    """The state of the source model at a step; `params` gives what does not adapt."""
+    moving = constants.moving
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), moving)
+    return AdaptState(
+        step,
+        merge(moving, params),
+        constants.opt_state,
+        () if program.private else program.method.start(),
+        zeros if program.private and program.method.radius else None,
+        zeros if program.accumulate > 1 else None,
+        key,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, mask: jax.Array, key: jax.Array
+) -> tuple[AdaptState, jax.Array]:
+    if program.reset_every is not None:
+        due = (state.step > 0) & (state.step % program.reset_every == 0)
+        state = _reset_where(due, program, constants, state)
+    noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
+    # Keys of single images: these stay independent under vmap, and tell nothing about the noise.
+    view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
+    views = program.method.augment(view_key, images)
+    if program.private:
+        new, logits = _private_step(program, constants, state, images, views, mask, noise_key)
+    else:
+        new, logits = _plain_step(program, constants, state, images, views, mask)
+    if program.adapt_first:
+        logits = program.apply_fn(new.params, images)
+    return new._replace(step=state.step + 1), logits
+
+
+def _plain_step(
+    program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, views: Any, mask: jax.Array
+) -> tuple[AdaptState, jax.Array]:
+    """One step of the method as published."""
+    method, moving = program.method, trainable_part(state.params, program.adapted)
+
+    def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
+        params = merge(moving, state.params)
+        logits = program.apply_fn(params, images)
+        again = None if views is None else program.apply_fn(jax.lax.stop_gradient(params), views)
+        samples = jax.vmap(method)(logits, again)
+        seen = jax.lax.stop_gradient(samples)
+        reliable = candidates & jax.vmap(method.reliable)(seen)
+        kept = reliable & jax.vmap(method.novel, in_axes=(None, 0))(state.memory, seen)
+        weighted = jnp.where(kept, jax.vmap(method.weight)(seen) * samples.uncertainty, 0)
+        return weighted.sum() / jnp.maximum(kept.sum(), 1), (logits, seen, kept)
+
+    gradient, (logits, samples, kept) = jax.grad(loss, has_aux=True)(moving, mask)
+    if method.radius:
+        ahead = _add(moving, _ascent(method.radius, gradient))
+        gradient, (_, samples, kept) = jax.grad(loss, has_aux=True)(ahead, kept)
+    new = _update(program, constants, state, gradient)
+    if method.skips_empty:
+        new = _where(kept.any(), program.adapted, new, state)
+    memory = method.remember(state.memory, samples, kept)
+    return _reset_where(method.lost(memory), program, constants, new._replace(memory=memory)), logits
+
+
+def _private_step(
+    program: _Program,
+    constants: _Constants,
+    state: AdaptState,
+    images: jax.Array,
+    views: Any,
+    mask: jax.Array,
+    noise_key: jax.Array,
+) -> tuple[AdaptState, jax.Array]:
+    """One step of the private form; the equations are those of `jaxdp.tta.private`."""
+    method = program.method
+
+    def predict(params: Any, image: jax.Array) -> jax.Array:
+        return program.apply_fn(params, image[None])[0]  # alone, so that no image can touch another's loss
+
+    def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+        image, view = example
+        logits = predict(params, image)
+        sample = method(logits, None if view is None else predict(jax.lax.stop_gradient(params), view))
+        seen = jax.lax.stop_gradient(sample)
+        weight = method.weight(seen)
+        if program.keep_filters:
+            weight = jnp.where(method.reliable(seen), weight, 0)
+        return weight * sample.uncertainty, logits
+
+    trainable = functools.partial(_in, program.adapted)
+    clipped = clipped_grad(loss, clip_norm=constants.clip_norm, trainable=trainable, has_aux=True)
+    params = state.params
+    if method.radius:
+        moving = trainable_part(params, program.adapted)
+        params = merge(_add(moving, _ascent(method.radius, state.released)), params)
+    result = clipped(params, (images, views), mask)
+    logits = jax.vmap(predict, in_axes=(None, 0))(state.params, images) if method.radius else result.aux
+    total = result.grads
+    if program.accumulate > 1:
+        total = _add(state.pending, total)
+
+    def release(total: Any) -> AdaptState:
+        noisy = _add(total, gaussian(noise_key, total, constants.noise_std)) if program.noisy else total
+        size = len(images) * program.accumulate * constants.divisor_scale
+        gradient = jax.tree.map(lambda x: x / size, noisy)
+        new = _update(program, constants, state, gradient)
+        return new._replace(
+            released=gradient if method.radius else None,
+            pending=None if state.pending is None else jax.tree.map(jnp.zeros_like, total),
+        )
+
+    if program.accumulate == 1:
+        return release(total), logits
+    due = (state.step + 1) % program.accumulate == 0
+    return jax.lax.cond(due, release, lambda total: state._replace(pending=total), total), logits
+
+
+def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:
+    return path in paths
+
+
+def _update(program: _Program, constants: _Constants, state: AdaptState, gradient: Any) -> AdaptState:
+    """Pulls towards the source, then lets the optimizer step."""
+    moving = trainable_part(state.params, program.adapted)
+    displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), moving, constants.moving)
+    pull = program.method.pull(displacement)
+    gradient = gradient if pull is None else _add(gradient, pull)
+    updates, opt_state = program.update(gradient, state.opt_state, moving)
+    moving = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), moving, updates)
+    return state._replace(params=merge(moving, state.params), opt_state=opt_state)
+
+
+def _ascent(radius: float, gradient: Any) -> Any:
+    """e = rho g / (||g|| + 1e-12)."""
+    scale = radius / (optax.tree.norm(gradient) + 1e-12)
+    return jax.tree.map(lambda g: scale * g, gradient)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), a, b)
+
+
+def _where(condition: jax.Array, paths: frozenset[str], new: AdaptState, old: AdaptState) -> AdaptState:
+    """`new` where the condition holds. Frozen parameters, step and key are alike in both, and are not copied."""
+    parts = [(trainable_part(s.params, paths), s.opt_state, s.memory, s.released, s.pending) for s in (new, old)]
+    moving, *rest = jax.tree.map(functools.partial(jnp.where, condition), *parts)
+    return AdaptState(new.step, merge(moving, new.params), *rest, new.key)
+
+
+def _reset_where(condition: jax.Array, program: _Program, constants: _Constants, state: AdaptState) -> AdaptState:
+    source = _fresh(program, constants, state.step, state.params, state.key)
+    return _where(condition, program.adapted, source, state)
+
+
+@functools.lru_cache(maxsize=128)
+def _mixing_test(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], jax.Array]:
+    """A test, on random images, of whether a row of logits depends on another image of the batch."""
+
+    @jax.jit
+    def mixes(params: Any) -> jax.Array:
+        scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
+        x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
+        beside_y, beside_z = (apply_fn(params, jnp.stack([x, other]))[0] for other in (y, z))
+        return ~jnp.allclose(beside_y, beside_z, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+    return mixes

@@ -1,0 +1,138 @@
+"""EATA (Niu et al. 2022, arXiv:2204.02610): adapt on reliable and non-redundant samples, and forget little.
+
+S1 = {i: H_i < E0},  S2 = {i in S1: |cos(m, p_i)| < d}                                     filters (their Eq. 3-5)
+loss = 1/|S2| sum_{S2} exp(E0 - H_i) H_i  +  alpha sum_k F_k (theta_k - theta_0,k)^2       (their Eq. 2, 8)
+m <- 0.9 m + 0.1 mean_{S2} p_i                                                             moving average (Eq. 6)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
+from jaxdp.tta.select import Adapted, merge, selected, trainable_part
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EATA(Method):
+    """Entropy minimisation with a reliability filter, a diversity filter and a Fisher anchor.
+
+    Attributes:
+      num_classes: C.
+      margin: E0 as a fraction of ln C.
+      diversity: d; the papers use 0.05 for 1000 classes and 0.4 for 10.
+      fisher: importance F of each adapted parameter, from `fisher`; None leaves the anchor out (ETA).
+      fisher_strength: alpha. Its value belongs to how F was estimated, see `fisher`.
+    """
+
+    num_classes: int
+    margin: float = 0.4
+    diversity: float = 0.05
+    fisher: Any = None
+    fisher_strength: float = 2000.0
+
+    def __post_init__(self) -> None:
+        check_classes(self.num_classes)
+        check_fraction("margin", self.margin)
+        if not self.diversity > 0:
+            raise ValueError(f"diversity must be positive, got {self.diversity}; values above 1 switch the filter off.")
+        if not self.fisher_strength >= 0:
+            raise ValueError(f"fisher_strength must not be negative, got {self.fisher_strength}.")
+
+    @property
+    def _threshold(self) -> float:
+        return self.margin * math.log(self.num_classes)
+
+    def weight(self, sample: Sample) -> jax.Array:
+        """entropy weight exp(E0 - H)"""
+        return jnp.exp(self._threshold - sample.uncertainty)
+
+    def reliable(self, sample: Sample) -> jax.Array:
+        """entropy filter H < E0"""
+        return sample.uncertainty < self._threshold
+
+    def pull(self, displacement: Any) -> Any:
+        """Fisher anchor 2 alpha F (theta - theta_0)"""
+        if self.fisher is None:
+            return None
+        return jax.tree.map(lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement)
+
+    def overrides(self, hook: str) -> bool:
+        """Whether this method has its own `hook`; without Fisher information it has no pull."""
+        return super().overrides(hook) and not (hook == "pull" and self.fisher is None)
+
+    def start(self) -> tuple[jax.Array, jax.Array]:
+        """moving average m of the kept predictions"""
+        return jnp.zeros(self.num_classes), jnp.zeros((), bool)
+
+    def novel(self, memory: tuple[jax.Array, jax.Array], sample: Sample) -> jax.Array:
+        """diversity filter |cos(m, p)| < d"""
+        mean, started = memory
+        p = jax.nn.softmax(sample.logits.astype(jnp.float32))
+        cosine = jnp.vdot(mean, p) / jnp.maximum(jnp.linalg.norm(mean) * jnp.linalg.norm(p), 1e-8)
+        return ~started | (jnp.abs(cosine) < self.diversity)
+
+    def remember(self, memory: tuple[jax.Array, jax.Array], samples: Sample, kept: jax.Array) -> Any:
+        """moving average m of the kept predictions"""
+        mean, started = memory
+        p = jax.nn.softmax(samples.logits.astype(jnp.float32))
+        count = kept.sum()
+        new = jnp.where(kept[:, None], p, 0).sum(0) / jnp.maximum(count, 1)
+        updated = jnp.where(started, 0.9 * mean + 0.1 * new, new)
+        return jnp.where(count > 0, updated, mean), started | (count > 0)
+
+
+def fisher(
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    batches: Iterable[jax.Array],
+    adapted: Adapted | None = None,
+    *,
+    gradients: Literal["batch", "example"] = "batch",
+) -> Any:
+    """Importance of each adapted parameter for the source model's own predictions (Niu et al. 2022, Eq. 9).
+
+    Args:
+      apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`.
+      params: source parameters.
+      batches: image batches [B, ...] of PUBLIC source data, disjoint from any protected stream: what is computed here
+        is released with every later model and no ledger has paid for it.
+      adapted: which parameters, as in `Adapter`; by default every normalisation layer's scale and bias.
+      gradients: "batch" squares the gradient of the batch's mean cross entropy to its own predicted labels, as the
+        public code does: roughly 1/B of the Fisher information, to which their alpha = 2000 (at B = 64) belongs.
+        "example" averages the squared gradients of the single examples: the Fisher information itself (its diagonal).
+
+    Returns:
+      A pytree like params: float32 importances at adapted leaves, None elsewhere.
+
+    Raises:
+      ValueError: batches is empty or `gradients` is unknown.
+    """
+    if gradients not in ("batch", "example"):
+        raise ValueError(f"gradients must be 'batch' or 'example', got {gradients!r}.")
+    paths = selected(params, adapted)
+
+    def loss(moving: Any, params: Any, images: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(apply_fn(merge(moving, params), images).astype(jnp.float32))
+        return -jnp.mean(log_p.max(-1))  # the predicted label is the most probable one
+
+    @jax.jit
+    def squared(params: Any, images: jax.Array) -> Any:
+        moving = trainable_part(params, paths)
+        if gradients == "batch":
+            return jax.tree.map(jnp.square, jax.grad(loss)(moving, params, images))
+        one = jax.vmap(jax.grad(loss), in_axes=(None, None, 0))(moving, params, images[:, None])
+        return jax.tree.map(lambda g: jnp.square(g).mean(0), one)
+
+    total, count = None, 0
+    for images in batches:
+        new = squared(params, jnp.asarray(images))
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
+        count += 1
+    if not count:
+        raise ValueError("batches is empty; the Fisher information needs public source images.")
+    return jax.tree.map(lambda x: x / count, total)

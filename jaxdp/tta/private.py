@@ -1,0 +1,138 @@
+"""The private form of a method, derived from its operators by the rule of "Private and Stable Test-Time Adaptation with
+Differential Privacy" (arXiv:2606.01908): remove what breaks privacy, move outside what is post-processing, absorb the
+rest into the clipped per-sample loss.
+
+    G_t = (1/B) ( sum_i clip_C( grad [w_i u_i](theta_t + e_t) ) + sigma C Z_t ),   Z_t ~ N(0, I)
+    e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0                                            where there is rho
+    theta_{t+1} = optimizer(theta_t, G_t + pull(theta_t - theta_0))                                post-processing
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent, epsilon
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.tta.method import Method
+
+# What becomes of each operator.
+_ABSORBED = "absorbed: inside the clipped loss of its own image"
+RULES = {
+    "uncertainty": _ABSORBED,
+    "weight": _ABSORBED,
+    "augment": "absorbed: a forward pass on the same image at the same parameters, without gradient",
+    "reliable": "removed: the step would depend on how many images pass",
+    "radius": "moved outside: e is made of the previous private gradient",
+    "pull": "moved outside: added after the noise, it reads parameters only",
+    "remember": "removed: a memory of raw images would survive the step",
+    "novel": "removed: it compares with a memory of raw images",
+    "lost": "removed: the moment of a reset would tell about images; use reset_every",
+}
+_KEPT_FILTER = "absorbed: a factor 0 or 1 inside the clip, which leaves the divisor as it is"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Private:
+    """A private method; made by `private`, which documents it."""
+
+    method: Method
+    clip_norm: float
+    noise_multiplier: float
+    filters: Literal["remove", "keep"]
+    kept_fraction: float
+
+    @property
+    def event(self) -> DpEvent:
+        """The event of one batch for the records in it; `jaxdp.tta.StreamAccount` composes it over a stream."""
+        return GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
+
+    def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
+        """L2 sensitivity of the clipped sum of a batch: 2 clip_norm for "replace_one", clip_norm for "zero_out"."""
+        return {"replace_one": 2, "zero_out": 1}[_streaming(adjacency)] * self.clip_norm
+
+    def epsilon(self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1) -> float:
+        """Epsilon of the whole transcript for a unit that is in `visits` batches, once in each; inf without noise.
+
+        mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of that under "zero_out".
+        """
+        if visits < 1:
+            raise ValueError(f"visits must be at least 1, got {visits}.")
+        if not self.noise_multiplier:
+            return math.inf
+        event = GaussianDpEvent(self.noise_multiplier / math.sqrt(visits))
+        return epsilon(event, delta=delta, adjacency=_streaming(adjacency))
+
+    def describe(self) -> str:
+        """What was done to each operator of the method, one a line."""
+        method, noise = self.method, self.noise_multiplier
+        kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
+        lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}, {kind}"]
+        for hook, fate in RULES.items():
+            if hook == "uncertainty" or method.overrides(hook):
+                fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
+                lines.append(f"  {method.explain(hook)}: {fate}")
+        divisor = "B" if self.kept_fraction == 1 else f"{self.kept_fraction:g} B"
+        lines.append(f"  mean over the images that take part: replaced, the divisor is {divisor} whatever they hold")
+        if method.skips_empty:
+            lines.append("  no step when no image takes part: removed, every step is made and gets its full noise")
+        return "\n".join(lines)
+
+
+def private(
+    method: Method,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    filters: Literal["remove", "keep"] = "remove",
+    kept_fraction: float = 1.0,
+) -> Private:
+    """The private form of a test-time adaptation method.
+
+    Args:
+      method: Tent, EATA, SAR, DeYO, COME of one of them, or your own `Method`.
+      clip_norm: C > 0, L2 norm to which each image's gradient over all adapted parameters is clipped.
+      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: a stabiliser, not a
+        mechanism; its epsilon is inf.
+      filters: what becomes of filters on single images. "remove" as in the paper; "keep" turns them into factors 0 or
+        1 inside the clip, which costs nothing: they are functions of their own image and of released parameters.
+      kept_fraction: with "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess; the divisor
+        is kappa B, so that steps are as long as they would be.
+
+    Returns:
+      What `Adapter` takes for a method; `describe()` says what was done to each operator.
+
+    Raises:
+      TypeError: method is not a `Method`, or is private already.
+      ValueError: an argument is out of range.
+
+    Formal guarantees:
+      For a stream cut into batches by a rule that does not look at contents, and a record that is in one batch: the
+      sequence of all parameters, momenta and released gradients is 2/sigma-GDP for replacing the record by another
+      ("replace_one"), 1/sigma-GDP for replacing it by one that contributes nothing ("zero_out"): its batch's clipped
+      sum moves by at most 2 C (C), the noise is sigma C, earlier steps do not depend on it and later ones see it
+      through G only. No step depends on a record in any other way: weights and filters act inside the clip, the divisor
+      is public, noise is added whatever the batch holds, a record whose gradient is NaN or infinite counts as zero.
+      A record's own logits are NOT protected: give them to its owner only.
+    """
+    if isinstance(method, Private):
+        raise TypeError("method is private already; give the method itself.")
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
+    if not (0 < clip_norm < math.inf):
+        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
+    if not (0 <= noise_multiplier < math.inf):
+        raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
+    if filters not in ("remove", "keep"):
+        raise ValueError(f"filters must be 'remove' or 'keep', got {filters!r}.")
+    if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
+        raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep'; got {kept_fraction}.")
+    return Private(method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction))
+
+
+def _streaming(adjacency: Adjacency) -> Adjacency:
+    if adjacency not in ("replace_one", "zero_out"):
+        raise ValueError(
+            f"adjacency must be 'replace_one' or 'zero_out', got {adjacency!r}: without one record, every later record "
+            "of a stream would move to another place and batch, and no batch would stay as it was."
+        )
+    return adjacency

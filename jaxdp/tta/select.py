@@ -1,0 +1,82 @@
+"""Which parameters adapt: by default scale and bias of the normalisation layers."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Adapted = Callable[[str, Any], bool]
+
+_NORMALISATION = re.compile(r"norm|^ln(_|\d|$)", re.IGNORECASE)
+_BLOCK = re.compile(r"(?:^|/)(?:block|layer|encoderblock)s?[_/](\d+)(?=/|$)", re.IGNORECASE)
+
+
+def normalisation(path: str, leaf: Any) -> bool:
+    """Whether a parameter is the scale or bias of a normalisation layer, by its path such as "block_0/norm_1/scale"."""
+    *modules, name = path.split("/")
+    affine = name.lower() in ("scale", "bias", "weight", "gamma", "beta")
+    return affine and bool(modules) and bool(_NORMALISATION.search(modules[-1]))
+
+
+def lower_blocks(params: Any) -> Adapted:
+    """The rule of SAR and DeYO, relative to depth: not the last quarter of the blocks, nor what lies outside of them.
+
+    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without a flat
+    list of blocks ("block_0", "blocks/0", "layer/0", ...), such as a ConvNeXt with stages, keeps all its layers, as it
+    does there.
+    """
+    depth = 1 + max((block for path, _ in paths_of(params) if (block := _block(path)) is not None), default=-1)
+    excluded = (depth + 2) // 4  # a quarter, rounded half up
+
+    def adapted(path: str, leaf: Any) -> bool:
+        if not normalisation(path, leaf):
+            return False
+        block = _block(path)
+        return depth == 0 or (block is not None and block < depth - excluded)
+
+    return adapted
+
+
+def _block(path: str) -> int | None:
+    found = _BLOCK.search(path)
+    return int(found[1]) if found else None
+
+
+def paths_of(params: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every parameter."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
+
+
+def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
+    """Paths of the parameters that adapt.
+
+    Raises:
+      ValueError: there are none.
+    """
+    rule = adapted or normalisation
+    paths = frozenset(
+        path
+        for path, leaf in paths_of(params)
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and rule(path, leaf)
+    )
+    if not paths:
+        raise ValueError(
+            "adapted selects no parameter. By default those of normalisation layers adapt; this model's paths are such "
+            f"as {[path for path, _ in paths_of(params)][:3]}. Pass adapted=lambda path, leaf: ..."
+        )
+    return paths
+
+
+def trainable_part(params: Any, paths: frozenset[str]) -> Any:
+    """`params` with None in place of what does not adapt."""
+    leaves, structure = jax.tree.flatten(params)
+    kept = [leaf if path in paths else None for (path, _), leaf in zip(paths_of(params), leaves, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def merge(moving: Any, params: Any) -> Any:
+    """`params` with the leaves of `moving` where it has any."""
+    return jax.tree.map(lambda new, old: old if new is None else new, moving, params, is_leaf=lambda x: x is None)
