@@ -13,7 +13,7 @@ from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian, new_seed, stream
 from jaxdp.tta.method import Method, Sample
 from jaxdp.tta.private import Private
-from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
+from jaxdp.tta.select import Adapted, lower_blocks, merge, paths_of, selected, trainable_part
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 
@@ -59,7 +59,8 @@ class _Program(NamedTuple):
 class _Constants(NamedTuple):
     """Public numbers and arrays of a step."""
 
-    moving: Any  # adapted parameters of the source model
+    params: Any  # of the source model
+    moving: Any  # those of them that adapt, None elsewhere
     opt_state: Any
     clip_norm: float
     noise_std: float
@@ -108,6 +109,7 @@ class Adapter:
     predict: Literal["before", "after"] = "before"
     _program: _Program = dataclasses.field(init=False, repr=False)
     _constants: _Constants = dataclasses.field(init=False, repr=False)
+    _moves: Any = dataclasses.field(init=False, repr=False)
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
 
     def __post_init__(self) -> None:
@@ -126,7 +128,8 @@ class Adapter:
             raise ValueError(f"predict must be 'before' or 'after', got {self.predict!r}.")
         adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
         paths = selected(self.params, adapted)
-        moving = jax.tree.map(lambda x: jnp.array(x, jnp.result_type(x)), trainable_part(self.params, paths))
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
+        moving = trainable_part(params, paths)
         program = _Program(
             self.apply_fn,
             method,
@@ -143,7 +146,9 @@ class Adapter:
         if wrapped:
             numbers = (wrapped.clip_norm, wrapped.noise_multiplier * wrapped.clip_norm, wrapped.kept_fraction)
         object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_constants", _Constants(moving, self.optimizer.init(moving), *numbers))
+        object.__setattr__(self, "_constants", _Constants(params, moving, self.optimizer.init(moving), *numbers))
+        kept = iter([path in paths for path, _ in paths_of(params)])
+        object.__setattr__(self, "_moves", jax.tree.map(lambda x: next(kept), params))
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
@@ -157,12 +162,11 @@ class Adapter:
           key: typed key of noise and second views, for tests; default 128 bits of OS entropy.
         """
         key = stream(new_seed(), "test-time adaptation") if key is None else key
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
-        return _fresh(self._program, self._constants, jnp.zeros((), jnp.int32), params, key)
+        return self._whole(_fresh(self._program, self._constants, jnp.zeros((), jnp.int32), key))
 
     def reset(self, state: AdaptState) -> AdaptState:
-        """Back to the source model: parameters, momentum, memory, previous gradient; not step and key, for the noise."""
-        return _fresh(self._program, self._constants, state.step, state.params, state.key)
+        """Back to the source model: parameters, momentum, memory, previous gradient; the noise goes on as it was."""
+        return self._whole(_fresh(self._program, self._constants, state.step, state.key))
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
@@ -189,7 +193,13 @@ class Adapter:
             )
         self._check_separate(batch.shape[1:], batch.dtype)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
-        return _step(self._program, self._constants, state, batch, mask, state.key if key is None else key)
+        moving = state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, self._moves))
+        moving, logits = _step(self._program, self._constants, moving, batch, mask, state.key if key is None else key)
+        return self._whole(moving), logits
+
+    def _whole(self, state: AdaptState) -> AdaptState:
+        """With the source model's own arrays where nothing adapts: a compiled step would copy what it only hands on."""
+        return state._replace(params=merge(state.params, self._constants.params))
 
     def _check_separate(self, shape: tuple[int, ...], dtype: Any) -> None:
         if (shape, dtype) in self._separate:
@@ -204,13 +214,15 @@ class Adapter:
         self._separate.add((shape, dtype))
 
 
-def _fresh(program: _Program, constants: _Constants, step: jax.Array, params: Any, key: jax.Array) -> AdaptState:
-    """The state of the source model at a step; `params` gives what does not adapt."""
-    moving = constants.moving
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), moving)
+# From here on the params of a state are those that adapt, with None elsewhere.
+
+
+def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.Array) -> AdaptState:
+    """The state of the source model at a step."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), constants.moving)
     return AdaptState(
         step,
-        merge(moving, params),
+        constants.moving,
         constants.opt_state,
         () if program.private else program.method.start(),
         zeros if program.private and program.method.radius else None,
@@ -227,15 +239,16 @@ def _step(
         due = (state.step > 0) & (state.step % program.reset_every == 0)
         state = _reset_where(due, program, constants, state)
     noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
-    # Keys of single images: these stay independent under vmap, and tell nothing about the noise.
+    # Keys of this kind stay independent under vmap, and tell nothing about the noise.
     view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
-    views = program.method.augment(view_key, images)
+    own_keys, common_key = jax.random.split(view_key, len(images)), jax.random.fold_in(view_key, len(images))
+    views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
     if program.private:
         new, logits = _private_step(program, constants, state, images, views, mask, noise_key)
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
     if program.adapt_first:
-        logits = program.apply_fn(new.params, images)
+        logits = program.apply_fn(merge(new.params, constants.params), images)
     return new._replace(step=state.step + 1), logits
 
 
@@ -243,10 +256,10 @@ def _plain_step(
     program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, views: Any, mask: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the method as published."""
-    method, moving = program.method, trainable_part(state.params, program.adapted)
+    method = program.method
 
     def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
-        params = merge(moving, state.params)
+        params = merge(moving, constants.params)
         logits = program.apply_fn(params, images)
         again = None if views is None else program.apply_fn(jax.lax.stop_gradient(params), views)
         samples = jax.vmap(method)(logits, again)
@@ -256,13 +269,13 @@ def _plain_step(
         weighted = jnp.where(kept, jax.vmap(method.weight)(seen) * samples.uncertainty, 0)
         return weighted.sum() / jnp.maximum(kept.sum(), 1), (logits, seen, kept)
 
-    gradient, (logits, samples, kept) = jax.grad(loss, has_aux=True)(moving, mask)
+    gradient, (logits, samples, kept) = jax.grad(loss, has_aux=True)(state.params, mask)
     if method.radius:
-        ahead = _add(moving, _ascent(method.radius, gradient))
+        ahead = _add(state.params, _ascent(method.radius, gradient))
         gradient, (_, samples, kept) = jax.grad(loss, has_aux=True)(ahead, kept)
     new = _update(program, constants, state, gradient)
     if method.skips_empty:
-        new = _where(kept.any(), program.adapted, new, state)
+        new = _where(kept.any(), new, state)
     memory = method.remember(state.memory, samples, kept)
     return _reset_where(method.lost(memory), program, constants, new._replace(memory=memory)), logits
 
@@ -294,12 +307,14 @@ def _private_step(
 
     trainable = functools.partial(_in, program.adapted)
     clipped = clipped_grad(loss, clip_norm=constants.clip_norm, trainable=trainable, has_aux=True)
-    params = state.params
+    params = merge(state.params, constants.params)
     if method.radius:
-        moving = trainable_part(params, program.adapted)
-        params = merge(_add(moving, _ascent(method.radius, state.released)), params)
-    result = clipped(params, (images, views), mask)
-    logits = jax.vmap(predict, in_axes=(None, 0))(state.params, images) if method.radius else result.aux
+        ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
+        result = clipped(ahead, (images, views), mask)
+        logits = jax.vmap(predict, in_axes=(None, 0))(params, images)
+    else:
+        result = clipped(params, (images, views), mask)
+        logits = result.aux
     total = result.grads
     if program.accumulate > 1:
         total = _add(state.pending, total)
@@ -326,13 +341,11 @@ def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:
 
 def _update(program: _Program, constants: _Constants, state: AdaptState, gradient: Any) -> AdaptState:
     """Pulls towards the source, then lets the optimizer step."""
-    moving = trainable_part(state.params, program.adapted)
-    displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), moving, constants.moving)
+    displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), state.params, constants.moving)
     pull = program.method.pull(displacement)
     gradient = gradient if pull is None else _add(gradient, pull)
-    updates, opt_state = program.update(gradient, state.opt_state, moving)
-    moving = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), moving, updates)
-    return state._replace(params=merge(moving, state.params), opt_state=opt_state)
+    updates, opt_state = program.update(gradient, state.opt_state, state.params)
+    return state._replace(params=_add(state.params, updates), opt_state=opt_state)
 
 
 def _ascent(radius: float, gradient: Any) -> Any:
@@ -345,16 +358,12 @@ def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), a, b)
 
 
-def _where(condition: jax.Array, paths: frozenset[str], new: AdaptState, old: AdaptState) -> AdaptState:
-    """`new` where the condition holds. Frozen parameters, step and key are alike in both, and are not copied."""
-    parts = [(trainable_part(s.params, paths), s.opt_state, s.memory, s.released, s.pending) for s in (new, old)]
-    moving, *rest = jax.tree.map(functools.partial(jnp.where, condition), *parts)
-    return AdaptState(new.step, merge(moving, new.params), *rest, new.key)
+def _where(condition: jax.Array, new: AdaptState, old: AdaptState) -> AdaptState:
+    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
 
 def _reset_where(condition: jax.Array, program: _Program, constants: _Constants, state: AdaptState) -> AdaptState:
-    source = _fresh(program, constants, state.step, state.params, state.key)
-    return _where(condition, program.adapted, source, state)
+    return _where(condition, _fresh(program, constants, state.step, state.key), state)
 
 
 @functools.lru_cache(maxsize=128)

@@ -62,21 +62,15 @@ class DeYO(Method):
         certain = sample.uncertainty < self.entropy_margin * math.log(self.num_classes)
         return certain & (sample.drop > self.plpd_margin)
 
-    def augment(self, key: jax.Array, images: jax.Array) -> jax.Array:
-        """second view with its shape destroyed, for PLPD
-
-        Args:
-          key: typed key, independent under `jax.vmap` ("threefry2x32").
-          images: [B, H, W, C].
-        """
+    def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array:
+        """second view with its shape destroyed, for PLPD"""
         if self.augmentation == "pixel":
-            return jax.vmap(_permute_pixels, in_axes=(None, 0))(key, images)
+            return _permute_pixels(common_key, image)
         if self.augmentation == "occlusion":
-            return jax.vmap(_occlude)(images)
-        keys = jax.random.split(key, len(images))
-        if callable(self.augmentation):
-            return jax.vmap(self.augmentation)(keys, images)
-        return jax.vmap(lambda k, x: _permute_patches(k, x, self.patches))(keys, images)
+            return _occlude(image)
+        if self.augmentation == "patch":
+            return _permute_patches(key, image, self.patches)
+        return self.augmentation(key, image)
 
 
 def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:

@@ -63,8 +63,8 @@ class Method:
         """filter on one image: whether it takes part"""
         return jnp.ones((), bool)
 
-    def augment(self, key: jax.Array, images: jax.Array) -> jax.Array | None:
-        """second view of every image, from public randomness"""
+    def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array | None:
+        """second view of an image, from randomness of its own or common to its batch"""
         return None
 
     radius = 0.0  # rho: the gradient is taken at theta + rho g / ||g||
