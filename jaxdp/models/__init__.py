@@ -1,9 +1,11 @@
 """Model families in Flax Linen, none of which mixes the examples of a batch, and their parameters on disk."""
 
+from jaxdp.models.checkpoints import Pretrained, load_checkpoint
 from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.layers import FrozenBatchNorm, WSConv
 from jaxdp.models.mlp import MLP
+from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
 from jaxdp.models.resnet import ResNet
@@ -12,15 +14,20 @@ from jaxdp.models.wide_resnet import WideResNet
 
 __all__ = [
     "CNN",
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
     "MLP",
     "MODELS",
     "ConvNeXt",
     "FrozenBatchNorm",
+    "Preprocessing",
+    "Pretrained",
     "ResNet",
     "ViT",
     "WSConv",
     "WideResNet",
     "create",
+    "load_checkpoint",
     "load_params",
     "merge_pretrained",
     "save_params",

@@ -1,0 +1,164 @@
+"""What must happen to an image before a public model sees it: resize, centre crop, normalisation."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """Public constants that belong to a checkpoint: another normalisation than it was trained with costs tens of
+    points of accuracy.
+
+    Attributes:
+      size: side S of the square images that the model takes.
+      mean: subtracted per channel from values in [0, 1].
+      std: divides per channel.
+      resize: before a crop of the centre to S x S, an int resizes the shorter side to it, a pair
+        (height, width) ignores the aspect ratio. None is `size`. Images that were cut to S x S beforehand, such as
+        those of ImageNet-C, are magnified by resize > size; `dataclasses.replace(p, resize=None)` leaves them alone.
+      interpolation: name of a Pillow filter.
+    """
+
+    size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    resize: int | tuple[int, int] | None = None
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        from PIL.Image import Resampling
+
+        for field in ("mean", "std"):
+            object.__setattr__(self, field, tuple(float(value) for value in getattr(self, field)))
+        if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
+            raise ValueError(f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}")
+        if not 0 < self.size <= min(self._target(1, 1)):
+            raise ValueError(f"size must be in [1, resize], got size={self.size}, resize={self.resize}")
+        filters = [member.name.lower() for member in Resampling]
+        if self.interpolation not in filters:
+            raise ValueError(f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}")
+
+    def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+        """Resizes and crops images on the host.
+
+        Args:
+          images: n images [H, W, C] of possibly different sizes, uint8 or floating point in [0, 1].
+
+        Returns:
+          float32 [n, S, S, C] in [0, 1], NOT normalised: `normalise` and `Pretrained.apply_fn` do that.
+
+        Raises:
+          ValueError: if an image has another number of axes or channels, or floating-point values outside [0, 1].
+          TypeError: if its dtype is neither uint8 nor floating point.
+        """
+        prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
+        for row, image in zip(prepared, images, strict=True):
+            row[...] = self._prepare(np.asarray(image))
+        return prepared
+
+    def normalise(self, images: jax.Array) -> jax.Array:
+        """Returns (images - mean) / std of floating-point images [B, S, S, C] in [0, 1].
+
+        Raises:
+          ValueError: for another shape.
+          TypeError: if the images are not floating point.
+        """
+        if images.ndim != 4 or images.shape[1:] != (self.size, self.size, len(self.mean)):
+            expected = f"[B, {self.size}, {self.size}, {len(self.mean)}]"
+            raise ValueError(f"images must be {expected}, got shape {images.shape}; see Preprocessing.prepare")
+        if not jnp.issubdtype(images.dtype, jnp.floating):
+            raise TypeError(f"images must be floats in [0, 1], got dtype {images.dtype}; see Preprocessing.prepare")
+        mean, std = (jnp.asarray(value, images.dtype).reshape(1, 1, 1, -1) for value in (self.mean, self.std))
+        return (images - mean) / std
+
+    def _prepare(self, image: np.ndarray) -> np.ndarray:
+        if image.ndim != 3 or image.shape[2] != len(self.mean):
+            raise ValueError(
+                f"every image must be [H, W, {len(self.mean)}], got shape {image.shape}; "
+                "a grey image becomes RGB by np.repeat(image, 3, axis=-1)"
+            )
+        whole = image.dtype == np.uint8
+        if not whole and not np.issubdtype(image.dtype, np.floating):
+            raise TypeError(f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}")
+        if not whole and not (image.min() >= 0 and image.max() <= 1):
+            raise ValueError("floating-point images must be in [0, 1]; give 0..255 as uint8")
+        resized = self._resize(image if whole else image.astype(np.float32))
+        top, left = (round((extent - self.size) / 2) for extent in resized.shape[:2])
+        crop = resized[top : top + self.size, left : left + self.size]
+        return crop / np.float32(255) if whole else np.clip(crop, 0, 1)
+
+    def _resize(self, image: np.ndarray) -> np.ndarray:
+        """Channel by channel, as Pillow does it, so that any number of channels and float32 work alike."""
+        from PIL import Image
+
+        height, width = self._target(*image.shape[:2])
+        if (height, width) == image.shape[:2]:
+            return image
+        resample = Image.Resampling[self.interpolation.upper()]
+        channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)]
+        return np.stack([np.asarray(channel.resize((width, height), resample)) for channel in channels], axis=-1)
+
+    def _target(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width before the crop."""
+        if isinstance(self.resize, tuple):
+            return self.resize
+        short = self.size if self.resize is None else self.resize
+        return short * height // min(height, width), short * width // min(height, width)
+
+
+def from_timm(config: Mapping[str, Any]) -> Preprocessing:
+    """Reads the entry "pretrained_cfg" of timm's config.json.
+
+    Raises:
+      ValueError: for a crop_mode other than "center" and "squash".
+    """
+    size = config["input_size"][-1]
+    resize = math.floor(size / config["crop_pct"])
+    mode = config.get("crop_mode", "center")
+    if mode not in ("center", "squash"):
+        raise ValueError(
+            f"crop_mode {mode!r} of the checkpoint is not supported; give preprocessing=Preprocessing(...)"
+        )
+    return Preprocessing(
+        size=size,
+        mean=config["mean"],
+        std=config["std"],
+        resize=resize if mode == "center" else (resize, resize),
+        interpolation=config["interpolation"],
+    )
+
+
+def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
+    """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT or ConvNeXt, new or old.
+
+    A ViT takes the whole image whatever its aspect ratio, a DeiT the centre of such an image, a ConvNeXt below 384
+    pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated), as their processors do.
+    """
+    from PIL.Image import Resampling
+
+    def side(entry: Any) -> int:
+        return entry if isinstance(entry, int) else next(value for value in entry.values() if value)
+
+    kind = config.get("image_processor_type", config.get("feature_extractor_type", ""))
+    size = side(config["size"])
+    resize: int | tuple[int, int] = (size, size)
+    if "crop_pct" in config or kind.startswith("ConvNext"):
+        resize = int(size / config.get("crop_pct", 224 / 256)) if size < 384 else resize
+    elif config.get("do_center_crop", False):
+        size = side(config["crop_size"])
+    return Preprocessing(
+        size=size,
+        mean=config["image_mean"],
+        std=config["image_std"],
+        resize=resize,
+        interpolation=Resampling(config.get("resample", 2 if kind.startswith("ViT") else 3)).name.lower(),
+    )
