@@ -5,8 +5,8 @@
     with account.spend(batch.units, release=step):
         ...  # touch the batch here
 
-The public epsilon of a method counts one visit. The same photograph under 15 corruptions is 15 visits: noise 0.619 at
-delta 1e-6 gives epsilon 20 for a sample, and 137 for a photograph. `epsilons` returns both.
+The epsilon that is quoted for a method counts one visit. The same photograph under 15 corruptions is 15 visits: a noise
+multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a photograph. `epsilons` returns both.
 """
 
 import contextlib
@@ -36,8 +36,9 @@ class StreamAccount:
 
     and the data set owes the largest s_u. Two records in one release cost four visits, not two, because their
     contributions may point the same way. Gaussians compose exactly, so each growth g of max_u s_u is charged as one
-    Gaussian of noise multiplier sigma / sqrt(g): the ledger holds Gaussians of total precision (max_u s_u) / sigma^2,
-    which is the bound above, and that is attained. A batch that does not raise the maximum is charged nothing.
+    Gaussian of noise multiplier sigma / sqrt(g): the ledger then holds Gaussians of total precision
+    (max_u s_u) / sigma^2, which compose to the mu above and no more. It is attained by opposite contributions of norm
+    clip_norm. A batch that does not raise the maximum is charged nothing.
 
     Charges precede the bodies of `spend`, stay if a body fails, and come on top of whatever the data set has spent
     before; a fresh account on it never gains from an older one. What is assumed: the plan is public, so neighbours
@@ -129,6 +130,14 @@ class StreamAccount:
     def epsilons(self, *, delta: float) -> "Epsilons":
         """Returns `epsilons` of this account's visits so far."""
         return epsilons(self._event, visits=self._worst, delta=delta, adjacency=self._adjacency)
+
+    def describe(self, *, delta: float) -> str:
+        """Returns both figures in one line, with delta and adjacency: what to print beside a result."""
+        sample, unit = self.epsilons(delta=delta)
+        return (
+            f"epsilon {sample:.4g} for a record visited once, {unit:.4g} for the unit visited most "
+            f"(sum of squares {self._worst}), at delta {delta:g} under {self._adjacency}"
+        )
 
     def _charge(self, growth: int) -> DpEvent | None:
         if growth == 0:

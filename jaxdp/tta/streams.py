@@ -87,7 +87,7 @@ class Stream:
         papers, or "pad" the batch with masked rows.
       imbalance: odds >= 1 of a "label_shifted" stream.
       units: [n] public identity of position i in every domain, for example the patient of a scan; by default the
-        position itself.
+        position itself. Where domains hold different photographs, protect samples (`Batch.samples`) instead.
 
     Raises:
       ValueError: on construction, for values outside the above or domains that yield no batch.

@@ -91,6 +91,9 @@ def test_condition_8_a_unit_that_comes_back_is_charged_again():
     assert sample == pytest.approx(19.9656, rel=1e-4)
     assert unit == pytest.approx(136.93, rel=1e-4)
     assert ledger.epsilon("stream", delta=DELTA) == pytest.approx(unit, rel=1e-6)
+    shown = account.describe(delta=DELTA)
+    assert all(part in shown for part in ("epsilon 19.97", "136.9", "1e-06", "replace_one"))
+    assert "photograph" not in shown
 
 
 @pytest.mark.parametrize(("records", "published"), [(2, 50.8), (4, 144.1)])
