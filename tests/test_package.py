@@ -16,8 +16,8 @@ STAGES = {"pretrain", "finetune", "tta", "prediction", "recalibration", "split"}
 ALLOWED = {
     "privacy": set(),
     "transforms": set(),
-    "models": {"privacy", "transforms"},
     "data": {"privacy", "transforms"},
+    "models": {"privacy", "transforms", "data"},
     "report": {"privacy", "transforms"},
     **{stage: {"privacy", "transforms", "models", "data", "report"} for stage in STAGES},
 }

@@ -4,7 +4,7 @@ from jaxdp.finetune.dp_sgd import PrivateTrainer, TrainState, dp_sgd
 from jaxdp.finetune.evaluate import accuracy, charged_accuracy
 from jaxdp.finetune.experiment import run
 from jaxdp.finetune.loop import fit
-from jaxdp.finetune.plain import train_without_privacy
+from jaxdp.models.training import train_without_privacy
 
 __all__ = [
     "PrivateTrainer",

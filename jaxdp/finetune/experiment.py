@@ -19,9 +19,10 @@ from jaxdp import data, models
 from jaxdp.finetune.dp_sgd import PrivateTrainer, dp_sgd
 from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
-from jaxdp.finetune.plain import train_without_privacy
+from jaxdp.models.training import train_without_privacy
 from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import format_table, plot_training, read_metrics
+from jaxdp.report.workdir import check_same_config, write_json
 from jaxdp.transforms import losses
 
 Params = Any
@@ -48,19 +49,19 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     finished = root / "result.json"
-    _same_config(config, root / "config.json")
+    check_same_config(config, root / "config.json")
     if finished.exists():
         result = json.loads(finished.read_text())
         print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
         return result
     task = _Task.of(config)
     trainer = _trainer(config, task)
-    _write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
     print(task.describe(), flush=True)
     result = _run(config, task, trainer, root)
     for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
         secret.unlink()
-    _write_json(finished, result)
+    write_json(finished, result)
     print(f"\n{_summary(result)}\n\nIn {root}: training.png, params.safetensors, ledger.sqlite, private/metrics.jsonl")
     return result
 
@@ -245,7 +246,7 @@ def _reference_without_privacy(config: Any, task: _Task, start: Params, folder: 
     path = folder / "no_privacy.json"
     if not path.exists():
         trained = _without_privacy(config, task, start, task.private, config.no_privacy, "no privacy")
-        _write_json(path, {"accuracy": accuracy(task.logits, trained, task.test)})
+        write_json(path, {"accuracy": accuracy(task.logits, trained, task.test)})
     return json.loads(path.read_text())["accuracy"]
 
 
@@ -271,29 +272,6 @@ def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]
     read = functools.partial(data.from_tfds, data_dir=config.data_dir or None)
     pretrain = read(config.public_name, config.public_split) if config.public_name else None
     return pretrain, read(config.name, config.private_split), read(config.name, config.test_split)
-
-
-def _same_config(config: Any, path: pathlib.Path) -> None:
-    """Refuses to mix two experiments in one workdir."""
-    if not path.exists():
-        return
-    stored, given = _flat(json.loads(path.read_text())), _flat(json.loads(config.to_json()))
-    if stored != given:
-        names = sorted(name for name in {*stored, *given} if stored.get(name) != given.get(name))
-        raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}
-
-
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 def _summary(result: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from jaxdp.privacy import (
     calibrate_noise,
 )
 from jaxdp.report import format_table, plot_curves
+from jaxdp.report.workdir import check_same_config, write_json
 from jaxdp.transforms import losses, noise
 from jaxdp.transforms.clipping import clipped_grad
 
@@ -63,7 +64,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     finished = root / "result.json"
-    _same_config(config, root / "config.json")
+    check_same_config(config, root / "config.json")
     if finished.exists():
         result = json.loads(finished.read_text())
         print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
@@ -71,14 +72,14 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     task = tasks.load(config.data)
     model = _Model.of(config.model, task)
     _check(config, task)
-    _write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
     print(
         f"{len(task.train)} private records ({task.train.name}), {len(task.test)} test inputs ({task.test.name}). "
         f"Features: {task.provenance}.",
         flush=True,
     )
     result = _run(config, task, model, root)
-    _write_json(finished, result)
+    write_json(finished, result)
     figures = " and four figures" if config.references else ""
     print(f"\n{_summary(result)}\n\nIn {root}: answers.npz, student.safetensors, ledger.sqlite{figures}.")
     return result
@@ -561,24 +562,7 @@ def _ledger(path: pathlib.Path, account: str, budget: Any) -> Ledger:
     return ledger
 
 
-def _same_config(config: Any, path: pathlib.Path) -> None:
-    """Refuses to mix two experiments in one workdir."""
-    if not path.exists():
-        return
-    stored, given = json.loads(path.read_text()), json.loads(config.to_json())
-    names = sorted(name for name in {*stored, *given} if stored.get(name) != given.get(name))
-    if names:
-        raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
-
-
 def _write_answers(path: pathlib.Path, rows: np.ndarray, answers: np.ndarray) -> None:
     temporary = path.with_suffix(".tmp.npz")
     np.savez(temporary, rows=rows, answers=answers)
-    os.replace(temporary, path)
-
-
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(temporary, path)
