@@ -1,0 +1,292 @@
+"""Time and memory of a private adaptation step over those of the same method's plain step and of a forward pass alone.
+
+    python -m benchmarks.bench_adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers --output .bench/adaptation.json
+
+Per shape and batch size: "forward" predicts only, "plain" is the method as published, "private" its private form,
+"clip only" the same without noise. Steps are interleaved, each timed after an untimed call of its own, and reported as
+medians; ratios are medians of per-round ratios within the same round. "memory" is what XLA allocates for a step beyond
+its arguments (temporaries and outputs). Weights are random: they do not change the work.
+
+With --peers, per-example gradients of Tent's loss by `torch.func` and by Opacus, on the same architecture and in the
+same rounds, over a plain Tent step in PyTorch; they need torch, timm and opacus, to be installed separately.
+
+With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by hand: every compiled
+program counts.
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdp
+from jaxdp import models, tta
+from jaxdp.tta import adapter as program
+
+
+class Shape(NamedTuple):
+    model: str
+    size: int  # of the square images
+    num_classes: int
+    timm: str | None = None  # name of the same architecture there
+
+
+SHAPES = {
+    "vit_tiny32": Shape("vit_tiny", 32, 10),
+    "vit_ti16": Shape("vit_ti16", 224, 1000, "vit_tiny_patch16_224"),
+    "vit_b16": Shape("vit_b16", 224, 1000, "vit_base_patch16_224"),
+    "convnext_tiny": Shape("convnext_tiny", 224, 1000, "convnext_tiny"),
+}
+METHODS: dict[str, Callable[[int], tta.Method]] = {
+    "tent": lambda classes: tta.Tent(),
+    "eata": tta.EATA,
+    "sar": tta.SAR,
+    "deyo": tta.DeYO,
+    "deyo-come": lambda classes: tta.COME(tta.DeYO(classes), classes),
+}
+STREAM = 10_000
+
+
+class Step(NamedTuple):
+    call: Callable[[], Any]
+    row: dict[str, Any]  # how long it took to compile, and its memory
+
+
+def compiled(lowered: Any, *args: Any) -> Step:
+    start = time.perf_counter()
+    step = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory = step.memory_analysis()
+    allocated = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return Step(lambda: jax.block_until_ready(step(*args)), {"compile_s": seconds, "memory_mb": allocated / 1e6})
+
+
+def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
+    """The compiled step of an adapter, on which its memory can be asked."""
+    state = adapter.init()
+    moving = state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, adapter._moves))
+    args = (adapter._constants, moving, images, jnp.ones(len(images), bool), state.key)
+    return compiled(program._step.lower(adapter._program, *args), *args)
+
+
+def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:
+    model = models.create(shape.model, num_classes=shape.num_classes)
+    images = jax.random.uniform(jax.random.key(0), (batch_size, shape.size, shape.size, 3))
+    params = jax.jit(model.init)(jax.random.key(1), images[:1])["params"]
+
+    def apply_fn(params: Any, images: jax.Array) -> jax.Array:
+        return model.apply({"params": params}, images)
+
+    steps = {"forward": compiled(jax.jit(apply_fn).lower(params, images), params, images)}
+    adapt = functools.partial(tta.Adapter, apply_fn, params, optimizer=optax.sgd(1e-3, momentum=0.9))
+    for name in methods:
+        method = METHODS[name](shape.num_classes)
+        steps[f"{name} plain"] = adapter_step(adapt(method=method), images)
+        for kind, noise in (("private", 0.6186), ("clip only", 0.0)):
+            private = tta.private(method, clip_norm=1.0, noise_multiplier=noise)
+            steps[f"{name} {kind}"] = adapter_step(adapt(method=private), images)
+    check_equal(adapt, images)
+    return steps
+
+
+def check_equal(adapt: Callable[..., tta.Adapter], images: jax.Array) -> None:
+    """Nothing clipped and no noise: a private Tent step is a plain one, or the timings mean nothing."""
+    methods = tta.Tent(), tta.private(tta.Tent(), clip_norm=1e6, noise_multiplier=0.0)
+    moved = []
+    for adapter in (adapt(method=method) for method in methods):
+        state, _ = adapter.step(adapter.init(), images)
+        difference = jax.tree.map(jnp.subtract, state.params, adapter.init().params)
+        moved.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(difference)]))
+    error = np.linalg.norm(moved[1] - moved[0]) / np.linalg.norm(moved[0])
+    if not error < 1e-2:  # of displacements that float32 parameters have rounded
+        raise AssertionError(f"the private step differs from the plain step by {error:.1e}")
+
+
+def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
+    """Tent in PyTorch: a plain step, and private ones as `torch.func` and Opacus make them."""
+    import timm
+    import torch
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    sigma, learning_rate = 0.6186, 1e-3
+    images = torch.rand(batch_size, 3, shape.size, shape.size)
+
+    def new_model() -> tuple[Any, dict[str, Any]]:
+        model = timm.create_model(shape.timm, pretrained=False).eval().requires_grad_(False)
+        names = [name for name, module in model.named_modules() if "norm" in name and hasattr(module, "weight")]
+        moving = {n: p for n, p in model.named_parameters() if n.rsplit(".", 1)[0] in names}
+        for parameter in moving.values():
+            parameter.requires_grad_(True)
+        return model, moving
+
+    def entropies(logits: Any) -> Any:
+        return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+    def sgd(moving: dict[str, Any]) -> Any:
+        return torch.optim.SGD(moving.values(), learning_rate, momentum=0.9)
+
+    forward_model, _ = new_model()
+
+    def forward() -> None:
+        with torch.no_grad():
+            forward_model(images)
+
+    plain_model, plain_moving = new_model()
+    plain_optimizer = sgd(plain_moving)
+
+    def plain() -> None:
+        plain_optimizer.zero_grad()
+        entropies(plain_model(images)).mean().backward()
+        plain_optimizer.step()
+
+    func_model, func_moving = new_model()
+    func_optimizer = sgd(func_moving)
+
+    def loss(moving: dict[str, Any], image: Any) -> Any:
+        return entropies(torch.func.functional_call(func_model, moving, (image[None],)))[0]
+
+    def vmapped() -> None:
+        detached = {n: p.detach() for n, p in func_moving.items()}
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(detached, images)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+        factors = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for name, g in grads.items():
+            total = torch.einsum("b,b...->...", factors, g)
+            func_moving[name].grad = (total + sigma * torch.randn_like(total)) / batch_size
+        func_optimizer.step()
+
+    opacus_model, opacus_moving = new_model()
+    wrapped = GradSampleModule(opacus_model)
+    opacus_optimizer = DPOptimizer(
+        sgd(opacus_moving), noise_multiplier=sigma, max_grad_norm=1.0, expected_batch_size=batch_size
+    )
+
+    def opacus() -> None:
+        opacus_optimizer.zero_grad()
+        entropies(wrapped(images)).mean().backward()
+        opacus_optimizer.step()
+
+    calls = {"torch forward": forward, "torch plain": plain, "torch.func private": vmapped, "opacus private": opacus}
+    return {name: Step(call, {}) for name, call in calls.items()}
+
+
+def missing_peers() -> list[str]:
+    import importlib.util
+
+    return [name for name in ("torch", "timm", "opacus") if importlib.util.find_spec(name) is None]
+
+
+def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, peers: bool) -> dict[str, Any]:
+    steps = steps_of(shape, batch_size, methods)
+    if peers and shape.timm:
+        steps |= peer_steps(shape, batch_size)
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step.call()  # the step before has emptied the caches
+            start, start_cpu = time.perf_counter(), time.process_time()
+            step.call()
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - start_cpu)
+    rows = {name: dict(step.row) for name, step in steps.items()}
+    for name, row in rows.items():
+        row["wall_ms"] = 1e3 * statistics.median(wall[name])
+        row["cpu_ms"] = 1e3 * statistics.median(cpu[name])
+        ours = "memory_mb" in row
+        plain, forward = (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
+        for base, column in ((plain, "plain"), (forward, "forward")):
+            if base in steps:
+                row[f"over_{column}"] = statistics.median(a / b for a, b in zip(wall[name], wall[base], strict=True))
+                row[f"cpu_over_{column}"] = statistics.median(a / b for a, b in zip(cpu[name], cpu[base], strict=True))
+        if ours and plain in steps:
+            row["memory_over_plain"] = row["memory_mb"] / rows[plain]["memory_mb"]
+    return rows
+
+
+def stream_case(batch_size: int) -> dict[str, Any]:
+    """10,000 images, the last batch padded, a reset every 50 batches and one by hand: how many programs that takes."""
+    model = models.create("vit_tiny", num_classes=10, patch_size=4, width=16, depth=1, num_heads=2, mlp_width=32)
+    params = model.init(jax.random.key(1), jnp.zeros((1, 8, 8, 3)))["params"]
+
+    def apply_fn(params: Any, images: jax.Array) -> jax.Array:
+        return model.apply({"params": params}, images)
+
+    method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
+    adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=50)
+    images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
+    before = program._step._cache_size()
+    state, seen, batches = adapter.init(), 0, math.ceil(STREAM / batch_size)
+    start = time.perf_counter()
+    for i in range(batches):
+        batch = images[i * batch_size : (i + 1) * batch_size]
+        mask = np.arange(batch_size) < len(batch)
+        padded = np.pad(batch, [(0, batch_size - len(batch)), (0, 0), (0, 0), (0, 0)])
+        state, logits = adapter.step(state, padded, mask=mask)
+        seen += len(logits[mask])
+        if i == batches // 2:
+            state = adapter.reset(state)
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - start
+    compilations = program._step._cache_size() - before
+    if compilations != 1:
+        raise AssertionError(f"a stream of {batches} batches compiled its step {compilations} times")
+    return {"images": seen, "batches": batches, "compilations": compilations, "wall_s": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="vit_tiny32,vit_ti16", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--batch-sizes", default="8,64")
+    parser.add_argument("--methods", default="tent", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--output", default=".bench/adaptation.json")
+    flags = parser.parse_args()
+    missing = missing_peers() if flags.peers else []
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "platform": platform.platform(),
+        "jax": jax.__version__,
+        "jaxdp": jaxdp.__version__,
+        "rounds": flags.rounds,
+        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
+        "cases": {},
+    }
+    if missing:
+        print(f"Peers are left out, {report['peers']}.")
+    for name in filter(None, flags.shapes.split(",")):
+        for size in map(int, flags.batch_sizes.split(",")):
+            peers = flags.peers and not missing
+            rows = run_case(SHAPES[name], size, flags.methods.split(","), flags.rounds, peers=peers)
+            report["cases"][f"{name}, B={size}"] = rows
+            columns = ("wall_ms", "over_plain", "over_forward", "cpu_over_plain", "memory_mb", "memory_over_plain")
+            table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
+            print(f"\n{name}, batch of {size}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+    if flags.stream:
+        report["stream"] = result = stream_case(64)
+        print(
+            f"\n{result['images']} images in {result['batches']} batches: {result['compilations']} compilation, "
+            f"{result['wall_s']:.1f} s"
+        )
+    output = pathlib.Path(flags.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nWritten to {output}")
+
+
+if __name__ == "__main__":
+    main()
