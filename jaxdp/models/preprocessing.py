@@ -125,9 +125,7 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
     resize = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
     if mode not in ("center", "squash"):
-        raise ValueError(
-            f"crop_mode {mode!r} of the checkpoint is not supported; give preprocessing=Preprocessing(...)"
-        )
+        raise ValueError(f"the checkpoint has crop_mode {mode!r}, which is not supported; give preprocessing")
     return Preprocessing(
         size=size,
         mean=config["mean"],
