@@ -39,11 +39,12 @@ def COME(base_method: Method, num_classes: int) -> Method:
 
 def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     """COME's entropy of the opinion (b, u)"""
-    f = logits.astype(jnp.float32)
+    masked = jnp.isneginf(logits)  # such classes have no evidence
+    f = jnp.where(masked, 0, logits.astype(jnp.float32))
     squared = jnp.vdot(f, f)
     norm = jnp.sqrt(jnp.where(squared > 0, squared, 1))
     l = f * (jax.lax.stop_gradient(norm) / norm)  # noqa: E741
     shift = jax.lax.stop_gradient(jnp.maximum(l.max(), 0))
-    evidence, prior = jnp.exp(l - shift), num_classes * jnp.exp(-shift)
+    evidence, prior = jnp.where(masked, 0, jnp.exp(l - shift)), num_classes * jnp.exp(-shift)
     opinion = jnp.append(evidence, prior) / (evidence.sum() + prior) + 1e-7
     return -jnp.vdot(opinion, jnp.log(opinion))
