@@ -1,0 +1,499 @@
+"""The published methods against a step-by-step oracle in float64: selections, updates, memories and resets.
+
+Inputs are such that nothing the oracle compares with a threshold comes closer to it than float32 rounding by far, so
+both select the same images.
+"""
+
+import functools
+import importlib.util
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import tta
+from jaxdp.tta.come import opinion_entropy
+from jaxdp.tta.method import Method, entropy
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = _load("tiny_model")
+published = tiny.published
+LN = math.log(tiny.CLASSES)
+EVERY, LOWER = (0, 1, 2, 3), (0, 1)
+RATE, MOMENTUM = 0.1, 0.9
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Most programs here run for milliseconds."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def sgd(rate=RATE):
+    return optax.sgd(rate, momentum=MOMENTUM)
+
+
+def oracle(name, *, rows, come=False, rate=RATE, **constants):
+    uncertainty = published.opinion if come else published.entropy
+    kind = getattr(published, name)
+    return kind(tiny.MODEL, tiny.THETA, rows=rows, uncertainty=uncertainty, learning_rate=rate, **constants)
+
+
+def agree(adapter, reference, batches, views=None, **kwargs):
+    """Runs both over the batches, compares parameters, momentum and logits after each; returns the states."""
+    states, logits = tiny.run(adapter, batches, **kwargs)
+    for t, (state, z) in enumerate(zip(states, logits, strict=True)):
+        expected = reference.step(batches[t]) if views is None else reference.step(batches[t], views[t])
+        np.testing.assert_allclose(z, expected, atol=2e-5, err_msg=f"logits of step {t}")
+        np.testing.assert_allclose(tiny.theta_of(state.params), reference.theta, atol=1e-5, err_msg=f"step {t}")
+        velocity = reference.velocity.copy()
+        trace = jax.tree.leaves(state.opt_state)
+        np.testing.assert_allclose(np.concatenate(trace), _in_tree_order(velocity, len(trace)), atol=1e-5)
+    assert reference.closest > 1e-4, "an image is so close to a threshold that float32 may select it or not"
+    return states
+
+
+def _in_tree_order(velocity, leaves):
+    # Trees are sorted by key, so bias comes before scale; without the upper block there are two leaves only.
+    return np.concatenate([velocity[k] for k in (1, 0, 3, 2)[:leaves]])
+
+
+def moved(reference):
+    return np.abs(reference.theta - reference.source).max()
+
+
+# ------------------------------------------------------------------------------------------------ the oracle itself
+
+
+@pytest.mark.parametrize("uncertainty", [published.entropy, published.opinion])
+def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
+    x = tiny.stream(0)[0]
+    frozen_norm = np.linalg.norm(tiny.MODEL.logits(tiny.THETA, x), axis=1, keepdims=True)
+
+    def loss(theta):  # COME's gradient is that of the loss of logits brought back to their length
+        z = tiny.MODEL.logits(theta, x)
+        if uncertainty is published.opinion:
+            z = z / np.linalg.norm(z, axis=1, keepdims=True) * frozen_norm
+        return uncertainty(z)[0]
+
+    by_hand = tiny.MODEL.gradients(tiny.THETA, x, uncertainty(tiny.MODEL.logits(tiny.THETA, x))[1])
+    for k in np.ndindex(tiny.THETA.shape):
+        step = np.zeros_like(tiny.THETA)
+        step[k] = 1e-5
+        numeric = (loss(tiny.THETA + step) - loss(tiny.THETA - step)) / 2e-5
+        np.testing.assert_allclose(by_hand[:, *k], numeric, atol=1e-9)
+
+
+# -------------------------------------------------------------------------------------------------------------- Tent
+
+
+@pytest.mark.parametrize("come", [False, True])
+def test_tent(come):
+    method = tta.COME(tta.Tent(), tiny.CLASSES) if come else tta.Tent()
+    reference = oracle("Tent", rows=EVERY, come=come)
+    agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(0))
+    assert moved(reference) > 0.05
+
+
+# -------------------------------------------------------------------------------------------------------------- EATA
+
+EATA = {"num_classes": tiny.CLASSES, "margin": 1.1 / LN, "diversity": 0.7}
+
+
+def eata(**changes):
+    """(jaxdp's method, the oracle's constants)."""
+    constants = {**EATA, **changes}
+    threshold = constants["margin"] * LN
+    return tta.EATA(**constants), {"threshold": threshold, "diversity": constants["diversity"]}
+
+
+def same_mean(state, reference):
+    mean, started = state.memory
+    assert bool(started) == (reference.mean is not None)
+    if reference.mean is not None:
+        np.testing.assert_allclose(mean, reference.mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("come", [False, True])
+@pytest.mark.parametrize("anchored", [False, True])
+def test_eata(come, anchored):
+    importances = published.fisher(tiny.MODEL, tiny.THETA, list(tiny.stream(9)), "batch")
+    method, constants = eata(**({"margin": 1.3 / LN} if come else {}))
+    if anchored:
+        tree = tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9))
+        method = tta.EATA(**{**EATA, "margin": method.margin}, fisher=tree, fisher_strength=50.0)
+        constants |= {"fisher": importances, "strength": 50.0}
+    if come:
+        method = tta.COME(method, tiny.CLASSES)
+    reference = oracle("EATA", rows=EVERY, come=come, **constants)
+    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(4, 8))
+    same_mean(states[-1], reference)
+    entropy_only = oracle("EATA", rows=EVERY, come=come, **{**constants, "diversity": 2.0})
+    _ = [entropy_only.step(x) for x in tiny.stream(4, 8)]
+    assert sum(reference.selected) < sum(entropy_only.selected) < 8 * 6, "both filters must be at work"
+    if anchored:
+        free = oracle("EATA", rows=EVERY, come=come, **{**constants, "strength": 0.0})
+        _ = [free.step(x) for x in tiny.stream(4, 8)]
+        assert np.abs(free.theta - reference.theta).max() > 1e-3, "the anchor must be at work"
+
+
+def test_eata_with_nothing_certain_makes_no_step_until_something_is():
+    method, constants = eata(margin=0.5 / LN, diversity=2.0)
+    batches = tiny.stream(4, 8)
+    reference = oracle("EATA", rows=EVERY, **constants)
+    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, batches)
+    first = next(t for t, n in enumerate(reference.selected) if n)
+    assert first > 0 and 0 in reference.selected[first:], reference.selected
+    for t in range(first):
+        assert not states[t].memory[1]
+        np.testing.assert_array_equal(tiny.theta_of(states[t].params), tiny.THETA)
+    for t in range(first + 1, 8):
+        if reference.selected[t] == 0:  # neither the momentum nor the memory moves
+            jax.tree.map(
+                np.testing.assert_array_equal,
+                (states[t].params, states[t].opt_state, states[t].memory),
+                (states[t - 1].params, states[t - 1].opt_state, states[t - 1].memory),
+            )
+    same_mean(states[-1], reference)
+
+
+def test_eata_with_nothing_new_after_the_first_batch_makes_one_step():
+    importances = tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9))
+    method, constants = eata(diversity=1e-6)
+    method = tta.EATA(**{**EATA, "diversity": 1e-6}, fisher=importances)  # not even the anchor pulls
+    reference = oracle("EATA", rows=EVERY, **constants)
+    agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(4))
+    assert reference.selected[0] > 0 and sum(reference.selected[1:]) == 0
+
+
+@pytest.mark.parametrize("kind", ["batch", "example"])
+def test_fisher(kind):
+    batches = tiny.stream(9, 3)
+    expected = published.fisher(tiny.MODEL, tiny.THETA, list(batches), kind)
+    computed = tta.fisher(tiny.apply_fn, tiny.PARAMS, batches, gradients=kind)
+    assert computed["embed"] is None and computed["head"] is None
+    np.testing.assert_allclose(tiny.theta_of(computed), expected, rtol=1e-4, atol=1e-9)
+    lower = tta.fisher(tiny.apply_fn, tiny.PARAMS, batches, tta.lower_blocks(tiny.PARAMS), gradients=kind)
+    assert lower["block_1"]["norm"] == {"scale": None, "bias": None}
+
+
+def test_fisher_errors():
+    with pytest.raises(ValueError, match="batches is empty"):
+        tta.fisher(tiny.apply_fn, tiny.PARAMS, [])
+    with pytest.raises(ValueError, match="gradients must be"):
+        tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9), gradients="sample")
+
+
+# --------------------------------------------------------------------------------------------------------------- SAR
+
+
+def sar(come=False, **changes):
+    threshold = changes.pop("threshold", 1.3 if come else 1.1)
+    constants = {"rho": 0.2, "reset_below": 0.0, **changes}
+    method = tta.SAR(tiny.CLASSES, margin=threshold / LN, **constants)
+    return tta.COME(method, tiny.CLASSES) if come else method, {"threshold": threshold, **constants}
+
+
+def same_average(state, reference):
+    average, started = state.memory
+    assert bool(started) == (reference.average is not None)
+    if reference.average is not None:
+        np.testing.assert_allclose(average, reference.average, atol=1e-5)
+
+
+@pytest.mark.parametrize("come", [False, True])
+def test_sar(come):
+    method, constants = sar(come)
+    batches = tiny.stream(5, 8)
+    reference = oracle("SAR", rows=LOWER, come=come, **constants)
+    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, batches)
+    same_average(states[-1], reference)
+    flat = oracle("SAR", rows=LOWER, come=come, **{**constants, "rho": 0.0})
+    _ = [flat.step(x) for x in batches]
+    assert np.abs(flat.theta - reference.theta).max() > 1e-3, "the ascent must be at work"
+
+
+def test_sar_filters_again_at_the_ascended_point():
+    method, constants = sar(threshold=1.0, rho=1.5)
+    batches = tiny.stream(5, 8)
+    reference = oracle("SAR", rows=LOWER, **constants)
+    agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd(0.02)), reference := _slower(reference), batches)
+    once = [(published.entropy(tiny.MODEL.logits(tiny.THETA, x))[0] < 1.0).sum() for x in batches]
+    assert sum(reference.selected) < sum(once)
+
+
+def _slower(reference):
+    reference.learning_rate = 0.02
+    return reference
+
+
+def test_sar_with_nothing_selected_goes_on_by_momentum():
+    method, constants = sar(threshold=0.5)
+    reference = oracle("SAR", rows=LOWER, **constants)
+    states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(8, 8))
+    idle = [t for t in range(1, 8) if reference.selected[t] == 0 and any(reference.selected[:t])]
+    assert idle
+    for t in idle:
+        assert np.abs(tiny.theta_of(states[t].params) - tiny.theta_of(states[t - 1].params)).max() > 1e-6
+        jax.tree.map(np.testing.assert_array_equal, states[t].memory, states[t - 1].memory)
+
+
+def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
+    method, constants = sar(threshold=0.8, reset_below=0.65)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    reference = oracle("SAR", rows=LOWER, **constants)
+    states = agree(adapter, reference, tiny.stream(4, 12))
+    assert 1 <= len(reference.resets) < 10 and reference.resets[0] > 0, reference.resets
+    for t in reference.resets:
+        np.testing.assert_array_equal(tiny.theta_of(states[t].params), tiny.THETA)
+        assert all(not x.any() for x in jax.tree.leaves(states[t].opt_state))
+        assert not states[t].memory[1] and states[t].step == t + 1
+    same_average(states[-1], reference)
+
+
+# -------------------------------------------------------------------------------------------------------------- DeYO
+
+
+def deyo(augmentation, come=False, **changes):
+    constants = {"entropy_threshold": 1.38 if come else 1.2, "threshold": 1.0, "plpd_margin": 0.3, **changes}
+    method = tta.DeYO(
+        tiny.CLASSES,
+        entropy_margin=constants["entropy_threshold"] / LN,
+        plpd_margin=constants["plpd_margin"],
+        margin=constants["threshold"] / LN,
+        augmentation=augmentation,
+        patches=2,
+    )
+    return tta.COME(method, tiny.CLASSES) if come else method, constants
+
+
+def upside_down(key, image):
+    return image[::-1]
+
+
+class Spy:
+    """The tiny model, which also writes down the images it is shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, params, images):
+        jax.debug.callback(lambda x: self.seen.append(np.asarray(x)), images)
+        return tiny.apply_fn(params, images)
+
+    def views(self, batches):
+        """For each batch, the images shown beside itself."""
+        jax.effects_barrier()
+        seen = [x for x in self.seen if x.shape == batches[0].shape and not any(np.array_equal(x, b) for b in batches)]
+        self.seen = []
+        return seen
+
+
+@pytest.mark.parametrize("come", [False, True])
+def test_deyo_by_any_augmentation(come):
+    method, constants = deyo(upside_down, come)
+    batches = tiny.stream(6)
+    reference = oracle("DeYO", rows=LOWER, come=come, **constants)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    agree(adapter, reference, batches, batches[:, :, ::-1])
+    first = [
+        (reference.uncertainty(tiny.MODEL.logits(tiny.THETA, x))[0] < constants["entropy_threshold"]).sum()
+        for x in batches
+    ]
+    assert 0 < sum(reference.selected) < sum(first) < 36, "both filters must be at work"
+
+
+def test_deyo_by_occlusion():
+    method, constants = deyo("occlusion", plpd_margin=0.05)
+    batches = tiny.stream(6)
+    views = batches.copy()
+    views[:, :, 1:3, 1:3] = batches.mean((2, 3))[:, :, None, None]
+    reference = oracle("DeYO", rows=LOWER, **constants)
+    agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, batches, views)
+    assert sum(reference.selected) > 5
+
+
+@pytest.mark.parametrize("augmentation", ["patch", "pixel"])
+def test_deyo_by_permutation(augmentation):
+    spy = Spy()
+    method, constants = deyo(augmentation)
+    batches = tiny.stream(6)
+    adapter = tta.Adapter(spy, tiny.PARAMS, method, sgd())
+    tiny.run(adapter, batches)
+    views = spy.views(batches)
+    assert len(views) == len(batches)
+    reference = oracle("DeYO", rows=LOWER, **constants)
+    agree(adapter, reference, batches, views)  # the same key draws the same permutations
+    assert sum(reference.selected) > 5
+
+    orders = np.array(
+        [
+            [_order(augmentation, image, view) for image, view in zip(*p, strict=True)]
+            for p in zip(batches, views, strict=True)
+        ]
+    )
+    assert len({tuple(o) for o in orders[:, 0]}) > 1, "each step draws its own permutation"
+    alike = [len({tuple(o) for o in of_batch}) == 1 for of_batch in orders]
+    assert all(alike) if augmentation == "pixel" else not any(alike)
+    tiny.run(adapter, batches, key=jax.random.key(77))
+    assert not np.array_equal(spy.views(batches), views)
+
+
+def _order(augmentation, image, view):
+    """Which piece of the image each piece of its view is; pieces are unique, and all must be there."""
+    side = 2 if augmentation == "patch" else 1
+    pieces = [
+        [x[r : r + side, c : c + side].tobytes() for r in range(0, 4, side) for c in range(0, 4, side)]
+        for x in (image, view)
+    ]
+    assert sorted(pieces[0]) == sorted(pieces[1])
+    return [pieces[0].index(piece) for piece in pieces[1]]
+
+
+def test_patches_of_images_that_do_not_divide():
+    method = tta.DeYO(tiny.CLASSES, patches=4)
+    key = jax.random.key(0)
+    augment = jax.jit(method.augment)
+    ramp = jnp.broadcast_to(jnp.arange(10.0)[:, None, None], (10, 9, 3))
+    view = augment(key, key, ramp)
+    assert view.shape == ramp.shape and view.min() >= 0 and view.max() <= 9 and not jnp.array_equal(view, ramp)
+    flat = jnp.full((10, 9, 3), 0.3)
+    np.testing.assert_allclose(augment(key, key, flat), flat, rtol=1e-6)
+    with pytest.raises(ValueError, match="patches=4 does not fit an image of 3x9"):
+        method.augment(key, key, ramp[:3])
+
+
+@pytest.mark.parametrize("empty", [{"entropy_threshold": 0.01}, {"plpd_margin": 0.999}])
+def test_deyo_with_nothing_selected_makes_no_step(empty):
+    method, _ = deyo(upside_down, **empty)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    going, _ = deyo(upside_down)
+    start, _ = tiny.run(tta.Adapter(tiny.apply_fn, tiny.PARAMS, going, sgd()), tiny.stream(6, 2))
+    assert any(x.any() for x in jax.tree.leaves(start[-1].opt_state))
+    states, _ = tiny.run(adapter, tiny.stream(7, 2), state=start[-1])
+    jax.tree.map(np.testing.assert_array_equal, states[-1].params, start[-1].params)
+    jax.tree.map(np.testing.assert_array_equal, states[-1].opt_state, start[-1].opt_state)
+    assert states[-1].step == 4
+
+
+# -------------------------------------------------------------------------------------------------------------- COME
+
+
+def naive_opinion(f, num_classes=1000):
+    """The public code's form, in float32."""
+    f = np.asarray(f, np.float32)
+    with np.errstate(all="ignore"):
+        e = np.exp(f / np.linalg.norm(f) * np.linalg.norm(f))
+        b, u = e / (e.sum() + num_classes), num_classes / (e.sum() + num_classes)
+        return -(b * np.log(b + 1e-7)).sum() - u * np.log(u + 1e-7)
+
+
+@pytest.mark.parametrize("logits", [[89.0, 1, -3, 0], [200.0, 199, -200, 0], [0.0] * 4, [1e15, 0, 0, 0], [-1e4] * 4])
+def test_come_is_finite_where_the_naive_form_is_not(logits):
+    value, slope = jax.jit(jax.value_and_grad(opinion_entropy_4))(jnp.array(logits, jnp.float32))
+    assert np.isfinite(value) and np.isfinite(slope).all()
+    if max(logits) > 88 or not any(logits):
+        assert not np.isfinite(naive_opinion(logits))
+
+
+def opinion_entropy_4(logits):
+    return opinion_entropy(logits, num_classes=4)
+
+
+def test_comes_value_and_gradient():
+    z = np.random.default_rng(3).normal(size=(50, 4)) * 3
+    value, slope = jax.jit(jax.vmap(jax.value_and_grad(opinion_entropy_4)))(jnp.asarray(z, jnp.float32))
+    expected_value, expected_slope = published.opinion(z)
+    np.testing.assert_allclose(value, expected_value, atol=2e-6)
+    np.testing.assert_allclose(slope, expected_slope, atol=2e-6)
+    cosine = (np.asarray(slope, np.float64) * z).sum(1) / np.linalg.norm(z, axis=1)
+    np.testing.assert_allclose(cosine, 0, atol=2e-7)
+
+
+@pytest.mark.parametrize("num_classes", [4, 10, 1000])
+def test_comes_prior_is_the_number_of_classes(num_classes):
+    value = jax.jit(functools.partial(opinion_entropy, num_classes=num_classes))(jnp.zeros(num_classes))
+    uniform = np.log(2 * num_classes) / 2 + np.log(2) / 2  # half of the mass is uncertainty: b = 1 / 2K, u = 1/2
+    np.testing.assert_allclose(value, uniform, rtol=2e-3)
+
+
+def test_come_keeps_the_method_it_is_put_over():
+    base = tta.DeYO(tiny.CLASSES, plpd_margin=0.1)
+    method = tta.COME(base, tiny.CLASSES)
+    assert isinstance(method, tta.DeYO) and method.plpd_margin == 0.1 and method.lower_blocks_only
+    assert base.uncertainty is entropy
+    with pytest.raises(ValueError, match="num_classes=10, but base_method has num_classes=4"):
+        tta.COME(base, 10)
+    with pytest.raises(ValueError, match="at least 2"):
+        tta.COME(tta.Tent(), 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- the rest
+
+
+def test_masked_classes_count_nothing():
+    z = np.array([[1.0, 2.0, 0.5]])
+    masked = jnp.array([1.0, 2.0, -jnp.inf, 0.5])
+    value, slope = jax.value_and_grad(entropy)(masked)
+    expected, expected_slope = published.entropy(z)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(slope, np.insert(expected_slope[0], 2, 0), atol=1e-6)
+    value, slope = jax.value_and_grad(functools.partial(opinion_entropy, num_classes=3))(masked)
+    expected, expected_slope = published.opinion(z)
+    np.testing.assert_allclose(value, expected[0], atol=1e-5)
+    np.testing.assert_allclose(slope, np.insert(expected_slope[0], 2, 0), atol=1e-6)
+
+
+def test_entropy_is_finite_at_large_logits():
+    value, slope = jax.value_and_grad(entropy)(jnp.array([200.0, -200, 0, 0]))
+    assert value == 0 and np.isfinite(slope).all()
+
+
+def test_hooks_do_nothing_by_default():
+    method = Method()
+    sample = method(jnp.array([1.0, 2.0]))
+    assert sample.drop == 0 and method.weight(sample) == 1 and method.reliable(sample) and method.novel((), sample)
+    assert method.pull({"a": 1}) is None and method.start() == () and not method.lost(())
+    assert not any(method.overrides(hook) for hook in ("weight", "reliable", "radius", "pull", "lost", "augment"))
+    assert not tta.EATA(4).overrides("pull") and tta.EATA(4, fisher={}).overrides("pull")
+
+
+@pytest.mark.parametrize("method", [tta.EATA(5), tta.SAR(5), tta.DeYO(5), tta.COME(tta.EATA(5), 5)])
+def test_the_number_of_classes_is_checked(method):
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    with pytest.raises(ValueError, match="num_classes=5, but apply_fn returns 4 logits"):
+        adapter.step(adapter.init(), tiny.stream(0)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tta.EATA(1), "num_classes must be at least 2, got 1"),
+        (lambda: tta.EATA(10, margin=2.76), r"margin is a fraction .* got 2.76; .* margin=t / ln\(num_classes\)"),
+        (lambda: tta.EATA(10, diversity=0.0), "diversity must be positive, got 0.0"),
+        (lambda: tta.EATA(10, fisher_strength=-1.0), "fisher_strength must not be negative, got -1.0"),
+        (lambda: tta.SAR(10, margin=0.0), "margin is a fraction"),
+        (lambda: tta.SAR(10, rho=-0.1), "rho must be finite and not negative, got -0.1"),
+        (lambda: tta.SAR(10, rho=math.inf), "rho must be finite"),
+        (lambda: tta.DeYO(10, entropy_margin=1.5), "entropy_margin is a fraction"),
+        (lambda: tta.DeYO(10, margin=-1), "margin is a fraction"),
+        (lambda: tta.DeYO(10, augmentation="occ"), "augmentation must be .* got 'occ'"),
+        (lambda: tta.DeYO(10, patches=1), "patches must be at least 2, got 1"),
+    ],
+)
+def test_constants_are_checked(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
