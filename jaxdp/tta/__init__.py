@@ -1,13 +1,17 @@
 """Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private form of each."""
 
+from jaxdp.tta.accounts import Epsilons, StreamAccount, epsilons
 from jaxdp.tta.adapter import Adapter, AdaptState
 from jaxdp.tta.come import COME
 from jaxdp.tta.deyo import DeYO
 from jaxdp.tta.eata import EATA, fisher
 from jaxdp.tta.method import Method, Sample
+from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private, private
 from jaxdp.tta.sar import SAR
 from jaxdp.tta.select import lower_blocks, normalisation
+from jaxdp.tta.serving import Served, serve
+from jaxdp.tta.streams import Batch, Stream
 from jaxdp.tta.tent import Tent
 
 __all__ = [
@@ -16,13 +20,22 @@ __all__ = [
     "SAR",
     "AdaptState",
     "Adapter",
+    "Batch",
+    "CollapseMonitor",
+    "CollapseReport",
     "DeYO",
+    "Epsilons",
     "Method",
     "Private",
     "Sample",
+    "Served",
+    "Stream",
+    "StreamAccount",
     "Tent",
+    "epsilons",
     "fisher",
     "lower_blocks",
     "normalisation",
     "private",
+    "serve",
 ]

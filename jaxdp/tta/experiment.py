@@ -1,0 +1,539 @@
+"""One adaptation experiment from a config: methods x budgets x seeds over corrupted streams, two tables, figures.
+
+The config is an `ml_collections.ConfigDict` as in `configs/tta/cifar10.py`, whose comments say what each field means.
+The tables are those of "Private and Stable Test-Time Adaptation with Differential Privacy" (arXiv:2606.01908):
+accuracy per corruption at each epsilon, and the methods as published, with and without clipping.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jaxdp import data, models
+from jaxdp.models.training import train_without_privacy
+from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
+from jaxdp.report import format_table, plot_curves
+from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.transforms import losses
+from jaxdp.tta.accounts import StreamAccount, epsilons
+from jaxdp.tta.adapter import Adapter
+from jaxdp.tta.come import COME
+from jaxdp.tta.deyo import DeYO
+from jaxdp.tta.eata import EATA, fisher
+from jaxdp.tta.method import Method
+from jaxdp.tta.private import Private, private
+from jaxdp.tta.sar import SAR
+from jaxdp.tta.serving import serve
+from jaxdp.tta.streams import Stream
+from jaxdp.tta.tent import Tent
+
+# How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
+ORIGINAL, CLIPPED = "original", "clipped"
+SOURCE = "no adaptation"
+
+
+def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Runs the experiment, or what is left of it, and returns its result.
+
+    Every run over a stream is kept as soon as it ends; an interrupted experiment goes on with the next.
+
+    Args:
+      config: the experiment.
+      workdir: its directory, made if needed. It holds afterwards:
+          result.json, tables.md  accuracy per method, setting and corruption: mean and deviation over seeds
+          by_epsilon.png          accuracy against epsilon
+          stream_*.png            accuracy over the stream, one figure per setting
+          ledger.sqlite           what each run would cost the photographs of its stream (`python -m launch.ledger`)
+          tuning/, runs/          what was tried on the held-out corruptions; every run
+          source.safetensors      the source model, if it was trained here
+
+    Raises:
+      ValueError: the workdir belongs to an experiment with another config, the config is inconsistent, or the stream is
+        not declared a public benchmark.
+      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
+    """
+    root = pathlib.Path(workdir)
+    finished = root / "result.json"
+    check_same_config(config, root / "config.json")
+    if finished.exists():
+        result = json.loads(finished.read_text())
+        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+        return result
+    if not config.public_benchmark:
+        raise ValueError(
+            "config.public_benchmark must be True: accuracies are functions of the stream's records that no ledger "
+            "pays for. To adapt to a private stream use jaxdp.tta.serve, which writes nothing but the ledger."
+        )
+    write_json(root / "config.json", json.loads(config.to_json()))
+    task = _Task.of(config, root)
+    print(task.describe(), flush=True)
+    result = _run(config, task, root)
+    write_json(finished, result)
+    print(f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon.png, stream_*.png, ledger.sqlite.")
+    return result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Task:
+    """Source model and data of an experiment.
+
+    Attributes:
+      source: the source model, on images in [0, 1].
+      evaluation: per seed, the photographs of its stream under each corruption.
+      tuning: photographs of nobody's stream, under the held-out corruptions.
+      public: clean images for Fisher information.
+    """
+
+    source: models.Pretrained
+    num_classes: int
+    evaluation: tuple[Mapping[str, data.Source], ...]
+    tuning: Mapping[str, data.Source]
+    public: data.Source
+
+    @classmethod
+    def of(cls, config: Any, root: pathlib.Path) -> "_Task":
+        train, domain = _sources(config.data)
+        source = _source_model(config, train, root)
+        n, m, seeds = config.data.images, config.tuning.images, config.protocol.seeds
+        ends = [*itertools.accumulate([n] * seeds + [m], initial=0)]
+        photographs = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+        evaluated = {name: domain(name) for name in config.data.corruptions}
+        held_out = {name: domain(name) for name in config.tuning.corruptions}
+        length = len(next(iter(evaluated.values())))
+        if ends[-1] > length:
+            raise ValueError(
+                f"config.data.images={n} for each of {seeds} seeds and config.tuning.images={m} need {ends[-1]} "
+                f"photographs, but there are {length}."
+            )
+        *streams, tuning = (
+            {name: _in_memory(s.take(rows)) for name, s in tqdm(sources.items(), desc="corrupting", leave=False)}
+            for rows, sources in zip(photographs, [evaluated] * seeds + [held_out], strict=True)
+        )
+        return cls(source, train.num_classes, tuple(streams), tuning, train)
+
+    def describe(self) -> str:
+        stream = self.evaluation[0]
+        return (
+            f"{len(self.evaluation)} streams of {len(stream)} domains with {len(next(iter(stream.values())))} "
+            f"photographs each; hyper-parameters are chosen on {', '.join(self.tuning)} of other photographs."
+        )
+
+
+def _sources(config: Any) -> tuple[data.Source, Callable[[str], data.Source]]:
+    """Public clean images, and the test images by corruption."""
+    if config.source == "bundled":
+        train, test = data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=0)
+    else:
+        train = data.from_tfds(config.name, config.train_split, data_dir=config.data_dir or None)
+        if config.corrupted_name:
+            directory = config.data_dir or None
+            return train, lambda name: data.corrupted_tfds(
+                config.corrupted_name, name, config.severity, data_dir=directory
+            )
+        test = data.from_tfds(config.name, config.test_split, data_dir=config.data_dir or None)
+    return train, lambda name: data.corrupt(test, name, severity=config.severity)
+
+
+def _in_memory(source: data.Source) -> data.Source:
+    """Corruptions are computed whenever they are read: here once for all runs."""
+    columns = source.gather(np.arange(len(source)))
+    return data.from_arrays(
+        image=np.rint(255 * columns["image"]).astype(np.uint8),
+        label=columns["label"],
+        num_classes=source.num_classes,
+        name=source.name,
+    )
+
+
+def _source_model(config: Any, train: data.Source, root: pathlib.Path) -> models.Pretrained:
+    """The model of a public checkpoint, or one trained here on the public images."""
+    options = dict(config.model.options)
+    if "activation" in options:
+        options["activation"] = getattr(flax.linen, options["activation"])
+    model = models.create(config.model.name, num_classes=train.num_classes, **options)
+    stated = config.model.preprocessing
+    preprocessing = models.Preprocessing(**stated) if stated else None
+    if config.model.checkpoint:
+        return models.load_checkpoint(
+            config.model.checkpoint, model=model, naming=config.model.naming, preprocessing=preprocessing
+        )
+    assert preprocessing is not None
+    path = root / "source.safetensors"
+    if not path.exists():
+        untrained = models.Pretrained(model, {}, preprocessing)
+        images = jnp.zeros((1, *train[0]["image"].shape))
+        params = train_without_privacy(
+            lambda p, x: losses.softmax_cross_entropy(untrained.apply_fn(p, x["image"][None])[0], x["label"]),
+            model.init(jax.random.key(config.train.init_seed), images)["params"],
+            train,
+            optax.adamw(optax.cosine_decay_schedule(config.train.learning_rate, config.train.steps)),
+            steps=config.train.steps,
+            batch_size=config.train.batch_size,
+            seed=config.train.init_seed.to_bytes(16, "little"),
+            label="source model",
+        )
+        models.save_params(path, params)
+    return models.Pretrained(model, models.load_params(path), preprocessing)
+
+
+# --- Methods and settings ---------------------------------------------------------------------------------------
+
+
+def _methods(config: Any, task: _Task) -> dict[str, Method]:
+    """The methods by name; "-COME" behind a name is COME over that method."""
+    n, options = task.num_classes, config.method_options
+    batch = config.protocol.batch_size
+    images = [task.public.gather(np.arange(k, k + batch))["image"] for k in range(0, config.fisher_images, batch)]
+    makers: dict[str, Callable[[], Method]] = {
+        "Tent": Tent,
+        "EATA": lambda: EATA(n, **options.EATA, fisher=fisher(task.source.apply_fn, task.source.params, images)),
+        "SAR": lambda: SAR(n, **options.SAR),
+        "DeYO": lambda: DeYO(n, **options.DeYO),
+    }
+    methods = {}
+    for name in config.methods:
+        base, _, come = name.partition("-")
+        if base not in makers or come not in ("", "COME"):
+            raise ValueError(f"config.methods has {name!r}; there are {', '.join(makers)}, each also with -COME.")
+        methods[name] = COME(makers[base](), n) if come else makers[base]()
+    return methods
+
+
+def _settings(config: Any) -> list[str]:
+    return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
+
+
+def _noise_multiplier(config: Any, setting: str) -> float:
+    if setting == CLIPPED:
+        return 0.0
+    budget = float(setting.removeprefix("epsilon "))
+    return calibrate_noise(
+        GaussianDpEvent, epsilon=budget, delta=config.privacy.delta, adjacency=config.privacy.adjacency
+    )
+
+
+# One update function whatever the learning rate, so that trying another does not compile the step again.
+_SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9)
+
+
+def _sgd(learning_rate: float) -> optax.GradientTransformation:
+    def init(params: Any) -> Any:
+        state: Any = _SGD.init(params)
+        rate = jnp.asarray(learning_rate, state.hyperparams["learning_rate"].dtype)
+        return state._replace(hyperparams={**state.hyperparams, "learning_rate": rate})
+
+    return optax.GradientTransformation(init, _SGD.update)
+
+
+def _adapter(config: Any, task: _Task, method: Method, setting: str, choice: Mapping[str, float]) -> Adapter:
+    chosen: Method | Private = method
+    accumulate = 1
+    if setting != ORIGINAL:
+        noise_multiplier = _noise_multiplier(config, setting)
+        filters = dict(config.privacy.filters)
+        chosen = private(method, clip_norm=choice["clip_norm"], noise_multiplier=noise_multiplier, **filters)
+        accumulate = config.protocol.accumulate
+    optimizer = _sgd(choice["learning_rate"])
+    return Adapter(task.source.apply_fn, task.source.params, chosen, optimizer, accumulate=accumulate)
+
+
+def _choose(
+    config: Any, task: _Task, name: str, method: Method, setting: str, root: pathlib.Path
+) -> Mapping[str, float]:
+    """Hyper-parameters from the config, or the best on the held-out corruptions."""
+    given = config.hyper_parameters.get(name, {}).get(setting)
+    if given:
+        return dict(given)
+    path = root / "tuning" / f"{name}_{setting}.json".replace(" ", "_")
+    if not path.exists():
+        if setting == ORIGINAL:
+            candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
+        else:
+            # With most gradients clipped a step is about learning_rate * clip_norm long, so that is what varies.
+            products, norms = config.tuning.clipped_steps, config.tuning.clip_norms
+            candidates = [{"learning_rate": p / c, "clip_norm": c} for p in products for c in norms]
+        stream = Stream(task.tuning, batch_size=config.protocol.batch_size, seed=0)
+        tried = []
+        for candidate in candidates:
+            served = serve(_adapter(config, task, method, setting, candidate), stream, account=None)
+            tried.append({**candidate, "accuracy": float(np.mean(list(served.accuracy.values())))})
+        write_json(path, tried)
+    best = max(json.loads(path.read_text()), key=lambda row: row["accuracy"])
+    return {key: value for key, value in best.items() if key != "accuracy"}
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------
+
+
+def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
+    methods, settings = _methods(config, task), _settings(config)
+    (root / "methods.txt").write_text(_descriptions(config, methods, settings))
+    choices = {
+        (name, setting): _choose(config, task, name, methods[name], setting, root)
+        for name, setting in tqdm(list(itertools.product(methods, settings)), desc="tuning")
+    }
+    plan = list(itertools.product(range(len(task.evaluation)), methods, settings))
+    with Ledger(root / "ledger.sqlite") as ledger:
+        rows = [
+            _one_run(config, task, methods[name], name, setting, seed, choices[name, setting], ledger, root)
+            for seed, name, setting in tqdm(plan, desc="runs")
+        ]
+    rows += [_without_adaptation(config, task, seed) for seed in range(len(task.evaluation))]
+    result = _result(config, choices, rows)
+    (root / "tables.md").write_text(_tables(result))
+    _figures(result, root)
+    return result
+
+
+def _stream(config: Any, task: _Task, seed: int) -> Stream:
+    protocol = config.protocol
+    return Stream(
+        task.evaluation[seed],
+        batch_size=protocol.batch_size,
+        order=protocol.order,
+        reset=protocol.reset,
+        seed=seed,
+        remainder=protocol.remainder,
+    )
+
+
+def _one_run(
+    config: Any,
+    task: _Task,
+    method: Method,
+    name: str,
+    setting: str,
+    seed: int,
+    choice: Mapping[str, float],
+    ledger: Ledger,
+    root: pathlib.Path,
+) -> dict[str, Any]:
+    path = root / "runs" / f"{name}_{setting}_{seed}.json".replace(" ", "_")
+    if path.exists():
+        return json.loads(path.read_text())
+    adapter = _adapter(config, task, method, setting, choice)
+    # An account of its own for every run: together they would cost much more, which the summary says.
+    account = f"{name}, {setting}, stream {seed}"
+    ledger.register(account, adjacency=config.privacy.adjacency, unit=config.privacy.unit, delta=config.privacy.delta)
+    event = getattr(adapter.method, "event", NonPrivateDpEvent())
+    paid = StreamAccount(ledger, account, event=event, label=f"{name}, {setting}")
+    served = serve(adapter, _stream(config, task, seed), account=paid, unit="photograph")
+    row = {"method": name, "setting": setting, "seed": seed, "visits": paid.worst, "accuracy": served.accuracy}
+    write_json(path, row)
+    return row
+
+
+def _without_adaptation(config: Any, task: _Task, seed: int) -> dict[str, Any]:
+    predict = jax.jit(task.source.apply_fn)
+    hits: dict[str, list[np.ndarray]] = {}
+    for batch in _stream(config, task, seed):
+        right = np.asarray(predict(task.source.params, batch.images)).argmax(-1) == batch.labels
+        for domain, hit in zip(batch.domains, right[batch.mask], strict=True):
+            hits.setdefault(domain, []).append(hit)
+    accuracy = {domain: float(np.mean(hit)) for domain, hit in hits.items()}
+    return {"method": SOURCE, "setting": ORIGINAL, "seed": seed, "visits": 0, "accuracy": accuracy}
+
+
+# --- Results ----------------------------------------------------------------------------------------------------
+
+
+def _result(config: Any, choices: Mapping[Any, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means and standard deviations over the seeds, per method, setting and corruption."""
+    cells = []
+    keys = dict.fromkeys((row["method"], row["setting"]) for row in rows)
+    reference = {row["seed"]: _mean(row) for row in rows if row["method"] == SOURCE}
+    originals = {(row["method"], row["seed"]): _mean(row) for row in rows if row["setting"] == ORIGINAL}
+    for method, setting in keys:
+        these = [row for row in rows if (row["method"], row["setting"]) == (method, setting)]
+        means = np.array([_mean(row) for row in these])
+        cell: dict[str, Any] = {
+            "method": method,
+            "setting": setting,
+            **dict(choices.get((method, setting), {})),
+            "mean": float(means.mean()),
+            "std": _std(means),
+            "over_source": _paired(these, lambda row: reference[row["seed"]]),
+            "over_original": _paired(these, lambda row: originals[row["method"], row["seed"]]),
+            "per_corruption": {
+                name: float(np.mean([row["accuracy"][name] for row in these])) for name in these[0]["accuracy"]
+            },
+        }
+        if setting not in (ORIGINAL, CLIPPED):
+            sigma = _noise_multiplier(config, setting)
+            visits = max(row["visits"] for row in these)
+            paid = epsilons(
+                GaussianDpEvent(sigma), visits=visits, delta=config.privacy.delta, adjacency=config.privacy.adjacency
+            )
+            cell |= {"noise_multiplier": sigma, "epsilon_sample": paid.sample, "epsilon_unit": paid.unit}
+            cell["visits"] = visits
+        cells.append(cell)
+    return {
+        "cells": cells,
+        "seeds": config.protocol.seeds,
+        "images": config.data.images,
+        "delta": config.privacy.delta,
+        "adjacency": config.privacy.adjacency,
+        "unit": config.privacy.unit,
+    }
+
+
+def _mean(row: Mapping[str, Any]) -> float:
+    return float(np.mean(list(row["accuracy"].values())))
+
+
+def _std(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def _paired(rows: Sequence[Mapping[str, Any]], other: Callable[[Any], float]) -> list[float]:
+    """Mean and standard error of a difference on the same streams."""
+    gaps = np.array([_mean(row) - other(row) for row in rows])
+    return [float(gaps.mean()), _std(gaps) / math.sqrt(len(gaps))]
+
+
+def _percent(mean: float, std: float) -> str:
+    return f"{100 * mean:.1f} ± {100 * std:.1f}" if math.isfinite(std) else f"{100 * mean:.1f}"
+
+
+def _tables(result: Mapping[str, Any]) -> str:
+    cells = result["cells"]
+    settings = list(dict.fromkeys(c["setting"] for c in cells))
+    by_key = {(c["method"], c["setting"]): c for c in cells}
+    methods = [m for m in dict.fromkeys(c["method"] for c in cells) if m != SOURCE]
+    source = by_key[SOURCE, ORIGINAL]
+
+    def gains(setting: str, field: str) -> Iterator[dict[str, str]]:
+        for method in methods:
+            gap, error = by_key[method, setting][field]
+            yield {"method": method, setting: f"{100 * gap:+.1f} ± {100 * error:.1f}"}
+
+    first = [{"method": SOURCE, ORIGINAL: _percent(source["mean"], source["std"])}]
+    first += [
+        {"method": m, **{s: _percent(by_key[m, s]["mean"], by_key[m, s]["std"]) for s in settings}} for m in methods
+    ]
+    second = []
+    for row in zip(
+        gains(ORIGINAL, "over_source"), gains(CLIPPED, "over_source"), gains(CLIPPED, "over_original"), strict=True
+    ):
+        plain, clipped, change = row
+        second.append(
+            {
+                "method": plain["method"],
+                "without clipping, over no adaptation": plain[ORIGINAL],
+                "with clipping, over no adaptation": clipped[CLIPPED],
+                "change by clipping": change[CLIPPED],
+            }
+        )
+    corruptions = list(source["per_corruption"])
+    third = [
+        {
+            "method": c["method"],
+            "setting": c["setting"],
+            **{name: f"{100 * c['per_corruption'][name]:.1f}" for name in corruptions},
+        }
+        for c in cells
+    ]
+    costs = [
+        {
+            "setting": c["setting"],
+            "noise multiplier": c["noise_multiplier"],
+            "epsilon of a sample": c["epsilon_sample"],
+            f"epsilon of a {result['unit']}": c["epsilon_unit"],
+            "visits": c["visits"],
+        }
+        for c in cells
+        if c["method"] == methods[0] and "noise_multiplier" in c
+    ]
+    columns = {"method": "method", "setting": "setting"}
+    chosen = [
+        {**{k: c[k] for k in columns}, "learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")}
+        for c in cells
+        if c["method"] != SOURCE
+    ]
+    parts = {
+        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {result['seeds']} streams": first,
+        "The stabilising effect of clipping; difference on the same streams ± standard error": second,
+        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": costs,
+        "Accuracy in percent per corruption": third,
+        "Hyper-parameters": chosen,
+    }
+    return "\n\n".join(f"## {title}\n\n{format_table(rows, style='markdown')}" for title, rows in parts.items()) + "\n"
+
+
+def _figures(result: Mapping[str, Any], root: pathlib.Path) -> None:
+    cells = result["cells"]
+    source = next(c for c in cells if c["method"] == SOURCE)
+    private_cells = [c for c in cells if "noise_multiplier" in c]
+    subtitle = (
+        f"{len(source['per_corruption'])} corruptions, {result['seeds']} streams of {result['images']} photographs"
+    )
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for c in sorted(private_cells, key=lambda c: c["epsilon_sample"]):
+        curves.setdefault(c["method"], []).append((c["epsilon_sample"], c["mean"]))
+    if curves:
+        plot_curves(
+            root / "by_epsilon.png",
+            curves,
+            title="Accuracy under corruption against ε of a sample",
+            subtitle=f"{subtitle}, δ = {result['delta']:g}",
+            xlabel="ε of one visit (log scale)",
+            ylabel="mean accuracy over the stream",
+            xscale="log",
+            references={SOURCE: source["mean"]},
+        )
+    for setting in dict.fromkeys(c["setting"] for c in cells if c["method"] != SOURCE):
+        shown = [c for c in cells if c["setting"] == setting and c["method"] != SOURCE]
+        plot_curves(
+            root / f"stream_{setting.replace(' ', '_')}.png",
+            {
+                c["method"]: list(enumerate(c["per_corruption"].values(), 1))
+                for c in [*shown, {**source, "method": SOURCE}]
+            },
+            title=f"Accuracy over the stream, {setting}",
+            subtitle=subtitle,
+            xlabel="corruption, in the order of the stream",
+            ylabel="accuracy on the corruption",
+        )
+
+
+def _descriptions(config: Any, methods: Mapping[str, Method], settings: Sequence[str]) -> str:
+    """What was done to each operator of each method."""
+    sigma = _noise_multiplier(config, settings[-1])
+    filters = dict(config.privacy.filters)
+    texts = [private(m, clip_norm=1.0, noise_multiplier=sigma, **filters).describe() for m in methods.values()]
+    return "\n\n".join(f"{name}: {text}" for name, text in zip(methods, texts, strict=True)) + "\n"
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    cells = result["cells"]
+    settings = list(dict.fromkeys(c["setting"] for c in cells))
+    rows = []
+    for method in dict.fromkeys(c["method"] for c in cells):
+        these = {c["setting"]: c for c in cells if c["method"] == method}
+        rows.append(
+            {"method": method, **{s: _percent(these[s]["mean"], these[s]["std"]) for s in settings if s in these}}
+        )
+    lines = [format_table(rows), ""]
+    for c in cells:
+        if c["method"] == rows[0]["method"] and "noise_multiplier" in c:
+            lines.append(
+                f"{c['setting']}: epsilon = {c['epsilon_sample']:.4g} for a sample, {c['epsilon_unit']:.4g} for a "
+                f"{result['unit']} (seen {c['visits']} times), at delta = {result['delta']:g}, {result['adjacency']}."
+            )
+    lines.append(
+        "Each figure is one run alone. These runs shared streams and labels: publishing them all, as here, is for "
+        "public benchmarks only."
+    )
+    return "\n".join(lines)
