@@ -272,7 +272,7 @@ def load_checkpoint(
     tensors = _read(path)
     naming = _recognise(naming, tensors)
     _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
-    preprocessing = _choose(preprocessing, _stated_preprocessing(path, naming, tensors, model))
+    preprocessing = _choose(preprocessing, path, naming, tensors)
     return Pretrained(model, _translate(naming, tensors, model, preprocessing), preprocessing)
 
 
@@ -325,7 +325,8 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
         raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}")
 
 
-def _stated_preprocessing(path: Path, naming: str, tensors: Tensors, model: nn.Module) -> Preprocessing | None:
+def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
+    """What the files say; raises KeyError or ValueError where they say something unusual."""
     timm = _read_json(path.with_name("config.json")).get("pretrained_cfg")
     hugging_face = _read_json(path.with_name("preprocessor_config.json"))
     if timm:
@@ -339,8 +340,14 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors, model: nn.M
     return None
 
 
-def _choose(given: Preprocessing | None, stated: Preprocessing | None) -> Preprocessing:
+def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tensors) -> Preprocessing:
     """What the caller gives, as long as it does not contradict the checkpoint; else what the checkpoint states."""
+    try:
+        stated = _stated_preprocessing(path, naming, tensors)
+    except (KeyError, ValueError) as error:
+        if given is None:
+            raise ValueError(f"preprocessing must be given, since what is beside {path.name!r} says {error}") from error
+        stated = None
     if given is None and stated is None:
         raise ValueError(
             "preprocessing must be given, since no file says how this checkpoint normalises images. Common values: "

@@ -120,12 +120,13 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
 
     Raises:
       ValueError: for a crop_mode other than "center" and "squash".
+      KeyError: if an entry is missing.
     """
     size = config["input_size"][-1]
     resize = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
     if mode not in ("center", "squash"):
-        raise ValueError(f"the checkpoint has crop_mode {mode!r}, which is not supported; give preprocessing")
+        raise ValueError(f"crop_mode {mode!r} is not supported")
     return Preprocessing(
         size=size,
         mean=config["mean"],
@@ -140,8 +141,16 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
 
     A ViT takes the whole image whatever its aspect ratio, a DeiT the centre of such an image, a ConvNeXt below 384
     pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated), as their processors do.
+
+    Raises:
+      ValueError: if the images are not resized, divided by 255 and normalised.
+      KeyError: if an entry is missing.
     """
     from PIL.Image import Resampling
+
+    for step in ("do_resize", "do_rescale", "do_normalize"):
+        if not config.get(step, True):
+            raise ValueError(f"{step}=False is not supported")
 
     def side(entry: Any) -> int:
         return entry if isinstance(entry, int) else next(value for value in entry.values() if value)
