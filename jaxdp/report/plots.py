@@ -120,6 +120,7 @@ def plot_curves(
     xscale: Literal["linear", "log"] = "linear",
     yscale: Literal["linear", "log"] = "linear",
     percent: bool = True,
+    xticks: Mapping[float, str] | None = None,
     references: Mapping[str, float] | None = None,
 ) -> Path:
     """Draw named curves in one panel, each with its name at its right end.
@@ -134,6 +135,7 @@ def plot_curves(
         ylabel: name of the y axis, written above the panel.
         xscale, yscale: "linear" or "log".
         percent: write y as percentages, where it is linear.
+        xticks: x to text of the marks on the x axis; long texts are slanted. None chooses them.
         references: name to y of dashed horizontal lines.
 
     Returns:
@@ -166,11 +168,15 @@ def plot_curves(
         labels.append((value, name, _INK))
     axes.margins(x=0)
     axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+    if xticks is not None:
+        slant = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if max(map(len, xticks.values())) > 6 else {}
+        axes.set_xticks(list(xticks), list(xticks.values()), **slant)
+        axes.set_xticks([], minor=True)
     if yscale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             low, high = axes.dataLim.intervaly
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
             bottom, top = axes.get_ylim()
             axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
     _panel_title(axes, ylabel)

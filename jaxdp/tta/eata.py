@@ -89,7 +89,7 @@ class EATA(Method):
 def fisher(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
     params: Any,
-    batches: Iterable[jax.Array],
+    batches: Iterable[jax.typing.ArrayLike],
     adapted: Adapted | None = None,
     *,
     gradients: Literal["batch", "example"] = "batch",

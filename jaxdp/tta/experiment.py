@@ -491,20 +491,24 @@ def _figures(result: Mapping[str, Any], root: pathlib.Path) -> None:
             xlabel="ε of one visit (log scale)",
             ylabel="mean accuracy over the stream",
             xscale="log",
+            xticks={c["epsilon_sample"]: c["setting"].removeprefix("epsilon ") for c in private_cells},
             references={SOURCE: source["mean"]},
         )
+    names = list(enumerate(source["per_corruption"]))
     for setting in dict.fromkeys(c["setting"] for c in cells if c["method"] != SOURCE):
         shown = [c for c in cells if c["setting"] == setting and c["method"] != SOURCE]
         plot_curves(
             root / f"stream_{setting.replace(' ', '_')}.png",
             {
-                c["method"]: list(enumerate(c["per_corruption"].values(), 1))
-                for c in [*shown, {**source, "method": SOURCE}]
+                c["method"]: [(k, c["per_corruption"][name] - source["per_corruption"][name]) for k, name in names]
+                for c in shown
             },
-            title=f"Accuracy over the stream, {setting}",
+            title=f"What adaptation gains over the stream, {setting}",
             subtitle=subtitle,
-            xlabel="corruption, in the order of the stream",
-            ylabel="accuracy on the corruption",
+            xlabel="",
+            ylabel="accuracy on the corruption less that of the source model",
+            xticks={k: name.replace("_", " ") for k, name in names},
+            references={SOURCE: 0.0},
         )
 
 
