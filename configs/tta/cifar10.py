@@ -18,8 +18,10 @@ def get_config() -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "train_split": "train",
                 "test_split": "test",
+                "public_name": "cifar10",  # clean images: Fisher information, or to train the source model on
+                "public_split": "train",
+                "prepare": False,  # whether images differ in size and are cut to the model's
                 "corrupted_name": "",  # corrupt on the fly; "cifar10_corrupted" reads the published set instead
                 "severity": 5,
                 "corruptions": (
@@ -31,6 +33,8 @@ def get_config() -> ConfigDict:
             },
             "model": {
                 "name": "vit_tiny",
+                "num_classes": 10,
+                "classes": "",  # "imagenet_r": only the logits of its 200 classes
                 "options": {
                     "width": 128,
                     "depth": 6,

@@ -23,6 +23,8 @@ def get_config() -> ConfigDict:
     }
     config.model = {
         "name": "vit_tiny",
+        "num_classes": 10,
+        "classes": "",
         "options": {"patch_size": 2, "width": 32, "depth": 4, "num_heads": 4, "mlp_width": 64},
         "checkpoint": "",
         "naming": "auto",

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -286,7 +286,14 @@ _ADULT_CATEGORIES = (
 )
 
 
-def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: bool = False) -> Source:
+def from_tfds(
+    name: str,
+    split: str,
+    *,
+    data_dir: str | None = None,
+    download: bool = False,
+    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
+) -> Source:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
     Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI
@@ -299,6 +306,8 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
       data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
       download: let TFDS download and prepare the data set if it is not there; TFDS needs TensorFlow to write
         many of its image sets, never to read them. The default never touches the network.
+      prepare: for images of differing sizes: `prepare(images) -> floats in [0, 1] of one shape`, such as
+        `jaxdp.models.Preprocessing.prepare`; kept as uint8.
 
     Raises:
       FileNotFoundError: if the data set is not prepared there in a random-access format; the message says
@@ -313,7 +322,7 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
             _prepare(tfds, name, data_dir)
         builder = _prepared_builder(tfds, name, data_dir)
         info = builder.info
-        kinds = _check_features(tfds, name, dict(info.features.items()))
+        kinds = _check_features(tfds, name, dict(info.features.items()), any_shape=prepare is not None)
         try:
             records = builder.as_data_source(split=split)
         except NotImplementedError as error:
@@ -322,7 +331,7 @@ def from_tfds(name: str, split: str, *, data_dir: str | None = None, download: b
             raise ValueError(
                 f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
             ) from error
-        columns = _read_columns(records, kinds)
+        columns = _read_columns(records, kinds, prepare)
     if (columns["label"] < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
     num_classes = info.features["label"].num_classes
@@ -366,15 +375,15 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     )
 
 
-def _check_features(tfds: Any, name: str, features: Mapping[str, Any]) -> list[str]:
+def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool) -> list[str]:
     """Returns the columns to read, or raises ValueError."""
     if isinstance(features.get("label"), tfds.features.ClassLabel):
         image = features.get("image")
         if isinstance(image, tfds.features.Image):
-            if image.np_dtype != np.uint8 or None in image.shape:
+            if image.np_dtype != np.uint8 or (None in image.shape and not any_shape):
                 raise ValueError(
                     f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}; "
-                    "only uint8 images of one fixed shape are handled: resize them and use from_arrays"
+                    "only uint8 images are handled, and of one shape: pass prepare= to give them one"
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
@@ -386,13 +395,20 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any]) -> list[s
     )
 
 
-def _read_columns(records: Any, keys: list[str]) -> dict[str, np.ndarray]:
+def _read_columns(
+    records: Any, keys: list[str], prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+) -> dict[str, np.ndarray]:
     """Reads all records, a chunk at a time, so that decoded Python objects never pile up."""
     columns: dict[str, np.ndarray] = {}
-    for start in range(0, len(records), _CHUNK_ROWS):
-        rows = records.__getitems__(list(range(start, min(len(records), start + _CHUNK_ROWS))))
+    rows_at_once = _CHUNK_ROWS if prepare is None else 256  # unprepared photographs are large
+    for start in range(0, len(records), rows_at_once):
+        rows = records.__getitems__(list(range(start, min(len(records), start + rows_at_once))))
         for key in keys:
-            chunk = np.stack([row[key] for row in rows])
+            values = [row[key] for row in rows]
+            if prepare is not None and key == "image":
+                chunk = np.rint(255 * np.asarray(prepare(values))).astype(np.uint8)
+            else:
+                chunk = np.stack(values)
             if start == 0:
                 columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
             columns[key][start : start + len(rows)] = chunk

@@ -138,10 +138,12 @@ _TIMM_CONVNEXT: Rules = (
     ("head", "head.fc", _DENSE),
 )
 
+_QUERY = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
 _AUGREG_BLOCK = r"Transformer/encoderblock_\1/"
 _AUGREG: Rules = (
     ("class_token", "cls", _SAME),
-    ("positions", "Transformer/posembed_input/pos_embedding", _SAME),
+    ("positions", _POSITIONS, _SAME),
     ("embed", "embedding", _FLAX),
     (r"block_(\d+)/norm_0", _AUGREG_BLOCK + "LayerNorm_0", _FLAX_NORM),
     (r"block_(\d+)/attention/(query|key|value)", _AUGREG_BLOCK + r"MultiHeadDotProductAttention_1/\2", _FLAX_IN),
@@ -169,7 +171,6 @@ _TORCH_ENCODER: Rules = (
     ("head", "mlp_head.1", _DENSE),
 )
 
-_QUERY = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel"
 _PRE: Mapping[str, Any] = {"norm_order": "pre"}
 _JAX: Mapping[str, Any] = {**_PRE, "norm_epsilon": 1e-6}
 
@@ -314,7 +315,7 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
     for theirs, ours in (("num_attention_heads", "num_heads"), ("layer_norm_eps", "norm_epsilon")):
         if theirs in config:
             stated[ours] = config[theirs]
-    if naming == "augreg":
+    if naming == "augreg" and _QUERY in tensors and tensors[_QUERY].ndim == 3:
         stated["num_heads"] = tensors[_QUERY].shape[1]
     wrong = [
         f"{name}={value!r}, not {getattr(model, name)!r}"
@@ -333,8 +334,8 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
         return from_timm(timm)
     if hugging_face:
         return from_hugging_face(hugging_face)
-    if naming == "augreg":
-        tokens = tensors["Transformer/posembed_input/pos_embedding"].shape[1] - ("cls" in tensors)
+    if naming == "augreg" and _POSITIONS in tensors and "embedding/kernel" in tensors:
+        tokens = tensors[_POSITIONS].shape[1] - ("cls" in tensors)
         size = math.isqrt(tokens) * tensors["embedding/kernel"].shape[0]
         return Preprocessing(size=size, mean=(0.5,) * 3, std=(0.5,) * 3, resize=math.floor(size / 0.9))
     return None

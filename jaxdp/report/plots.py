@@ -169,9 +169,11 @@ def plot_curves(
     axes.margins(x=0)
     axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
     if xticks is not None:
-        slant = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if max(map(len, xticks.values())) > 6 else {}
-        axes.set_xticks(list(xticks), list(xticks.values()), **slant)
+        axes.set_xticks(list(xticks), list(xticks.values()))
         axes.set_xticks([], minor=True)
+        if max(map(len, xticks.values())) > 6:
+            for mark in axes.get_xticklabels():
+                mark.set(rotation=35, ha="right", rotation_mode="anchor")
     if yscale == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         if percent:

@@ -6,6 +6,7 @@ accuracy per corruption at each epsilon, and the methods as published, with and 
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -90,13 +91,15 @@ class _Task:
     """Source model and data of an experiment.
 
     Attributes:
-      source: the source model, on images in [0, 1].
+      apply_fn, params: the source model, on images in [0, 1].
+      num_classes: of its logits.
       evaluation: per seed, the photographs of its stream under each corruption.
       tuning: photographs of nobody's stream, under the held-out corruptions.
       public: clean images for Fisher information.
     """
 
-    source: models.Pretrained
+    apply_fn: Callable[[Any, jax.Array], jax.Array]
+    params: Any
     num_classes: int
     evaluation: tuple[Mapping[str, data.Source], ...]
     tuning: Mapping[str, data.Source]
@@ -104,24 +107,27 @@ class _Task:
 
     @classmethod
     def of(cls, config: Any, root: pathlib.Path) -> "_Task":
-        train, domain = _sources(config.data)
-        source = _source_model(config, train, root)
+        public, source = _source_model(config, root)
+        domain = functools.partial(_domain, config.data, source.preprocessing)
         n, m, seeds = config.data.images, config.tuning.images, config.protocol.seeds
         ends = [*itertools.accumulate([n] * seeds + [m], initial=0)]
         photographs = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
         evaluated = {name: domain(name) for name in config.data.corruptions}
         held_out = {name: domain(name) for name in config.tuning.corruptions}
-        length = len(next(iter(evaluated.values())))
-        if ends[-1] > length:
+        first = next(iter(evaluated.values()))
+        if ends[-1] > len(first):
             raise ValueError(
                 f"config.data.images={n} for each of {seeds} seeds and config.tuning.images={m} need {ends[-1]} "
-                f"photographs, but there are {length}."
+                f"photographs, but there are {len(first)}."
             )
         *streams, tuning = (
             {name: _in_memory(s.take(rows)) for name, s in tqdm(sources.items(), desc="corrupting", leave=False)}
             for rows, sources in zip(photographs, [evaluated] * seeds + [held_out], strict=True)
         )
-        return cls(source, train.num_classes, tuple(streams), tuning, train)
+        apply_fn: Any = source.apply_fn
+        if config.model.classes == "imagenet_r":
+            apply_fn = data.restrict_classes(apply_fn, data.imagenet_r_classes())
+        return cls(apply_fn, source.params, first.num_classes, tuple(streams), tuning, public)
 
     def describe(self) -> str:
         stream = self.evaluation[0]
@@ -131,19 +137,70 @@ class _Task:
         )
 
 
-def _sources(config: Any) -> tuple[data.Source, Callable[[str], data.Source]]:
-    """Public clean images, and the test images by corruption."""
+def _source_model(config: Any, root: pathlib.Path) -> tuple[data.Source, models.Pretrained]:
+    """Public clean images, and the model of a public checkpoint or one trained on them here."""
+    options = dict(config.model.options)
+    if "activation" in options:
+        options["activation"] = getattr(flax.linen, options["activation"])
+    model = models.create(config.model.name, num_classes=config.model.num_classes, **options)
+    stated = config.model.preprocessing
+    preprocessing = models.Preprocessing(**stated) if stated else None
+    if config.model.checkpoint:
+        source = models.load_checkpoint(
+            config.model.checkpoint, model=model, naming=config.model.naming, preprocessing=preprocessing
+        )
+        return _public(config.data, source.preprocessing), source
+    if preprocessing is None:
+        raise ValueError(
+            "config.model.preprocessing must be given to train a source model, for example a size and mean."
+        )
+    public, path = _public(config.data, preprocessing), root / "source.safetensors"
+    if not path.exists():
+        untrained = models.Pretrained(model, {}, preprocessing)
+        params = train_without_privacy(
+            lambda p, x: losses.softmax_cross_entropy(untrained.apply_fn(p, x["image"][None])[0], x["label"]),
+            model.init(jax.random.key(config.train.init_seed), jnp.zeros((1, *public[0]["image"].shape)))["params"],
+            public,
+            optax.adamw(optax.cosine_decay_schedule(config.train.learning_rate, config.train.steps)),
+            steps=config.train.steps,
+            batch_size=config.train.batch_size,
+            seed=config.train.init_seed.to_bytes(16, "little"),
+            label="source model",
+        )
+        models.save_params(path, params)
+    return public, models.Pretrained(model, models.load_params(path), preprocessing)
+
+
+def _public(config: Any, preprocessing: models.Preprocessing) -> data.Source:
+    """Clean images that are nobody's stream."""
     if config.source == "bundled":
-        train, test = data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=0)
+        return _bundled(config)[0]
+    return _read(config, config.public_name, config.public_split, preprocessing)
+
+
+def _domain(config: Any, preprocessing: models.Preprocessing, corruption: str) -> data.Source:
+    """The test images under a corruption; "none" leaves them as they are."""
+    if config.source == "bundled":
+        test = _bundled(config)[1]
+    elif config.corrupted_name:
+        return data.corrupted_tfds(config.corrupted_name, corruption, config.severity, data_dir=config.data_dir or None)
     else:
-        train = data.from_tfds(config.name, config.train_split, data_dir=config.data_dir or None)
-        if config.corrupted_name:
-            directory = config.data_dir or None
-            return train, lambda name: data.corrupted_tfds(
-                config.corrupted_name, name, config.severity, data_dir=directory
-            )
-        test = data.from_tfds(config.name, config.test_split, data_dir=config.data_dir or None)
-    return train, lambda name: data.corrupt(test, name, severity=config.severity)
+        test = _read(config, config.name, config.test_split, preprocessing)
+    return test if corruption == "none" else data.corrupt(test, corruption, severity=config.severity)
+
+
+def _bundled(config: Any) -> Sequence[data.Source]:
+    return data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=0)
+
+
+@functools.lru_cache(maxsize=2)
+def _read_tfds(name: str, split: str, data_dir: str | None, preprocessing: models.Preprocessing | None) -> data.Source:
+    prepare = preprocessing.prepare if preprocessing else None
+    return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
+
+
+def _read(config: Any, name: str, split: str, preprocessing: models.Preprocessing) -> data.Source:
+    return _read_tfds(name, split, config.data_dir or None, preprocessing if config.prepare else None)
 
 
 def _in_memory(source: data.Source) -> data.Source:
@@ -157,48 +214,17 @@ def _in_memory(source: data.Source) -> data.Source:
     )
 
 
-def _source_model(config: Any, train: data.Source, root: pathlib.Path) -> models.Pretrained:
-    """The model of a public checkpoint, or one trained here on the public images."""
-    options = dict(config.model.options)
-    if "activation" in options:
-        options["activation"] = getattr(flax.linen, options["activation"])
-    model = models.create(config.model.name, num_classes=train.num_classes, **options)
-    stated = config.model.preprocessing
-    preprocessing = models.Preprocessing(**stated) if stated else None
-    if config.model.checkpoint:
-        return models.load_checkpoint(
-            config.model.checkpoint, model=model, naming=config.model.naming, preprocessing=preprocessing
-        )
-    assert preprocessing is not None
-    path = root / "source.safetensors"
-    if not path.exists():
-        untrained = models.Pretrained(model, {}, preprocessing)
-        images = jnp.zeros((1, *train[0]["image"].shape))
-        params = train_without_privacy(
-            lambda p, x: losses.softmax_cross_entropy(untrained.apply_fn(p, x["image"][None])[0], x["label"]),
-            model.init(jax.random.key(config.train.init_seed), images)["params"],
-            train,
-            optax.adamw(optax.cosine_decay_schedule(config.train.learning_rate, config.train.steps)),
-            steps=config.train.steps,
-            batch_size=config.train.batch_size,
-            seed=config.train.init_seed.to_bytes(16, "little"),
-            label="source model",
-        )
-        models.save_params(path, params)
-    return models.Pretrained(model, models.load_params(path), preprocessing)
-
-
 # --- Methods and settings ---------------------------------------------------------------------------------------
 
 
 def _methods(config: Any, task: _Task) -> dict[str, Method]:
     """The methods by name; "-COME" behind a name is COME over that method."""
     n, options = task.num_classes, config.method_options
-    batch = config.protocol.batch_size
-    images = [task.public.gather(np.arange(k, k + batch))["image"] for k in range(0, config.fisher_images, batch)]
+    starts = range(0, config.fisher_images, 64)  # the batch size to which the papers' fisher_strength belongs
+    images = [task.public.gather(np.arange(k, k + 64))["image"] for k in starts]
     makers: dict[str, Callable[[], Method]] = {
         "Tent": Tent,
-        "EATA": lambda: EATA(n, **options.EATA, fisher=fisher(task.source.apply_fn, task.source.params, images)),
+        "EATA": lambda: EATA(n, **options.EATA, fisher=fisher(task.apply_fn, task.params, images)),
         "SAR": lambda: SAR(n, **options.SAR),
         "DeYO": lambda: DeYO(n, **options.DeYO),
     }
@@ -246,7 +272,7 @@ def _adapter(config: Any, task: _Task, method: Method, setting: str, choice: Map
         chosen = private(method, clip_norm=choice["clip_norm"], noise_multiplier=noise_multiplier, **filters)
         accumulate = config.protocol.accumulate
     optimizer = _sgd(choice["learning_rate"])
-    return Adapter(task.source.apply_fn, task.source.params, chosen, optimizer, accumulate=accumulate)
+    return Adapter(task.apply_fn, task.params, chosen, optimizer, accumulate=accumulate)
 
 
 def _choose(
@@ -336,10 +362,10 @@ def _one_run(
 
 
 def _without_adaptation(config: Any, task: _Task, seed: int) -> dict[str, Any]:
-    predict = jax.jit(task.source.apply_fn)
+    predict = jax.jit(task.apply_fn)
     hits: dict[str, list[np.ndarray]] = {}
     for batch in _stream(config, task, seed):
-        right = np.asarray(predict(task.source.params, batch.images)).argmax(-1) == batch.labels
+        right = np.asarray(predict(task.params, batch.images)).argmax(-1) == batch.labels
         for domain, hit in zip(batch.domains, right[batch.mask], strict=True):
             hits.setdefault(domain, []).append(hit)
     accuracy = {domain: float(np.mean(hit)) for domain, hit in hits.items()}

@@ -1,0 +1,20 @@
+"""Test-time adaptation of ViT-B/16 to ImageNet-R's paintings, sketches and toys, private and not.
+
+    python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \\
+        --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
+
+Needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes only,
+and every method sees 200 logits. Each photograph comes once. Not run by us: this data is not at hand.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.tta import imagenet_c
+
+
+def get_config() -> ConfigDict:
+    config = imagenet_c.get_config()
+    config.data.update(name="imagenet_r", corrupted_name="", corruptions=("none",), images=5500)
+    config.model.classes = "imagenet_r"
+    config.hyper_parameters = {}  # chosen on the held-out corruptions of 500 other images
+    return config
