@@ -171,8 +171,8 @@ _TORCH_ENCODER: Rules = (
     ("head", "mlp_head.1", _DENSE),
 )
 
-_PRE: Mapping[str, Any] = {"norm_order": "pre"}
-_JAX: Mapping[str, Any] = {**_PRE, "norm_epsilon": 1e-6}
+_PRE_NORM: Mapping[str, Any] = {"norm_order": "pre"}
+_PRE_NORM_1E6: Mapping[str, Any] = {**_PRE_NORM, "norm_epsilon": 1e-6}
 
 # The first whose signature is in the file is what "auto" takes.
 NAMINGS: Mapping[str, Naming] = {
@@ -181,30 +181,30 @@ NAMINGS: Mapping[str, Naming] = {
         "vit.embeddings.cls_token",
         _hugging_face_vit("vit", "classifier"),
         ignored=(r"vit\.pooler\.dense\.(weight|bias)",),
-        attributes=_PRE,
+        attributes=_PRE_NORM,
     ),
     # DeiTForImageClassificationWithTeacher
     "hf_deit_teacher": Naming(
         "distillation_classifier.weight",
         _hugging_face_vit("deit", "cls_classifier", "distillation_classifier"),
         ignored=(r"deit\.pooler\.dense\.(weight|bias)",),
-        attributes=_PRE,
+        attributes=_PRE_NORM,
     ),
     # DeiTForImageClassification: ViT(distilled=True, distilled_head=False)
     "hf_deit": Naming(
         "deit.embeddings.cls_token",
         _hugging_face_vit("deit", "classifier"),
         ignored=(r"deit\.pooler\.dense\.(weight|bias)",),
-        attributes=_PRE,
+        attributes=_PRE_NORM,
     ),
     # ConvNextForImageClassification
     "hf_convnext": Naming("convnext.embeddings.patch_embeddings.weight", _HUGGING_FACE_CONVNEXT),
     # timm's vit_*, deit_* and deit_*_distilled
-    "timm_vit": Naming("blocks.0.attn.qkv.weight", _TIMM_VIT, attributes=_JAX),
+    "timm_vit": Naming("blocks.0.attn.qkv.weight", _TIMM_VIT, attributes=_PRE_NORM_1E6),
     # timm's convnext_*
     "timm_convnext": Naming("stages.0.blocks.0.conv_dw.weight", _TIMM_CONVNEXT),
     # google-research/vision_transformer (Steiner et al. 2022, arXiv:2106.10270)
-    "augreg": Naming(_QUERY, _AUGREG, attributes=_JAX),
+    "augreg": Naming(_QUERY, _AUGREG, attributes=_PRE_NORM_1E6),
     # a ViT around PyTorch's nn.TransformerEncoder
     "torch_encoder": Naming("transformer.layers.0.self_attn.in_proj_weight", _TORCH_ENCODER),
 }
