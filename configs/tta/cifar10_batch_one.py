@@ -3,8 +3,8 @@
     python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 --workdir workdir/tta_batch_one_64 \\
         --config.data.data_dir=... --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
 
-The number is A, on how many batches of one image an update accumulates. Epsilon is the same for every A, since each image
-is in one noisy sum; the noise relative to the signal falls like 1/A. Results: BUILD_NOTES.md, "Test-time adaptation".
+The number is A, on how many batches of one image an update accumulates. Epsilon is the same for every A, since each
+image is in one noisy sum; the noise relative to the signal falls like 1/A. Results: BUILD_NOTES.md.
 """
 
 from ml_collections import ConfigDict

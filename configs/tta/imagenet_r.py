@@ -3,8 +3,8 @@
     python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \\
         --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
-Needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes only,
-and every method sees 200 logits. Each photograph comes once. Not run by us: this data is not at hand.
+Needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes
+only, and every method sees 200 logits. Each photograph comes once. Not run by us: this data is not at hand.
 """
 
 from ml_collections import ConfigDict

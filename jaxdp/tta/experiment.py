@@ -108,26 +108,16 @@ class _Task:
     @classmethod
     def of(cls, config: Any, root: pathlib.Path) -> "_Task":
         public, source = _source_model(config, root)
-        domain = functools.partial(_domain, config.data, source.preprocessing)
         n, m, seeds = config.data.images, config.tuning.images, config.protocol.seeds
         ends = [*itertools.accumulate([n] * seeds + [m], initial=0)]
-        photographs = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
-        evaluated = {name: domain(name) for name in config.data.corruptions}
-        held_out = {name: domain(name) for name in config.tuning.corruptions}
-        first = next(iter(evaluated.values()))
-        if ends[-1] > len(first):
-            raise ValueError(
-                f"config.data.images={n} for each of {seeds} seeds and config.tuning.images={m} need {ends[-1]} "
-                f"photographs, but there are {len(first)}."
-            )
-        *streams, tuning = (
-            {name: _in_memory(s.take(rows)) for name, s in tqdm(sources.items(), desc="corrupting", leave=False)}
-            for rows, sources in zip(photographs, [evaluated] * seeds + [held_out], strict=True)
-        )
+        *evaluated, held_out = (np.arange(a, b) for a, b in itertools.pairwise(ends))
+        streams = _photographs(config.data, source.preprocessing, config.data.corruptions, evaluated)
+        (tuning,) = _photographs(config.data, source.preprocessing, config.tuning.corruptions, [held_out])
         apply_fn: Any = source.apply_fn
         if config.model.classes == "imagenet_r":
             apply_fn = data.restrict_classes(apply_fn, data.imagenet_r_classes())
-        return cls(apply_fn, source.params, first.num_classes, tuple(streams), tuning, public)
+        num_classes = next(iter(tuning.values())).num_classes
+        return cls(apply_fn, source.params, num_classes, streams, tuning, public)
 
     def describe(self) -> str:
         stream = self.evaluation[0]
@@ -176,6 +166,23 @@ def _public(config: Any, preprocessing: models.Preprocessing) -> data.Source:
     if config.source == "bundled":
         return _bundled(config)[0]
     return _read(config, config.public_name, config.public_split, preprocessing)
+
+
+def _photographs(
+    config: Any, preprocessing: models.Preprocessing, corruptions: Sequence[str], groups: Sequence[np.ndarray]
+) -> tuple[Mapping[str, data.Source], ...]:
+    """Per group of positions, these photographs under each corruption; one corruption is read at a time."""
+    found: tuple[dict[str, data.Source], ...] = tuple({} for _ in groups)
+    for name in tqdm(corruptions, desc="reading", unit="corruption"):
+        domain = _domain(config, preprocessing, name)
+        if groups[-1][-1] >= len(domain):
+            raise ValueError(
+                f"config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
+                f"{groups[-1][-1] + 1} photographs, but {domain.name} has {len(domain)}."
+            )
+        for positions, sources in zip(groups, found, strict=True):
+            sources[name] = _in_memory(domain.take(positions))
+    return found
 
 
 def _domain(config: Any, preprocessing: models.Preprocessing, corruption: str) -> data.Source:
