@@ -247,7 +247,7 @@ class Private(Adaptation):
     def step(self, x, views=None, mask=None, noise=0.0) -> np.ndarray:
         """One step; `noise` [4, D] is added to the sum and stands for sigma C Z."""
         logits = self.model.logits(self.theta, x)
-        gradient = (self.clipped_sum(x, views, mask) + noise) / (self.kept * len(x))
+        gradient = (self.clipped_sum(x, views, mask) + noise * self.adapts) / (self.kept * len(x))
         self.previous = gradient
         if self.fisher is not None:
             gradient = gradient + self.strength * 2 * self.fisher * (self.theta - self.source)
