@@ -146,7 +146,7 @@ class Adapter:
         if wrapped:
             numbers = (wrapped.clip_norm, wrapped.noise_multiplier * wrapped.clip_norm, wrapped.kept_fraction)
         object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_constants", _Constants(params, moving, self.optimizer.init(moving), *numbers))
+        object.__setattr__(self, "_constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
         kept = iter([path in paths for path, _ in paths_of(params)])
         object.__setattr__(self, "_moves", jax.tree.map(lambda x: next(kept), params))
 
@@ -219,7 +219,7 @@ class Adapter:
 
 def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.Array) -> AdaptState:
     """The state of the source model at a step."""
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), constants.moving)
+    zeros = jax.tree.map(jnp.zeros_like, _wide(constants.moving))
     return AdaptState(
         step,
         constants.moving,
@@ -257,6 +257,8 @@ def _plain_step(
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the method as published."""
     method = program.method
+    # Padding may be NaN, and so would be the gradient of a loss that counts it zero times.
+    images = jnp.where(mask.reshape(-1, *[1] * (images.ndim - 1)) | jnp.isfinite(images), images, 0)
 
     def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
         params = merge(moving, constants.params)
@@ -343,7 +345,7 @@ def _update(program: _Program, constants: _Constants, state: AdaptState, gradien
     """Pulls towards the source, then lets the optimizer step."""
     displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), state.params, constants.moving)
     pull = program.method.pull(displacement)
-    gradient = gradient if pull is None else _add(gradient, pull)
+    gradient = _wide(gradient) if pull is None else _add(_wide(gradient), pull)
     updates, opt_state = program.update(gradient, state.opt_state, state.params)
     return state._replace(params=_add(state.params, updates), opt_state=opt_state)
 
@@ -356,6 +358,11 @@ def _ascent(radius: float, gradient: Any) -> Any:
 
 def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), a, b)
+
+
+def _wide(tree: Any) -> Any:
+    """In float32 or wider, as optimizers get gradients: bf16 momentum would change its type in the first step."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
 def _where(condition: jax.Array, new: AdaptState, old: AdaptState) -> AdaptState:
