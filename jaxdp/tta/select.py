@@ -10,12 +10,12 @@ import jax.numpy as jnp
 Adapted = Callable[[str, Any], bool]
 
 _NORMALISATION = re.compile(r"norm|^ln(_|\d|$)", re.IGNORECASE)
-_BLOCK = re.compile(r"(?:^|/)(?:block|layer|encoderblock)s?[_/](\d+)(?=/|$)", re.IGNORECASE)
+_BLOCK = re.compile(r"(?:^|[/.])(?:block|layer|encoderblock)s?[/._](\d+)(?=[/.]|$)", re.IGNORECASE)
 
 
 def normalisation(path: str, leaf: Any) -> bool:
     """Whether a parameter is the scale or bias of a normalisation layer, by its path such as "block_0/norm_1/scale"."""
-    *modules, name = path.split("/")
+    *modules, name = re.split("[/.]", path)
     affine = name.lower() in ("scale", "bias", "weight", "gamma", "beta")
     return affine and bool(modules) and bool(_NORMALISATION.search(modules[-1]))
 
@@ -23,25 +23,21 @@ def normalisation(path: str, leaf: Any) -> bool:
 def lower_blocks(params: Any) -> Adapted:
     """The rule of SAR and DeYO, relative to depth: not the last quarter of the blocks, nor what lies outside of them.
 
-    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without a flat
-    list of blocks ("block_0", "blocks/0", "layer/0", ...), such as a ConvNeXt with stages, keeps all its layers, as it
-    does there.
+    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
+    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with blocks in stages, keeps all its
+    layers, as it does there.
     """
-    depth = 1 + max((block for path, _ in paths_of(params) if (block := _block(path)) is not None), default=-1)
+    blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
+    flat = len({found.string[: found.start()] for found in blocks}) == 1
+    depth = 1 + max(int(found[1]) for found in blocks) if flat else 0
     excluded = (depth + 2) // 4  # a quarter, rounded half up
 
     def adapted(path: str, leaf: Any) -> bool:
-        if not normalisation(path, leaf):
-            return False
-        block = _block(path)
-        return depth == 0 or (block is not None and block < depth - excluded)
+        block = _BLOCK.search(path)
+        lower = not flat or (block is not None and int(block[1]) < depth - excluded)
+        return lower and normalisation(path, leaf)
 
     return adapted
-
-
-def _block(path: str) -> int | None:
-    found = _BLOCK.search(path)
-    return int(found[1]) if found else None
 
 
 def paths_of(params: Any) -> list[tuple[str, Any]]:
