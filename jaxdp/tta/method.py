@@ -98,7 +98,8 @@ class Method:
         operator = self.uncertainty if hook == "uncertainty" else getattr(type(self), hook)
         if isinstance(operator, functools.partial):
             operator = operator.func
-        return (inspect.getdoc(operator) or hook).splitlines()[0]
+        documented = None if isinstance(operator, (int, float)) else inspect.getdoc(operator)
+        return (documented or hook).splitlines()[0]
 
     def __call__(self, logits: jax.Array, view_logits: jax.Array | None = None) -> Sample:
         """Looks at one image.
