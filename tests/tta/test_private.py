@@ -579,6 +579,22 @@ def test_describe_says_what_kept_filters_become():
     assert "PLPD > tau: absorbed: a factor 0 or 1 inside the clip" in text and "the divisor is 0.25 B" in text
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Own(Method):
+    radius = 0.05
+
+    def weight(self, sample):
+        return 1 - sample.uncertainty
+
+
+def test_methods_of_ones_own():
+    method = Own(uncertainty=lambda logits: -jax.nn.log_softmax(logits).max())
+    lines = tta.private(method, clip_norm=1.0, noise_multiplier=1.0).describe().splitlines()
+    assert lines[0].startswith("private Own") and len(lines) == 6
+    assert lines[1].startswith("  uncertainty: absorbed") and lines[3].startswith("  radius: moved outside")
+    assert lines[2] == f"  {Method().explain('weight')}: {RULES['weight']}"
+
+
 def test_every_hook_has_a_rule():
     hooks = {name for name in vars(Method) if not name.startswith("_") and name != "start"}
     assert hooks - {"overrides", "explain", "lower_blocks_only", "skips_empty"} == set(RULES) | {"uncertainty"}
