@@ -248,7 +248,7 @@ def _step(
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
     if program.adapt_first:
-        logits = program.apply_fn(merge(new.params, constants.params), images)
+        logits = _predict(program, merge(new.params, constants.params), images)
     return new._replace(step=state.step + 1), logits
 
 
@@ -293,9 +293,7 @@ def _private_step(
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the private form; the equations are those of `jaxdp.tta.private`."""
     method = program.method
-
-    def predict(params: Any, image: jax.Array) -> jax.Array:
-        return program.apply_fn(params, image[None])[0]  # alone, so that no image can touch another's loss
+    predict = functools.partial(_predict_one, program)
 
     def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
         image, view = example
@@ -313,7 +311,7 @@ def _private_step(
     if method.radius:
         ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
         result = clipped(ahead, (images, views), mask)
-        logits = jax.vmap(predict, in_axes=(None, 0))(params, images)
+        logits = _predict(program, params, images)
     else:
         result = clipped(params, (images, views), mask)
         logits = result.aux
@@ -335,6 +333,17 @@ def _private_step(
         return release(total), logits
     due = (state.step + 1) % program.accumulate == 0
     return jax.lax.cond(due, release, lambda total: state._replace(pending=total), total), logits
+
+
+def _predict(program: _Program, params: Any, images: jax.Array) -> jax.Array:
+    """Logits [B, C]; of a private method each image's by itself, so that no image can touch another's."""
+    if program.private:
+        return jax.vmap(functools.partial(_predict_one, program, params))(images)
+    return program.apply_fn(params, images)
+
+
+def _predict_one(program: _Program, params: Any, image: jax.Array) -> jax.Array:
+    return program.apply_fn(params, image[None])[0]
 
 
 def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:
