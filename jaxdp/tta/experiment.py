@@ -77,6 +77,11 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
             "config.public_benchmark must be True: accuracies are functions of the stream's records that no ledger "
             "pays for. To adapt to a private stream use jaxdp.tta.serve, which writes nothing but the ledger."
         )
+    if config.privacy.adjacency not in ("replace_one", "zero_out"):
+        raise ValueError(
+            f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
+            "from which a record is removed has other batches from there on."
+        )
     write_json(root / "config.json", json.loads(config.to_json()))
     task = _Task.of(config, root)
     print(task.describe(), flush=True)
