@@ -12,12 +12,16 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
-    assert 0 < float(capsys.readouterr().out) < 8
+    spent, *described = capsys.readouterr().out.splitlines()
+    assert 0 < float(spent) < 8
+    assert described[0] == "private Tent, clip norm 1, noise 1.084 x clip norm"
+    assert 9.9 < names["ledger"].epsilon("ward 3") < 10
+    assert int(names["served"].state.step) == 1797 // 64
     assert int(names["state"].step) == 50
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
     truth = names["source"].gather(range(1700, 1720))["label"]

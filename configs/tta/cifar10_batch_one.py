@@ -13,7 +13,7 @@ from configs.tta import cifar10
 
 
 def get_config(accumulate: str = "64") -> ConfigDict:
-    config = cifar10.get_config()
+    config = cifar10.get_config("checkpoint")
     config.protocol.batch_size = 1
     config.protocol.accumulate = int(accumulate)
     config.methods = ("Tent",)

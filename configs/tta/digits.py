@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
-    config.train = {"steps": 400, "batch_size": 64, "learning_rate": 3e-3, "init_seed": 0}
+    config.train = {"steps": 400, "batch_size": 64, "learning_rate": 3e-3, "crop_padding": 0, "init_seed": 0}
     config.protocol.batch_size = 32
     config.protocol.seeds = 3
     config.methods = ("Tent", "EATA", "SAR", "DeYO", "Tent-COME")

@@ -160,10 +160,15 @@ def _source_model(config: Any, root: pathlib.Path) -> tuple[data.Source, models.
             steps=config.train.steps,
             batch_size=config.train.batch_size,
             seed=config.train.init_seed.to_bytes(16, "little"),
+            augment=functools.partial(_augment, config.train.crop_padding) if config.train.crop_padding else None,
             label="source model",
         )
         models.save_params(path, params)
     return public, models.Pretrained(model, models.load_params(path), preprocessing)
+
+
+def _augment(padding: int, key: jax.Array, example: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {**example, "image": data.augment(key, example["image"], padding=padding)}
 
 
 def _public(config: Any, preprocessing: models.Preprocessing) -> data.Source:
