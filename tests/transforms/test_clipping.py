@@ -380,6 +380,24 @@ def test_paths_of_nnx_and_equinox() -> None:
 
 
 @every_engine
+def test_scales_and_biases_of_every_broadcast_shape(engine: str, oracle: Any) -> None:
+    shapes = {"scalar": (), "one": (1, 1, 1), "rows": (1, 3, 1), "columns": (1, 1, 4), "all": (1, 3, 4), "shared": (4,)}
+    params = dict(zip(shapes, draws(4, *shapes.values()), strict=True))
+
+    def loss(p: Any, x: Any) -> Any:
+        y = p["scalar"] * x[None] + p["columns"]
+        y = p["rows"] * jnp.sin(y + p["one"]) * p["all"]
+        y = y * p["shared"].reshape(1, 1, 4) + p["shared"].reshape(1, 1, 4)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(p["scalar"] * y[..., :0]) + p["one"][0, 0, 0] * x[0, 0]
+
+    (x,) = draws(5, (5, 3, 4))
+    out = jaxdp.clipped_grad(loss, clip_norm=0.5, engine=engine)(params, x)
+    reference = oracle.micro_batches_of_one(loss, params, x)
+    oracle.assert_same_sum(params, out.grads, reference.clipped_sum(0.5))
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+
+
+@every_engine
 def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
     params = {
         **PARAMS,
