@@ -4,10 +4,11 @@
     python -m launch.adapt --config configs/tta/cifar10.py:checkpoint --workdir workdir/tta_cifar10_checkpoint \\
         --config.data.data_dir=... --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
 
-The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
-of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). What they
-show, and in what time: BUILD_NOTES.md, "Test-time adaptation". On CPU, MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_
-of 8589934592 in the environment keep glibc from returning memory after every step, which may cost half of the time.
+The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads
+one of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). What
+they show, and in what time: BUILD_NOTES.md, "Test-time adaptation". On CPU, MALLOC_TRIM_THRESHOLD_ and
+MALLOC_MMAP_THRESHOLD_ of 8589934592 in the environment keep glibc from returning memory after every step, which may
+cost half of the time.
 """
 
 from ml_collections import ConfigDict
