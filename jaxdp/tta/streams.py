@@ -37,6 +37,9 @@ class Batch:
       positions: int64 [m] of each record in its domain.
       units: [m] identity of what each record is a view of; see `Stream.units`.
       reset: whether the model starts again from its source parameters before this batch.
+
+    Raises:
+      ValueError: units, domains or positions do not name every record, so that somebody would not be charged for.
     """
 
     images: np.ndarray = dataclasses.field(repr=False)
@@ -46,6 +49,14 @@ class Batch:
     positions: np.ndarray = dataclasses.field(repr=False)
     units: tuple[Hashable, ...] = dataclasses.field(repr=False)
     reset: bool
+
+    def __post_init__(self) -> None:
+        records = int(np.sum(self.mask))
+        for name in ("units", "domains", "positions"):
+            if len(getattr(self, name)) != records:
+                raise ValueError(
+                    f"{name} must name each of the {records} records under mask, got {len(getattr(self, name))}"
+                )
 
     @property
     def samples(self) -> tuple[tuple[str, int], ...]:

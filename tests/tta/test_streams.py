@@ -222,3 +222,12 @@ def test_batches_end():
         with pytest.raises(IndexError, match="index must be in"):
             stream.batch(index)
     assert "images" not in repr(stream.batch(0)) and dataclasses.is_dataclass(stream)
+
+
+@pytest.mark.parametrize("column", ["units", "domains", "positions"])
+def test_condition_8_every_record_of_a_batch_is_named(column):
+    batch = Stream({"a": source(6)}, batch_size=4, seed=0, remainder="pad").batch(1)
+    assert batch.mask.sum() == 2
+    for wrong in (getattr(batch, column)[:1], ()):
+        with pytest.raises(ValueError, match=f"{column} must name each of the 2 records under mask, got {len(wrong)}"):
+            dataclasses.replace(batch, **{column: wrong})
