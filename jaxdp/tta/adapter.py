@@ -159,10 +159,21 @@ class Adapter:
         """The state before the first batch.
 
         Args:
-          key: typed key of noise and second views, for tests; default 128 bits of OS entropy.
+          key: typed key of noise and second views, for tests; default 128 bits of OS entropy. Two runs never share one:
+            the difference of their updates would have no noise.
+
+        Raises:
+          ValueError: inside jit without a key: the one drawn there would serve every call.
         """
-        key = stream(new_seed(), "test-time adaptation") if key is None else key
-        return self._whole(_fresh(self._program, self._constants, jnp.zeros((), jnp.int32), key))
+        step = jnp.zeros((), jnp.int32)
+        if key is None:
+            if isinstance(step, jax.core.Tracer):
+                raise ValueError(
+                    "init draws its key from the operating system, and tracing would bake that one into the program, "
+                    "for all its runs; call init outside jit, or pass key."
+                )
+            key = stream(new_seed(), "test-time adaptation")
+        return self._whole(_fresh(self._program, self._constants, step, _typed(key)))
 
     def reset(self, state: AdaptState) -> AdaptState:
         """Back to the source model: parameters, momentum, memory, previous gradient; the noise goes on as it was."""
@@ -194,7 +205,8 @@ class Adapter:
         self._check_separate(batch.shape[1:], batch.dtype)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
         moving = state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, self._moves))
-        moving, logits = _step(self._program, self._constants, moving, batch, mask, state.key if key is None else key)
+        key = _typed(state.key if key is None else key)
+        moving, logits = _step(self._program, self._constants, moving, batch, mask, key)
         return self._whole(moving), logits
 
     def _whole(self, state: AdaptState) -> AdaptState:
@@ -212,6 +224,12 @@ class Adapter:
                 "LayerNorm or GroupNorm."
             )
         self._separate.add((shape, dtype))
+
+
+def _typed(key: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key):
+        raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {getattr(key, "dtype", type(key).__name__)}.")
+    return key
 
 
 # From here on the params of a state are those that adapt, with None elsewhere.
