@@ -227,8 +227,9 @@ class Adapter:
 
 
 def _typed(key: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key):
-        raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {getattr(key, "dtype", type(key).__name__)}.")
+    dtype = getattr(key, "dtype", type(key).__name__)
+    if isinstance(dtype, str) or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {dtype}.")
     return key
 
 
