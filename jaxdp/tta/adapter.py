@@ -198,6 +198,11 @@ class Adapter:
           The new state, and float logits [B, C].
         """
         batch = jnp.asarray(batch)
+        if batch.ndim < 2 or not len(batch):
+            raise ValueError(
+                f"batch must be images [B, ...] with B at least 1, the public divisor, got shape {batch.shape}; "
+                "a batch without records is padding under a mask of False."
+            )
         if mask is not None and (jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]):
             raise ValueError(
                 f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} {jnp.shape(mask)}."

@@ -34,3 +34,11 @@ def test_keys_are_typed(key):
     for use in (adapter.init, lambda key: adapter.step(adapter.init(), tiny.stream(0)[0], key)):
         with pytest.raises(TypeError, match="key must be a typed key such as"):
             use(key)
+
+
+@pytest.mark.parametrize("method", [TENT, tta.Tent()], ids=["private", "published"])
+def test_a_batch_has_a_size(method):
+    adapter, images = adapter_of(method), tiny.stream(0)[0]
+    for batch in (images[:0], images[0, 0, 0, 0]):
+        with pytest.raises(ValueError, match=r"batch must be images \[B, ...\] with B at least 1"):
+            adapter.step(adapter.init(), batch)
