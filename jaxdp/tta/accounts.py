@@ -54,7 +54,9 @@ class StreamAccount:
         event: one release, `GaussianDpEvent(noise_multiplier)`, or `NonPrivateDpEvent()` (also: no noise), which is
             charged once and makes epsilon infinite.
         label: for people who read the ledger's report.
-        visits: the attribute `visits` of an earlier account of the same data set and event, to continue it.
+        visits: the attribute `visits` of an earlier account of the same data set and event, to continue it: as it was
+            last, and in one account only. Releases made after they were copied would be forgotten, since those that
+            did not raise the maximum are not in the ledger either; after a crash leave visits out and pay again.
 
     Raises:
         ValueError: data set unknown or registered with "add_remove"; another event; `visits` for which this ledger
@@ -126,6 +128,10 @@ class StreamAccount:
             self._visits.update(after)
             self._worst = worst
             yield
+
+    def charged(self, release: Hashable) -> bool:
+        """Whether records have been charged for this release."""
+        return any(release in releases for releases in self._visits.values())
 
     def epsilons(self, *, delta: float) -> "Epsilons":
         """Returns `epsilons` of this account's visits so far."""

@@ -61,8 +61,10 @@ def serve(
         stream: a `Stream`, or any iterable of `Batch`.
         account: what is charged. It has no default: None says that the stream is public, or that somebody else keeps
             the account, and then nothing is charged and nothing guaranteed.
-        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. A state is used once.
+        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. A state is used once:
+            noise on two updates hides neither.
         unit: whom the account protects: "photograph", `Batch.units`, or "sample", a photograph under one corruption.
+            The same in all calls with one account, which would not know one by the name of the other.
         monitor: looks at the parameters after every `monitor.every` batches.
         reset_on_collapse: go back to the source model when the monitor says that the model collapsed.
         progress: show a bar with the number of batches.
@@ -76,7 +78,8 @@ def serve(
         with predictions in memory and enter nothing else.
 
     Raises:
-        ValueError: the account's event is not the method's; unit is unknown; reset_on_collapse without a monitor.
+        ValueError: the account's event is not the method's; the account has charged for an update that was made from
+            this state; unit is unknown; reset_on_collapse without a monitor.
         BudgetExceeded: before the batch that the budget does not allow; the batches before it are lost to the caller,
             so serve a long stream in parts, going on from `Served.state`.
     """
@@ -88,6 +91,12 @@ def serve(
     if account is not None and account.event != event:
         raise ValueError(f"account charges {account.event} for a release, but the method's is {event}: make it again")
     state = adapter.init() if state is None else state
+    if account is not None and state.step % adapter.accumulate == 0 and account.charged(_release(adapter, state)):
+        raise ValueError(
+            "state has been served from before: its noise is in an update already, and on other records it would "
+            "cancel in the difference. Go on from the state that came of that, or from "
+            "state._replace(key=adapter.init().key)"
+        )
     correct, count, resets, reports = [], [], [], []
     hits: dict[str, list[np.ndarray]] = {}
     for number, batch in enumerate(tqdm(stream, unit="batch", disable=not progress)):

@@ -143,6 +143,21 @@ def test_accumulated_batches_share_one_release():
         assert parts.worst == worst
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_condition_7_a_state_is_used_once(accumulate):
+    event = GaussianDpEvent(2.0)
+    account, adapter = new_account(event), Recorder(event, accumulate)
+    one, other = (Stream(domains(8), batch_size=4, seed=seed) for seed in (0, 1))
+    start = adapter.init()
+    state = serve(adapter, one, account=account, state=start).state
+    with pytest.raises(ValueError, match="state has been served from before"):
+        serve(adapter, other, account=account, state=start)
+    assert len(adapter.calls) == 2 and account.worst == 1
+    serve(adapter, other, account=account, state=state)
+    serve(adapter, other, account=account, state=start._replace(key=adapter.init().key))
+    assert account.worst == 3
+
+
 def test_the_ledger_is_charged_before_the_batch_is_touched():
     event = GaussianDpEvent(1.0)
     ledger, adapter = new_ledger(), Recorder(event)
