@@ -247,7 +247,7 @@ def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
     assert replaced.max() > 1.3 * 0.03 and zeroed.max() > 0.99 * 0.03, "the bounds are nearly reached"
 
 
-@pytest.mark.parametrize("name", ["Tent", "EATA", "SAR", "DeYO", "COME"])
+@pytest.mark.parametrize("name", ["Tent", "EATA", "SAR"])
 def test_the_published_methods_fail_that_check(name):
     adapter = tta.Adapter(apply_fn, tiny.PARAMS, METHODS[name], SGD)
     replaced, _ = movements(adapter, adapter.init(jax.random.key(0)))
@@ -394,11 +394,11 @@ def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_th
     # Losses of 0, which the published SAR would take for a collapse, do not reset; the schedule does.
     quiet = np.stack([marked(1e4, 0, 0, 0)] * SIZE)
     images, nothing = tiny.stream(0)[0], np.zeros(SIZE, bool)
-    states, _ = tiny.run(scheduled, [images, quiet, quiet, quiet])
+    states, _ = tiny.run(scheduled, [images, quiet, quiet, images])
     for t in range(4):
         if t in (0, 3):
             reference = oracle("SAR", 0.03)
-        reference.step(images, mask=nothing if t else None, noise=SIGMA * 0.03 * PATTERN)
+        reference.step(images, mask=nothing if t in (1, 2) else None, noise=SIGMA * 0.03 * PATTERN)
         np.testing.assert_allclose(tiny.theta_of(states[t].params), reference.theta, atol=1e-6)
         momentum = [states[t].opt_state[0].trace["block_0"]["norm"][kind] for kind in ("scale", "bias")]
         np.testing.assert_allclose(np.stack(momentum), reference.velocity[:2], atol=1e-6)
