@@ -124,6 +124,15 @@ class Adapter:
             )
         if self.reset_every is not None and self.reset_every < 1:
             raise ValueError(f"reset_every must be at least 1 or None, got {self.reset_every}.")
+        if self.reset_every is not None and self.reset_every % self.accumulate:
+            raise ValueError(
+                f"reset_every must be a multiple of accumulate={self.accumulate}, got {self.reset_every}: batches of "
+                "an unfinished update would be paid for and forgotten."
+            )
+        if not isinstance(self.optimizer, optax.GradientTransformation):
+            raise TypeError(
+                f"optimizer must be one of optax, such as optax.sgd(1e-3), got {type(self.optimizer).__name__}."
+            )
         if self.predict not in ("before", "after"):
             raise ValueError(f"predict must be 'before' or 'after', got {self.predict!r}.")
         adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
@@ -414,7 +423,10 @@ def _mixing_test(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any) -> Calla
     def mixes(params: Any) -> jax.Array:
         scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
         x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
-        beside_y, beside_z = (apply_fn(params, jnp.stack([x, other]))[0] for other in (y, z))
-        return ~jnp.allclose(beside_y, beside_z, rtol=1e-3, atol=1e-3, equal_nan=True)
+        by_y, by_z = (apply_fn(params, jnp.stack([x, other])) for other in (y, z))
+        if not isinstance(by_y, jax.Array) or by_y.ndim != 2 or len(by_y) != 2:
+            shapes = jax.tree.map(jnp.shape, by_y)
+            raise ValueError(f"apply_fn must return logits [B, num_classes]; for a batch of 2 it gave {shapes}.")
+        return ~jnp.allclose(by_y[0], by_z[0], rtol=1e-3, atol=1e-3, equal_nan=True)
 
     return mixes

@@ -27,9 +27,16 @@ def COME(base_method: Method, num_classes: int) -> Method:
       num_classes: K.
 
     Raises:
-      ValueError: num_classes is less than 2 or not that of base_method.
+      TypeError: base_method is not a `Method`.
+      ValueError: num_classes is less than 2 or not that of base_method, or (when stepping) more than apply_fn
+        has.
     """
     check_classes(num_classes)
+    if not isinstance(base_method, Method):
+        raise TypeError(
+            f"base_method must be a method such as Tent(), got {type(base_method).__name__}; its private form is "
+            "private(COME(Tent(), num_classes), ...)."
+        )
     declared = getattr(base_method, "num_classes", num_classes)
     if declared != num_classes:
         raise ValueError(f"num_classes={num_classes}, but base_method has num_classes={declared}.")
@@ -39,6 +46,8 @@ def COME(base_method: Method, num_classes: int) -> Method:
 
 def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     """COME's entropy of the opinion (b, u)"""
+    if logits.shape[-1] < num_classes:  # more, where some are masked by -inf
+        raise ValueError(f"num_classes={num_classes}, but apply_fn returns {logits.shape[-1]} logits.")
     masked = jnp.isneginf(logits)  # such classes have no evidence
     f = jnp.where(masked, 0, logits.astype(jnp.float32))
     squared = jnp.vdot(f, f)

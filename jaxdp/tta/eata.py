@@ -59,6 +59,8 @@ class EATA(Method):
         """Fisher anchor 2 alpha F (theta - theta_0)"""
         if self.fisher is None:
             return None
+        if jax.tree.structure(self.fisher) != jax.tree.structure(displacement):
+            raise ValueError("fisher is of other parameters than those that adapt: give both the same `adapted`.")
         return jax.tree.map(lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement)
 
     def overrides(self, hook: str) -> bool:

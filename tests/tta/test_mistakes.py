@@ -14,11 +14,12 @@ _spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
+SGD = optax.sgd(0.1)
 TENT = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=1.0)
 
 
-def adapter_of(method=TENT, apply_fn=tiny.apply_fn, **settings):
-    return tta.Adapter(apply_fn, tiny.PARAMS, method, optax.sgd(0.1), **settings)
+def adapter_of(method=TENT, apply_fn=tiny.apply_fn, optimizer=SGD, **settings):
+    return tta.Adapter(apply_fn, tiny.PARAMS, method, optimizer, **settings)
 
 
 def test_condition_7_tracing_bakes_in_no_key():
@@ -42,3 +43,39 @@ def test_a_batch_has_a_size(method):
     for batch in (images[:0], images[0, 0, 0, 0]):
         with pytest.raises(ValueError, match=r"batch must be images \[B, ...\] with B at least 1"):
             adapter.step(adapter.init(), batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"accumulate": 2, "reset_every": 3}, ValueError, "reset_every must be a multiple of accumulate"),
+        ({"optimizer": 0.1}, TypeError, r"optimizer must be one of optax, such as optax.sgd\(1e-3\), got float"),
+    ],
+)
+def test_settings(settings, error, message):
+    with pytest.raises(error, match=message):
+        adapter_of(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"apply_fn": lambda params, images: (tiny.apply_fn(params, images), {})}, "must return logits"),
+        ({"apply_fn": lambda params, images: tiny.apply_fn(params, images).sum(-1)}, r"it gave \(2,\)"),
+        ({"method": tta.COME(tta.Tent(), 10)}, "num_classes=10, but apply_fn returns 4 logits"),
+        (
+            {"method": tta.EATA(4, fisher={**tiny.PARAMS, "head": None})},
+            "fisher is of other parameters than those that adapt",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_model(changes, message):
+    adapter = adapter_of(**changes)
+    with pytest.raises(ValueError, match=message):
+        adapter.step(adapter.init(), tiny.stream(0)[0])
+
+
+@pytest.mark.parametrize("base", [TENT, tta.Tent])
+def test_come_is_over_a_method(base):
+    with pytest.raises(TypeError, match="base_method must be a method such as"):
+        tta.COME(base, 4)
