@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
-from jaxdp.tta.select import Adapted, merge, selected, trainable_part
+from jaxdp.tta.select import Adapted, merge, paths_of, selected, trainable_part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class EATA(Method):
         """Fisher anchor 2 alpha F (theta - theta_0)"""
         if self.fisher is None:
             return None
-        if jax.tree.structure(self.fisher) != jax.tree.structure(displacement):
+        if [path for path, _ in paths_of(self.fisher)] != [path for path, _ in paths_of(displacement)]:
             raise ValueError("fisher is of other parameters than those that adapt: give both the same `adapted`.")
         return jax.tree.map(lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement)
 
