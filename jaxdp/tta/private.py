@@ -113,7 +113,8 @@ def private(
       through G only. No step depends on a record in any other way: weights and filters act inside the clip, the divisor
       is public, noise is added whatever the batch holds, a record whose gradient is NaN or infinite counts as zero.
       Assumed public, as constants of the program: what the method holds and its hooks close over (EATA's Fisher
-      information), the optimizer, the source model. A record's own logits are NOT protected: give them to its owner only.
+      information), the optimizer, the source model. A record's own logits are NOT protected: give them to its owner
+      only.
     """
     if isinstance(method, Private):
         raise TypeError("method is private already; give the method itself.")
