@@ -11,6 +11,7 @@ multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a p
 
 import contextlib
 import math
+import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -41,9 +42,9 @@ class StreamAccount:
     clip_norm. A batch that does not raise the maximum is charged nothing.
 
     Charges precede the bodies of `spend`, stay if a body fails, and come on top of whatever the data set has spent
-    before; a fresh account on it never gains from an older one. What is assumed: the plan is public, so neighbours
-    differ in what a unit's records hold, not in when they come, and the noise multiplier is fixed in advance
-    (unless the data set is registered with accounting="renyi_filter").
+    before; a fresh account on it never gains from an older one. Threads may share an account. What is assumed: the plan
+    is public, so neighbours differ in what a unit's records hold, not in when they come, and the noise multiplier is
+    fixed in advance (unless the data set is registered with accounting="renyi_filter").
 
     Ids of units stay in this object: they reach neither the ledger nor messages. `visits` says who came when; keep it
     as private as the stream's plan is.
@@ -80,6 +81,7 @@ class StreamAccount:
                 "changes. Register it with adjacency='replace_one' or 'zero_out'"
             )
         self._ledger, self._dataset, self._label = ledger, dataset, label
+        self._lock = threading.Lock()
         self._adjacency: Adjacency = adjacency
         self._event = _one_release(event)
         self._visits = {unit: dict(releases) for unit, releases in (visits or {}).items()}
@@ -117,16 +119,18 @@ class StreamAccount:
         Raises:
             BudgetExceeded: before the body runs; nothing is charged, and the account stays as it was.
         """
-        after = {}
-        for unit, count in Counter(units).items():
-            releases = self._visits.get(unit, {})
-            after[unit] = {**releases, release: releases.get(release, 0) + count}
-        worst = max(self._worst, *map(_cost, after.values())) if after else self._worst
-        charge = self._charge(worst - self._worst)
-        reservation = self._ledger.spend(self._dataset, charge, label=self._label) if charge else None
-        with reservation or contextlib.nullcontext():
-            self._visits.update(after)
-            self._worst = worst
+        with contextlib.ExitStack() as reservation:
+            with self._lock:  # between looking and charging nobody else may come, but bodies run side by side
+                after = {}
+                for unit, count in Counter(units).items():
+                    releases = self._visits.get(unit, {})
+                    after[unit] = {**releases, release: releases.get(release, 0) + count}
+                worst = max(self._worst, *map(_cost, after.values())) if after else self._worst
+                charge = self._charge(worst - self._worst)
+                if charge:
+                    reservation.enter_context(self._ledger.spend(self._dataset, charge, label=self._label))
+                self._visits.update(after)
+                self._worst = worst
             yield
 
     def charged(self, release: Hashable) -> bool:

@@ -1,6 +1,9 @@
 """Accounts of streams: exact where units come back, parallel where they do not, charged before the batch is touched."""
 
+import contextlib
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -209,6 +212,32 @@ def test_without_noise_epsilon_is_infinite_and_charged_once(event):
     limited = StreamAccount(new_ledger(epsilon=20.0, delta=DELTA), "stream", event=event)
     with pytest.raises(BudgetExceeded), limited.spend(["a"], release=0):
         pytest.fail("the batch was touched")
+
+
+def test_threads_share_an_account():
+    ledger = new_ledger()
+
+    class Slow:
+        adjacency, events = ledger.adjacency, ledger.events
+
+        @contextlib.contextmanager
+        def spend(self, *args, **kwargs):
+            time.sleep(0.02)
+            with ledger.spend(*args, **kwargs):
+                yield
+
+    account, together = StreamAccount(Slow(), "stream", event=GaussianDpEvent(2.0)), threading.Barrier(4)
+
+    def visit(number):
+        with account.spend(["the same"], release=number):
+            together.wait(10)  # the bodies run side by side
+
+    threads = [threading.Thread(target=visit, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert account.worst == 4 == pytest.approx(4 * charged(ledger)) and not together.broken
 
 
 def test_ids_of_units_never_reach_the_ledger(tmp_path):
