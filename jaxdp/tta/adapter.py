@@ -94,9 +94,14 @@ class Adapter:
         to this batch, at the price of another forward pass and no privacy: other images' logits see an image through
         the private gradient only.
 
+    Whether apply_fn mixes the images of a batch is tried on two random ones for each shape; mixing that shows on other
+    images only, or in larger batches, goes unseen. Privacy does not rest on that: private steps, their predictions
+    included, give apply_fn one image at a time under `jax.vmap`, where only a callback or a batching rule of its own
+    could still see two.
+
     Raises:
-      ValueError: an argument is out of range, nothing is adapted, or (when stepping) apply_fn mixes the images of a
-        batch or has not the method's number of classes.
+      ValueError: an argument is out of range, nothing is adapted, or (when stepping) apply_fn is seen to mix the images
+        of a batch or has not the method's number of classes.
     """
 
     apply_fn: ApplyFn
@@ -233,8 +238,8 @@ class Adapter:
         if _mixing_test(self.apply_fn, shape, dtype)(self.params):
             raise ValueError(
                 "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
-                "BatchNorm in batch mode. Then no clipping bounds what one image does to the others' predictions, and "
-                "adaptation to small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
+                "BatchNorm in batch mode. No loss is then of one image, as private steps need, and adaptation to "
+                "small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
                 "LayerNorm or GroupNorm."
             )
         self._separate.add((shape, dtype))
