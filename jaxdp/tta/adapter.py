@@ -40,6 +40,10 @@ class AdaptState(NamedTuple):
     pending: Any
     key: jax.Array
 
+    def __repr__(self) -> str:
+        """Without arrays: logs and notebooks are no place for the key or an unfinished sum."""
+        return f"{type(self).__name__}(step={self.step}, ...)"
+
 
 class _Program(NamedTuple):
     """What a compiled step depends on; clip norm, noise and learning rates kept in opt_state do not recompile it."""

@@ -79,3 +79,8 @@ def test_what_does_not_fit_the_model(changes, message):
 def test_come_is_over_a_method(base):
     with pytest.raises(TypeError, match="base_method must be a method such as"):
         tta.COME(base, 4)
+
+
+def test_a_state_in_a_log_tells_no_secrets():
+    state = adapter_of(accumulate=2).init(jax.random.key(0))
+    assert repr(state) == f"{state}" == "AdaptState(step=0, ...)"
