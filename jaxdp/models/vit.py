@@ -32,13 +32,15 @@ class Attention(nn.Module):
 
         def project(name: str) -> jax.Array:
             y = nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name=name)(x)
-            return y.reshape(batch, tokens, self.num_heads, head_dim)
+            y = y.reshape(batch, tokens, self.num_heads, head_dim).swapaxes(1, 2)
+            # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
+            return y.reshape(batch * self.num_heads, tokens, head_dim)
 
         query, key, value = project("query"), project("key"), project("value")
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("nqd,nkd->nqk", query, key, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
-        y = y.reshape(batch, tokens, width)
+        y = jnp.einsum("nqk,nkd->nqd", weights.astype(value.dtype), value)
+        y = y.reshape(batch, self.num_heads, tokens, head_dim).swapaxes(1, 2).reshape(batch, tokens, width)
         return nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name="out")(y)
 
 
