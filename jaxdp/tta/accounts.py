@@ -2,7 +2,7 @@
 
     ledger.register("ward 3", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-6)
     account = StreamAccount(ledger, "ward 3", event=method.event)
-    with account.spend(batch.units, release=step):
+    with account.spend(batch.units, release=step // adapter.accumulate):
         ...  # touch the batch here
 
 The epsilon that is quoted for a method counts one visit. The same photograph under 15 corruptions is 15 visits: a noise
@@ -114,7 +114,8 @@ class StreamAccount:
         Args:
             units: for each record of the batch, its unit.
             release: identity of the noisy sum that the batch enters. Batches that share one sum (accumulation) share
-                it; noise that is drawn anew is another release.
+                it; noise that is drawn anew is another release. One name for two sums charges too much, two names for
+                one sum too little.
 
         Raises:
             BudgetExceeded: before the body runs; nothing is charged, and the account stays as it was.
