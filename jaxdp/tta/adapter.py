@@ -91,8 +91,9 @@ class Adapter:
       optimizer: any optax optimizer; for private methods it sees G_t: post-processing.
       adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". By default scale and bias of all
         normalisation layers, for SAR and DeYO of the lower three quarters of the blocks (`jaxdp.tta.lower_blocks`).
-      accumulate: A, for private methods: the clipped gradients of A consecutive batches make one update, with one
-        noise draw and divisor A * B. Latency, not privacy, pays for the better ratio of signal to noise.
+      accumulate: A, for private methods: the clipped gradients of A consecutive batches of one size B make one
+        update, with one noise draw and divisor A * B. Latency, not privacy, pays for the better ratio of signal to
+        noise.
       reset_every: go back to the source model every so many batches, whatever they held; None never.
       predict: "before": logits of the parameters before this batch (the methods' default). "after": of those adapted
         to this batch, at the price of another forward pass and no privacy: other images' logits see an image through
@@ -224,6 +225,11 @@ class Adapter:
         if mask is not None and (jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]):
             raise ValueError(
                 f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} {jnp.shape(mask)}."
+            )
+        if self._program.private and jax.tree.leaves(state.memory):
+            raise ValueError(
+                "state is of a method that is not private: it holds a memory of raw images, and nobody paid for its "
+                "parameters. Begin with init(), or with reset(state)."
             )
         self._check_separate(batch.shape[1:], batch.dtype)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)

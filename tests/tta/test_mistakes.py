@@ -84,3 +84,14 @@ def test_come_is_over_a_method(base):
 def test_a_state_in_a_log_tells_no_secrets():
     state = adapter_of(accumulate=2).init(jax.random.key(0))
     assert repr(state) == f"{state}" == "AdaptState(step=0, ...)"
+
+
+def test_condition_6_no_private_step_goes_on_from_a_raw_memory():
+    eata, images = tta.EATA(tiny.CLASSES), tiny.stream(0)[0]
+    published = adapter_of(eata)
+    adapter = adapter_of(tta.private(eata, clip_norm=1.0, noise_multiplier=1.0))
+    state, _ = published.step(published.init(), images)
+    with pytest.raises(ValueError, match="it holds a memory of raw images"):
+        adapter.step(state, images)
+    state, _ = adapter.step(adapter.reset(state), images)
+    assert state.memory == ()
