@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxdp.privacy.events import NonPrivateDpEvent
+from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.tta.accounts import StreamAccount
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.streams import Batch
@@ -52,6 +53,7 @@ def serve(
     unit: Unit = "photograph",
     monitor: CollapseMonitor | None = None,
     reset_on_collapse: bool = False,
+    deliver: Callable[[Batch, np.ndarray], None] | None = None,
     progress: bool = False,
 ) -> Served:
     """Adapts to a stream batch by batch, paying for each before it is touched.
@@ -67,10 +69,12 @@ def serve(
             The same in all calls with one account, which would not know one by the name of the other.
         monitor: looks at the parameters after every `monitor.every` batches.
         reset_on_collapse: go back to the source model when the monitor says that the model collapsed.
+        deliver: `deliver(batch, logits [B, C])` after every batch, to give each record's owner its own row, and nobody
+            else.
         progress: show a bar with the number of batches.
 
     Returns:
-        `Served`. Nothing is written to disk but the ledger.
+        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. Nothing is written to disk but the ledger.
 
     Formal guarantees:
         With an account, the parameters after all batches together are as private as the ledger says. Resets are public
@@ -80,8 +84,8 @@ def serve(
     Raises:
         ValueError: the account's event is not the method's; the account has charged for an update that was made from
             this state; unit is unknown; reset_on_collapse without a monitor.
-        BudgetExceeded: before the batch that the budget does not allow; the batches before it are lost to the caller,
-            so serve a long stream in parts, going on from `Served.state`.
+        BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
+            attribute `served` of the exception.
     """
     if unit not in ("photograph", "sample"):
         raise ValueError(f"unit must be 'photograph' or 'sample', got {unit!r}")
@@ -99,14 +103,32 @@ def serve(
         )
     correct, count, resets, reports = [], [], [], []
     hits: dict[str, list[np.ndarray]] = {}
+
+    def served() -> Served:
+        return Served(
+            state=state,
+            accuracy={domain: float(np.concatenate(parts).mean()) for domain, parts in hits.items()},
+            correct=np.array(correct, np.int64),
+            count=np.array(count, np.int64),
+            resets=tuple(resets),
+            reports=tuple(reports),
+        )
+
     for number, batch in enumerate(tqdm(stream, unit="batch", disable=not progress)):
         if batch.reset:
             state = adapter.reset(state)
             resets.append(number)
         units = batch.units if unit == "photograph" else batch.samples
-        with account.spend(units, release=_release(adapter, state)) if account else contextlib.nullcontext():
-            state, logits = adapter.step(state, batch.images, mask=batch.mask)
-            right = (np.asarray(logits).argmax(axis=-1) == batch.labels)[batch.mask]
+        try:
+            with account.spend(units, release=_release(adapter, state)) if account else contextlib.nullcontext():
+                state, logits = adapter.step(state, batch.images, mask=batch.mask)
+                logits = np.asarray(logits)
+        except BudgetExceeded as error:
+            error.served = served()  # type: ignore[attr-defined]
+            raise
+        if deliver is not None:
+            deliver(batch, logits)
+        right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
         correct.append(int(right.sum()))
         count.append(len(right))
         for domain in dict.fromkeys(batch.domains):
@@ -117,14 +139,7 @@ def serve(
             if reset_on_collapse and report.collapsed:
                 state = adapter.reset(state)
                 resets.append(number + 1)
-    return Served(
-        state=state,
-        accuracy={domain: float(np.concatenate(parts).mean()) for domain, parts in hits.items()},
-        correct=np.array(correct, np.int64),
-        count=np.array(count, np.int64),
-        resets=tuple(resets),
-        reports=tuple(reports),
-    )
+    return served()
 
 
 def _release(adapter: Any, state: Any) -> tuple[str, int]:

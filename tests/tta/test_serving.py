@@ -171,9 +171,19 @@ def test_an_overspend_stops_before_its_batch():
     event = GaussianDpEvent(1.084)
     account = new_account(event, new_ledger(epsilon=10.0, delta=1e-6))
     adapter = Recorder(event)
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetExceeded) as refused:
         serve(adapter, Stream(domains(8, 8), batch_size=4, seed=0), account=account)
     assert adapter.calls == ["step", "step"]
+    assert refused.value.served.state.step == 2 and list(refused.value.served.accuracy) == ["d0"]
+
+
+def test_each_record_s_row_is_delivered_with_its_batch():
+    stream, got = Stream(domains(8, 6), batch_size=4, remainder="pad", seed=0), []
+    serve(Recorder(), stream, account=None, deliver=lambda batch, logits: got.append((batch, logits)))
+    assert len(got) == len(stream) == 4
+    for batch, logits in got:
+        shown = np.round(batch.images[:, 0, 0, 0] * 10)
+        np.testing.assert_array_equal(logits.argmax(-1), shown)
 
 
 def test_the_account_must_be_named_and_must_fit_the_method():
