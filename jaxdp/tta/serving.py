@@ -74,7 +74,8 @@ def serve(
         progress: show a bar with the number of batches.
 
     Returns:
-        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. Nothing is written to disk but the ledger.
+        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. Nothing is written to
+        disk but the ledger.
 
     Formal guarantees:
         With an account, the parameters after all batches together are as private as the ledger says. Resets are public
@@ -101,7 +102,10 @@ def serve(
             "cancel in the difference. Go on from the state that came of that, or from "
             "state._replace(key=adapter.init().key)"
         )
-    correct, count, resets, reports = [], [], [], []
+    correct: list[int] = []
+    count: list[int] = []
+    resets: list[int] = []
+    reports: list[tuple[int, CollapseReport]] = []
     hits: dict[str, list[np.ndarray]] = {}
 
     def served() -> Served:
