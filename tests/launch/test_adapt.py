@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_the_launcher_adapts_prints_both_epsilons_and_charges(tmp_path):
     overrides = {
         "train.steps": 30,
+        "model.options.depth": 2,
         "methods": "('Tent',)",
         "privacy.budgets": "(5.0,)",
         "protocol.seeds": 1,
