@@ -124,10 +124,22 @@ def test_an_unknown_split_is_refused(data_dir):
 def test_data_sets_that_are_not_handled_are_refused(data_dir):
     with pytest.raises(ValueError, match=r"features \['label', 'sentence'\].*text is not.*from_arrays"):
         from_tfds("tiny_text", "train", data_dir=data_dir)
-    with pytest.raises(ValueError, match="one fixed shape are handled: resize them and use from_arrays"):
+    with pytest.raises(ValueError, match=r"of one shape: pass prepare= to give them one"):
         from_tfds("tiny_ragged", "train", data_dir=data_dir)
     with pytest.raises(ValueError, match="has no labels"):
         from_tfds("tiny_unlabelled", "train", data_dir=data_dir)
+
+
+def test_images_of_differing_sizes_are_prepared(data_dir):
+    def corners(images):
+        return np.stack([image[:2, :2] for image in images]) / 255
+
+    source = from_tfds("tiny_ragged", "train", data_dir=data_dir, prepare=corners)
+    assert source.arrays["image"].dtype == np.uint8 and source.arrays["image"].shape[1:] == (2, 2, 3)
+    whole = from_tfds("tiny_image", "train", data_dir=data_dir)
+    cut = from_tfds("tiny_image", "train", data_dir=data_dir, prepare=corners)
+    np.testing.assert_array_equal(cut.arrays["image"], whole.arrays["image"][:, :2, :2])
+    np.testing.assert_array_equal(cut.arrays["label"], whole.arrays["label"])
 
 
 def test_harmless_log_lines_are_dropped_and_others_kept(caplog):
