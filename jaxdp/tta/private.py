@@ -13,7 +13,9 @@ from typing import Literal
 
 from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent, epsilon
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.tta.method import Method
+from jaxdp.tta.method import Method, entropy
+
+_LARGEST = 1e38  # about float32's
 
 # What becomes of each operator.
 _ABSORBED = "absorbed: inside the clipped loss of its own image"
@@ -66,7 +68,8 @@ class Private:
         """What was done to each operator of the method, one a line."""
         method, noise = self.method, self.noise_multiplier
         kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
-        lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}, {kind}"]
+        exchanged = "" if method.uncertainty is entropy else f" with {method.explain('uncertainty')}"
+        lines = [f"private {type(method).__name__}{exchanged}, clip norm {self.clip_norm:g}, {kind}"]
         for hook, fate in RULES.items():
             if hook == "uncertainty" or method.overrides(hook):
                 fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
@@ -120,9 +123,9 @@ def private(
         raise TypeError("method is private already; give the method itself.")
     if not isinstance(method, Method):
         raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
-    if not (0 < clip_norm < math.inf):
-        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
-    if not (0 <= noise_multiplier < math.inf):
+    if not 0 < clip_norm < _LARGEST:
+        raise ValueError(f"clip_norm must be positive and finite, also in float32, got {clip_norm}.")
+    if not 0 <= noise_multiplier < _LARGEST / clip_norm:
         raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
     if filters not in ("remove", "keep"):
         raise ValueError(f"filters must be 'remove' or 'keep', got {filters!r}.")

@@ -44,7 +44,7 @@ class SAR(Method):
             raise ValueError(f"rho must be finite and not negative, got {self.rho}.")
 
     def reliable(self, sample: Sample) -> jax.Array:
-        """entropy filter H < E0, at theta and again at theta + e"""
+        """entropy filter H < E0"""
         return sample.uncertainty < self.margin * math.log(self.num_classes)
 
     @property

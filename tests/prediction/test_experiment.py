@@ -113,7 +113,7 @@ def test_a_finished_run_is_not_run_again(finished, monkeypatch, capsys):
 
 def test_a_workdir_belongs_to_one_config(finished):
     root, _ = finished
-    with pytest.raises(ValueError, match="an experiment with another prediction, repetitions; use a new workdir"):
+    with pytest.raises(ValueError, match=r"another prediction\.queries, repetitions; use a new workdir"):
         experiment.run(small_config(prediction__queries=31, repetitions=4), root)
 
 
