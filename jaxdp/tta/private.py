@@ -124,7 +124,7 @@ def private(
     if not isinstance(method, Method):
         raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
     if not 0 < clip_norm < _LARGEST:
-        raise ValueError(f"clip_norm must be positive and finite, also in float32, got {clip_norm}.")
+        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
     if not 0 <= noise_multiplier < _LARGEST / clip_norm:
         raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
     if filters not in ("remove", "keep"):

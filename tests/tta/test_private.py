@@ -574,7 +574,8 @@ FATES = {
 @every_method
 def test_describe_names_every_operator_and_its_fate(name):
     first, *lines = adapter_of(name).method.describe().splitlines()
-    assert first == f"private {type(METHODS[name]).__name__}, clip norm 0.03, noise 0.4 x clip norm"
+    exchanged = " with COME's entropy of the opinion (b, u)" if "COME" in name else ""
+    assert first == f"private {type(METHODS[name]).__name__}{exchanged}, clip norm 0.03, noise 0.4 x clip norm"
     *operators, divisor = [line.strip() for line in lines if "no step when" not in line]
     assert divisor == "mean over the images that take part: replaced, the divisor is B whatever they hold"
     assert any("every step is made" in line for line in lines) == (name != "SAR")
@@ -617,6 +618,7 @@ def test_every_hook_has_a_rule():
         ({"method": tta.private(tta.Tent(), clip_norm=1, noise_multiplier=1)}, TypeError, "method is private already"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive and finite, got 0.0"),
         ({"clip_norm": math.inf}, ValueError, "clip_norm must be positive and finite"),
+        ({"clip_norm": 1e39}, ValueError, "clip_norm must be positive and finite"),  # not in float32
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
