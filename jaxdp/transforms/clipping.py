@@ -124,7 +124,7 @@ class ClippedGrad:
         if not any(trainable):
             raise ValueError(
                 "params has no trainable leaf of floating dtype. Check the `trainable` predicate, which is called with "
-                f"paths such as {[path for path, _ in _paths(params)][:3]}."
+                f"paths such as {[path for path, _ in paths_of(params)][:3]}."
             )
         if mask is None:
             mask = jnp.ones(size, bool)
@@ -137,7 +137,7 @@ class ClippedGrad:
         predicate = self.trainable or (lambda path, leaf: True)
         return [
             _is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and bool(predicate(path, leaf))
-            for path, leaf in _paths(params)
+            for path, leaf in paths_of(params)
         ]
 
     def _check(self, batch: Any, mask: Any, key: Any) -> int:
@@ -222,7 +222,8 @@ def clipped_grad(
     return ClippedGrad(loss_fn, clip_norm, engine, clip_rule, trainable, has_aux, group, microbatch_size)
 
 
-def _paths(params: Any) -> list[tuple[str, Any]]:
+def paths_of(params: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, with paths such as "Dense_0/kernel", as predicates on parameters get them."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(params)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.clipping import clipped_grad, paths_of
 from jaxdp.transforms.noise import gaussian, new_seed, stream
 from jaxdp.tta.method import Method, Sample
 from jaxdp.tta.private import Private
-from jaxdp.tta.select import Adapted, lower_blocks, merge, paths_of, selected, trainable_part
+from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 

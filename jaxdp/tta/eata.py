@@ -13,8 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxdp.transforms.clipping import paths_of
 from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
-from jaxdp.tta.select import Adapted, merge, paths_of, selected, trainable_part
+from jaxdp.tta.select import Adapted, merge, selected, trainable_part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

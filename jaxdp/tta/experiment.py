@@ -25,6 +25,7 @@ from tqdm import tqdm
 from jaxdp import data, models
 from jaxdp.models.training import train_without_privacy
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
+from jaxdp.privacy.accounting import Adjacency
 from jaxdp.report import format_table, plot_curves
 from jaxdp.report.workdir import check_same_config, write_json
 from jaxdp.transforms import losses
@@ -261,10 +262,13 @@ def _settings(config: Any) -> list[str]:
 def _noise_multiplier(config: Any, setting: str) -> float:
     if setting == CLIPPED:
         return 0.0
-    budget = float(setting.removeprefix("epsilon "))
-    return calibrate_noise(
-        GaussianDpEvent, epsilon=budget, delta=config.privacy.delta, adjacency=config.privacy.adjacency
-    )
+    return _calibrated(float(setting.removeprefix("epsilon ")), config.privacy.delta, config.privacy.adjacency)
+
+
+@functools.lru_cache
+def _calibrated(epsilon: float, delta: float, adjacency: Adjacency) -> float:
+    """The noise multiplier of one visit; the same for every run at a budget."""
+    return calibrate_noise(GaussianDpEvent, epsilon=epsilon, delta=delta, adjacency=adjacency)
 
 
 # One update function whatever the learning rate, so that trying another does not compile the step again.
@@ -499,9 +503,13 @@ def _tables(result: Mapping[str, Any]) -> str:
         for c in cells
         if c["method"] == methods[0] and "noise_multiplier" in c
     ]
-    columns = {"method": "method", "setting": "setting"}
     chosen = [
-        {**{k: c[k] for k in columns}, "learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")}
+        {
+            "method": c["method"],
+            "setting": c["setting"],
+            "learning rate": c["learning_rate"],
+            "clip norm": c.get("clip_norm"),
+        }
         for c in cells
         if c["method"] != SOURCE
     ]

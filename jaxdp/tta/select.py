@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdp.transforms.clipping import paths_of
+
 Adapted = Callable[[str, Any], bool]
 
 _NORMALISATION = re.compile(r"norm|^ln(_|\d|$)", re.IGNORECASE)
@@ -38,12 +40,6 @@ def lower_blocks(params: Any) -> Adapted:
         return lower and normalisation(path, leaf)
 
     return adapted
-
-
-def paths_of(params: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every parameter."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(params)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:

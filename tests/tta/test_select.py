@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxdp import models, tta
-from jaxdp.tta.select import merge, paths_of, selected, trainable_part
+from jaxdp.transforms.clipping import paths_of
+from jaxdp.tta.select import merge, selected, trainable_part
 
 
 @functools.cache
