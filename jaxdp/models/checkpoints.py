@@ -1,7 +1,7 @@
-"""Public checkpoints of ViT, DeiT and ConvNeXt under the names that their publishers gave the tensors.
+"""Public checkpoints of ViT, DeiT, ConvNeXt and CIFAR ResNets under the names that their publishers gave the tensors.
 
-Each naming is a table of rules (`NAMINGS`) from paths of our parameters to names in the file. The table is complete:
-a tensor that is missing, superfluous or of another shape is an error, never skipped.
+Each naming is a table of rules (`NAMINGS`) from paths of our variables (parameters and constants) to names in the
+file. The table is complete: a tensor that is missing, superfluous or of another shape is an error, never skipped.
 """
 
 import dataclasses
@@ -61,8 +61,9 @@ def _same(array: np.ndarray) -> np.ndarray:
 
 
 _SAME: Leaves = {"": ("", _same)}
-# PyTorch keeps (out, in) and OIHW, a depthwise kernel as (C, 1, H, W); LayerNorm's scale is its "weight".
+# PyTorch keeps (out, in) and OIHW, a depthwise kernel as (C, 1, H, W); a norm's scale is its "weight".
 _NORM: Leaves = {"/scale": (".weight", _same), "/bias": (".bias", _same)}
+_BATCH_NORM: Leaves = {**_NORM, "/mean": (".running_mean", _same), "/var": (".running_var", _same)}
 _DENSE: Leaves = {"/kernel": (".weight", np.transpose), "/bias": (".bias", _same)}
 _CONV: Leaves = {"/kernel": (".weight", lambda w: np.transpose(w, (2, 3, 1, 0))), "/bias": (".bias", _same)}
 _QKV: tuple[Leaves, ...] = tuple({"/kernel": (".weight", _third(k)), "/bias": (".bias", _third(k))} for k in range(3))
@@ -171,6 +172,18 @@ _TORCH_ENCODER: Rules = (
     ("head", "mlp_head.1", _DENSE),
 )
 
+_CIFAR_RESNET: Rules = (
+    ("conv", "conv1", _CONV),
+    ("norm", "bn1", _BATCH_NORM),
+    *(
+        (rf"stage_{stage}_block_(\d+)_{ours}_{k}", rf"layer{stage + 1}.\1.{theirs}{k + 1}", leaves)
+        for stage in range(3)  # counted from 1 in the file
+        for k in range(2)
+        for ours, theirs, leaves in (("conv", "conv", _CONV), ("norm", "bn", _BATCH_NORM))
+    ),
+    ("head", "linear", _DENSE),
+)
+
 _PRE_NORM: Mapping[str, Any] = {"norm_order": "pre"}
 _PRE_NORM_1E6: Mapping[str, Any] = {**_PRE_NORM, "norm_epsilon": 1e-6}
 
@@ -207,6 +220,13 @@ NAMINGS: Mapping[str, Naming] = {
     "augreg": Naming(_QUERY, _AUGREG, attributes=_PRE_NORM_1E6),
     # a ViT around PyTorch's nn.TransformerEncoder
     "torch_encoder": Naming("transformer.layers.0.self_attn.in_proj_weight", _TORCH_ENCODER),
+    # akamaster/pytorch_resnet_cifar10: ResNet(norm="frozen_batch", shortcut="pad") of any depth
+    "cifar_resnet": Naming(
+        "linear.weight",
+        _CIFAR_RESNET,
+        ignored=(r"(.+\.)?bn\d\.num_batches_tracked",),
+        attributes={"norm": "frozen_batch", "shortcut": "pad"},
+    ),
 }
 
 
@@ -216,13 +236,16 @@ class Pretrained:
 
     Attributes:
       model: Linen module; sees normalised images only.
-      params: its parameters, nested dicts of float32 arrays.
+      params: its parameters, nested dicts of float32 arrays; all that is trained or adapted.
       preprocessing: what the checkpoint expects.
+      constants: its other collections by name, such as "batch_stats" with the mean and variance of every
+        `FrozenBatchNorm`; nothing changes them.
     """
 
     model: nn.Module
     params: Mapping[str, Any] = dataclasses.field(repr=False)
     preprocessing: Preprocessing
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def apply_fn(self, params: Mapping[str, Any], images: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] in [0, 1], as `preprocessing.prepare` makes them, to float32 logits
@@ -232,7 +255,7 @@ class Pretrained:
           params: such as `self.params`, or a trained or adapted copy.
           images: floating point.
         """
-        logits: Any = self.model.apply({"params": params}, self.preprocessing.normalise(images))
+        logits: Any = self.model.apply({**self.constants, "params": params}, self.preprocessing.normalise(images))
         return logits
 
 
@@ -245,8 +268,9 @@ def load_checkpoint(
 ) -> Pretrained:
     """Reads a public checkpoint into a model of this package.
 
-    `Pretrained.params` are exactly the tensors of the file. A new head for other classes comes afterwards:
-    build that model and call `merge_pretrained(fresh, pretrained.params)`.
+    `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file. A new head for other classes
+    comes afterwards: build that model, call `merge_pretrained(fresh, pretrained.params)`, and put both in with
+    `dataclasses.replace(pretrained, model=..., params=...)`, which keeps constants and preprocessing.
 
     What the file or its neighbours say about the model is checked too. No file in the namings of timm and of
     PyTorch says how many heads attention has (published ViTs and DeiTs: width / 64), nor which activation is used.
@@ -260,7 +284,7 @@ def load_checkpoint(
         them.
 
     Returns:
-      Model, parameters and preprocessing.
+      Model, parameters, preprocessing and constants.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -274,7 +298,8 @@ def load_checkpoint(
     naming = _recognise(naming, tensors)
     _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
     preprocessing = _choose(preprocessing, path, naming, tensors)
-    return Pretrained(model, _translate(naming, tensors, model, preprocessing), preprocessing)
+    variables = _translate(naming, tensors, model, preprocessing)
+    return Pretrained(model, variables.pop("params"), preprocessing, constants=variables)
 
 
 def _read(path: Path) -> Tensors:
@@ -306,7 +331,9 @@ def _recognise(naming: str, tensors: Tensors) -> str:
         if known.signature in tensors:
             return name
     some = ", ".join(sorted(tensors)[:5])
-    raise ValueError(f"no naming of {', '.join(NAMINGS)} has names such as {some}; is it a ViT, DeiT or ConvNeXt?")
+    raise ValueError(
+        f"no naming of {', '.join(NAMINGS)} has names such as {some}; is it a ViT, DeiT, ConvNeXt or CIFAR ResNet?"
+    )
 
 
 def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module) -> None:
@@ -353,7 +380,7 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
         raise ValueError(
             "preprocessing must be given, since no file says how this checkpoint normalises images. Common values: "
             "augreg ViTs (google/vit-*, timm's vit_*.augreg_*) have mean = std = (0.5, 0.5, 0.5); "
-            f"DeiT and ConvNeXt have mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
+            f"DeiT, ConvNeXt and cifar_resnet have mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
             "For example preprocessing=Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248)"
         )
     if given is None or stated is None:
@@ -367,7 +394,7 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
 
 
 def _find(path: str, rules: Rules) -> tuple[str, Callable[[np.ndarray], np.ndarray]] | None:
-    """The name in the file of our parameter `path`, and the conversion of the array there."""
+    """The name in the file of our variable `path`, and the conversion of the array there."""
     for ours, theirs, leaves in rules:
         for leaf, (suffix, convert) in leaves.items():
             if match := re.fullmatch(ours + leaf, path):
@@ -376,18 +403,17 @@ def _find(path: str, rules: Rules) -> tuple[str, Callable[[np.ndarray], np.ndarr
 
 
 def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing) -> dict[str, Any]:
-    """Our parameters from the tensors of a file; a ValueError lists everything that does not fit."""
+    """Our collections from the tensors of a file; a ValueError lists everything that does not fit."""
     images = jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    if set(variables) != {"params"}:
-        raise ValueError(f"model must have parameters only, got the collections {', '.join(sorted(variables))}")
-    params: dict[str, jax.Array] = {}
+    translated: dict[tuple[str, ...], jax.Array] = {}
     problems: list[str] = []
     used: set[str] = set()
-    for path, expected in flatten_dict(variables["params"], sep="/").items():
+    for (collection, *keys), expected in flatten_dict(variables).items():
+        path = "/".join(keys)
         found = _find(path, NAMINGS[naming].rules)
         if found is None:
-            problems.append(f"{path} of the model: the naming {naming!r} has no such parameter")
+            problems.append(f"{path} of the model: the naming {naming!r} has no such variable")
             continue
         name, convert = found
         used.add(name)
@@ -400,7 +426,7 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             problems.append(f"{name}: dtype {array.dtype} is not floating point")
         else:
-            params[path] = jnp.asarray(array, jnp.float32)
+            translated[collection, *keys] = jnp.asarray(array, jnp.float32)
     ignored = re.compile("|".join(NAMINGS[naming].ignored) or "(?!)")
     superfluous = sorted(name for name in tensors if name not in used and not ignored.fullmatch(name))
     problems += [f"{name}: superfluous, shape {tensors[name].shape}" for name in superfluous]
@@ -410,7 +436,7 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
             "build the model of the checkpoint, at its image size (position embeddings are not interpolated):\n  "
             + "\n  ".join(problems)
         )
-    return unflatten_dict(params, sep="/")
+    return unflatten_dict(translated)
 
 
 def _convert(convert: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray | None:

@@ -56,6 +56,8 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     "vit_tiny" is ours, for small images (4x4 patches, width 64, 4 blocks, 4 heads); the other ViTs are the
     sizes Ti, S, B and L with 16x16 patches of Dosovitskiy et al. 2021 and Touvron et al. 2021. A DeiT is the ViT of
     its size; "_distilled" adds the distillation token and its head. The ConvNeXts are those of Liu et al. 2022.
+    "resnet20" with norm="frozen_batch", and depth=56 for example, is a public CIFAR ResNet with BatchNorm
+    (`load_checkpoint`).
 
     Args:
       name: one of "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4", "vit_tiny", "vit_ti16",
