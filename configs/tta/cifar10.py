@@ -35,7 +35,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                     *("motion_blur", "zoom_blur", "snow", "frost", "fog"),
                     *("brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
                 ),
-                "images": 192,  # photographs of one stream, each under every corruption; each seed has others
+                "images": 512,  # photographs of one stream, each under every corruption; each seed has others
             },
             "model": {
                 "name": "vit_tiny",
@@ -56,7 +56,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "order": "continual",
                 "reset": "never",
                 "remainder": "drop",
-                "seeds": 3,
+                "seeds": 5,
                 "accumulate": 1,
             },
             "methods": ("Tent", "EATA", "SAR", "DeYO", "DeYO-COME"),
@@ -75,9 +75,9 @@ def get_config(source: str = "trained") -> ConfigDict:
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),
-                "images": 512,  # so that this stream is nearly as long as the one that counts: instability needs time
-                "learning_rates": (3e-4, 1e-3, 3e-3, 1e-2),
-                "clipped_steps": (1e-3, 5e-3, 2.5e-2),  # learning rate times clip norm
+                "images": 1024,  # so that this stream is nearly as long as the one that counts: instability needs time
+                "learning_rates": (3e-4, 1e-3, 3e-3, 6e-3, 1e-2),
+                "clipped_steps": (1e-3, 3e-3, 1e-2, 2e-2, 3e-2),  # learning rate times clip norm
                 "clip_norms": (1.0,),  # a third of the median gradient norm
             },
             "hyper_parameters": {},  # by method and setting, instead of tuning

@@ -48,7 +48,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxdp.privacy.accounting import (
     RELATIONS,
@@ -336,13 +336,36 @@ class Ledger:
             ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
                 token that was used for another event or partition.
         """
-        record = self._reserve(name, event, partition, label, token)
+        (record,) = self._reserve([_Request(name, event, partition, label, token)])
         try:
             yield record
         except BaseException:
-            self._finish(record, "failed")
+            self._finish([record], "failed")
             raise
-        self._finish(record, "committed")
+        self._finish([record], "committed")
+
+    @contextlib.contextmanager
+    def spend_all(self, requests: Sequence[tuple[str, DpEvent]], *, label: str = "") -> Iterator[tuple[Spend, ...]]:
+        """Reserves an event on each of several datasets or on none, runs the body of the `with`, and commits all.
+
+        Args:
+            requests: (registered dataset, event) pairs; a dataset that is named twice pays twice.
+            label: as in `spend`.
+
+        Yields:
+            One `Spend` per request.
+
+        Raises:
+            BudgetExceeded, ValueError: as `spend`, for the first request that cannot be met; then nothing is charged on
+                any dataset.
+        """
+        records = self._reserve([_Request(name, event, None, label, None) for name, event in requests])
+        try:
+            yield records
+        except BaseException:
+            self._finish(records, "failed")
+            raise
+        self._finish(records, "committed")
 
     # --- Questions ----------------------------------------------------------------------------------------------
 
@@ -456,7 +479,22 @@ class Ledger:
                     db.execute("ROLLBACK")
                 raise
 
-    def _reserve(self, name: str, event: DpEvent, partition: str | None, label: str, token: str | None) -> Spend:
+    def _reserve(self, requests: Sequence["_Request"]) -> tuple[Spend, ...]:
+        """Reserves all of the requests or none."""
+        while True:
+            try:
+                with self._transaction() as db:
+                    return tuple(self._reserve_one(db, request) for request in requests)
+            except _Unsettled as error:
+                unsettled = error
+            # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
+            with self._lock:
+                allowed = unsettled.decide()
+            if not allowed:
+                raise unsettled.refusal()
+
+    def _reserve_one(self, db: sqlite3.Connection, request: "_Request") -> Spend:
+        name, event, partition, label, token = request
         step = composition(event)
         canonical = compose(step)
         text = to_json(canonical)
@@ -465,42 +503,31 @@ class Ledger:
                 raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
         if not isinstance(label, str):
             raise ValueError(f"label must be a string, got {label!r}")
-        while True:
-            with self._transaction() as db:
-                dataset = _dataset(db, name)
-                paid = _find_token(db, dataset, token)
-                if paid is not None:
-                    if paid["json"] != text or paid["partition"] != (partition or ""):
-                        raise ValueError(
-                            f"token {token!r} of dataset {name!r} paid for {describe(from_json(paid['json']))} on "
-                            f"partition {paid['partition'] or None!r}, not for {describe(canonical)} on {partition!r}; "
-                            "a token stands for one release: use a fresh one"
-                        )
-                    return Spend(paid["id"], name, canonical, replay=True)
-                before = _compositions(db, dataset, partition)
-                after = [_sum(counts, step) for counts in before]
-                for counts in after:
-                    check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
-                check = self._budgets.setdefault(dataset.id, _BudgetCheck(dataset))
-                if check.refuses_unproven(step):
-                    break
-                verdicts = [check.known(counts) for counts in after]
-                if all(verdicts):
-                    return Spend(
-                        _insert(db, dataset, partition, text, label, token, self._run), name, canonical, replay=False
-                    )
-                if any(verdict is False for verdict in verdicts):
-                    break
-            # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
-            for counts, verdict in zip(after, verdicts, strict=True):
-                if verdict is None:
-                    with self._lock:
-                        check.decide(counts, step)
-        raise check.exceeded(before, after, canonical)
+        dataset = _dataset(db, name)
+        paid = _find_token(db, dataset, token)
+        if paid is not None:
+            if paid["json"] != text or paid["partition"] != (partition or ""):
+                raise ValueError(
+                    f"token {token!r} of dataset {name!r} paid for {describe(from_json(paid['json']))} on "
+                    f"partition {paid['partition'] or None!r}, not for {describe(canonical)} on {partition!r}; "
+                    "a token stands for one release: use a fresh one"
+                )
+            return Spend(paid["id"], name, canonical, replay=True)
+        before = _compositions(db, dataset, partition)
+        after = [_sum(counts, step) for counts in before]
+        for counts in after:
+            check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
+        check = self._budgets.setdefault(dataset.id, _BudgetCheck(dataset))
+        if check.refuses_unproven(step) or not all(check.known(counts) for counts in after):
+            raise _Unsettled(check, before, after, canonical)
+        return Spend(_insert(db, dataset, partition, text, label, token, self._run), name, canonical, replay=False)
 
-    def _finish(self, spend: Spend, status: Literal["committed", "failed"]) -> None:
+    def _finish(self, spends: Sequence[Spend], status: Literal["committed", "failed"]) -> None:
         with self._transaction() as db:
-            db.execute("UPDATE spends SET status = ?, finished_at = ? WHERE id = ?", (status, _now(), spend.id))
+            db.executemany(
+                "UPDATE spends SET status = ?, finished_at = ? WHERE id = ?",
+                [(status, _now(), spend.id) for spend in spends],
+            )
 
     def _epsilon(self, name: str, delta: float | None, partition: str | None, *, proven_only: bool) -> float:
         with self._transaction("DEFERRED") as db:
@@ -512,6 +539,41 @@ class Ledger:
         if proven_only:
             compositions = [_proven(counts) for counts in compositions]
         return max(_epsilon_of(dataset, counts, delta) for counts in compositions)
+
+
+class _Request(NamedTuple):
+    """The arguments of `Ledger.spend`."""
+
+    name: str
+    event: DpEvent
+    partition: str | None
+    label: str
+    token: str | None
+
+
+class _Unsettled(Exception):
+    """A reservation that the budget does not allow, or that a PLD has to decide."""
+
+    def __init__(self, check: "_BudgetCheck", before: Sequence[Counts], after: Sequence[Counts], event: DpEvent):
+        super().__init__()
+        self._check, self._before, self._after, self._event = check, before, after, event
+
+    def decide(self) -> bool:
+        """Makes the check know; returns False if it is certain that the budget does not allow it."""
+        step = composition(self._event)
+        if self._check.refuses_unproven(step):
+            return False
+        verdicts = [self._check.known(counts) for counts in self._after]
+        if any(verdict is False for verdict in verdicts):
+            return False
+        for counts, verdict in zip(self._after, verdicts, strict=True):
+            if verdict is None:
+                self._check.decide(counts, step)
+        return True
+
+    def refusal(self) -> BudgetExceeded:
+        """The error for the user."""
+        return self._check.exceeded(self._before, self._after, self._event)
 
 
 class _BudgetCheck:

@@ -45,6 +45,7 @@ from dp_accounting import dp_event
 
 _KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
 _SEED_BYTES = 16
+LARGEST_DISCRETE_SCALE = 2.0**18
 
 
 @runtime_checkable
@@ -126,6 +127,35 @@ def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
     2**-65).
     """
     return _noise_like(key, tree, "scale", scale, _standard_laplace)
+
+
+def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
+    """Draw integer noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`.
+
+    Added to integers that differ by at most s it is (s / scale)-DP, and unlike floating-point Laplace noise it leaves
+    no trace of the exact value in the last digits (Mironov 2012; Ghosh, Roughgarden, Sundararajan 2009).
+
+    Args:
+        key, tree: as in `gaussian`.
+        scale: positive, at most `LARGEST_DISCRETE_SCALE`, so that every integer within 44 scales is a float32.
+
+    Returns:
+        int32 leaves. Each value is the difference of two independent geometrics, each the integer part of an
+        exponential whose uniform keeps 64 bits.
+
+    Raises:
+        TypeError, ValueError: as `gaussian`, and for a scale outside its range.
+    """
+    _check_key(key)
+    if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
+        raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}")
+
+    leaves, treedef = jax.tree.flatten(tree)
+    draws = []
+    for index, leaf in enumerate(leaves):
+        first, second = jax.random.split(jax.random.fold_in(key, index))
+        draws.append(_geometric(first, jnp.shape(leaf), scale) - _geometric(second, jnp.shape(leaf), scale))
+    return jax.tree.unflatten(treedef, draws)
 
 
 def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
@@ -356,6 +386,15 @@ def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.
 def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     first, second = jax.random.split(key)
     return jnp.log(_uniform(first, shape, dtype)) - jnp.log(_uniform(second, shape, dtype))
+
+
+def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
+    key_high, key_low = jax.random.split(key)
+    high, low = jax.random.bits(key_high, shape, jnp.uint32), jax.random.bits(key_low, shape, jnp.uint32)
+    # Small uniforms are precise, so the smaller of u and 1 - u is used: every integer keeps its probability.
+    small = _uniform_from_bits(jnp.minimum(high, ~high), low, jnp.float32)
+    exponential = jnp.where(high >> 31 == 0, -jnp.log(small), -jnp.log1p(-small))
+    return jnp.floor(exponential * scale).astype(jnp.int32)
 
 
 def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen
 import jax
@@ -275,13 +275,27 @@ def _calibrated(epsilon: float, delta: float, adjacency: Adjacency) -> float:
 _SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9)
 
 
-def _sgd(learning_rate: float) -> optax.GradientTransformation:
-    def init(params: Any) -> Any:
-        state: Any = _SGD.init(params)
-        rate = jnp.asarray(learning_rate, state.hyperparams["learning_rate"].dtype)
-        return state._replace(hyperparams={**state.hyperparams, "learning_rate": rate})
+class _Measured(NamedTuple):
+    """State of SGD, the number of updates so far and the sum of their lengths."""
 
-    return optax.GradientTransformation(init, _SGD.update)
+    inner: Any
+    updates: jax.Array
+    length: jax.Array
+
+
+def _update(gradient: Any, state: _Measured, params: Any = None) -> tuple[Any, _Measured]:
+    step, inner = _SGD.update(gradient, state.inner, params)
+    return step, _Measured(inner, state.updates + 1, state.length + optax.global_norm(step))
+
+
+def _sgd(learning_rate: float) -> optax.GradientTransformation:
+    def init(params: Any) -> _Measured:
+        inner: Any = _SGD.init(params)
+        rate = jnp.asarray(learning_rate, inner.hyperparams["learning_rate"].dtype)
+        inner = inner._replace(hyperparams={**inner.hyperparams, "learning_rate": rate})
+        return _Measured(inner, jnp.int32(0), jnp.float32(0))
+
+    return optax.GradientTransformation(init, _update)
 
 
 def _adapter(config: Any, task: _Task, method: Method, setting: str, choice: Mapping[str, float]) -> Adapter:
@@ -315,10 +329,12 @@ def _choose(
         tried = []
         for candidate in candidates:
             served = serve(_adapter(config, task, method, setting, candidate), stream, account=None)
-            tried.append({**candidate, "accuracy": float(np.mean(list(served.accuracy.values())))})
+            measured = served.state.opt_state
+            length = float(measured.length / jnp.maximum(measured.updates, 1))
+            tried.append({**candidate, "length": length, "accuracy": float(np.mean(list(served.accuracy.values())))})
         write_json(path, tried)
     best = max(json.loads(path.read_text()), key=lambda row: row["accuracy"])
-    return {key: value for key, value in best.items() if key != "accuracy"}
+    return {key: best[key] for key in ("learning_rate", "clip_norm") if key in best}
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""Private recalibration: confidences that fit a new site, from noisy answers of many private sources."""
+
+from jaxdp.recalibration.methods import AccBisection, AccT, Bracket, EceT, HistogramBinning, LogisticBinning, NllT
+from jaxdp.recalibration.metrics import brier, ece, nll, reliability
+from jaxdp.recalibration.protocol import Records, Source, play
+from jaxdp.recalibration.recalibrate import (
+    Recalibration,
+    acc_t,
+    ece_t,
+    histogram_binning,
+    logistic_binning,
+    nll_t,
+    none,
+    one_source,
+    recalibrate,
+)
+
+__all__ = [
+    "AccBisection",
+    "AccT",
+    "Bracket",
+    "EceT",
+    "HistogramBinning",
+    "LogisticBinning",
+    "NllT",
+    "Recalibration",
+    "Records",
+    "Source",
+    "acc_t",
+    "brier",
+    "ece",
+    "ece_t",
+    "histogram_binning",
+    "logistic_binning",
+    "nll",
+    "nll_t",
+    "none",
+    "one_source",
+    "play",
+    "recalibrate",
+    "reliability",
+]

@@ -1,0 +1,500 @@
+"""The recalibration methods of Sections 3.3 and 4: what they ask, how sensitive that is, what they make of answers.
+
+In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond the paper
+`AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, the paper's Definition 1 (a record zeroed out is the same), or for one
+replaced by another.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.recalibration.protocol import Records
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.Array:
+    """Equation 3: p_T(x), the largest softmax probability of logits [n, m] / T; float32 [n] in [1 / m, 1]."""
+    above = logits - logits.max(1, keepdims=True)
+    return 1 / jnp.exp(above / temperature).sum(1)
+
+
+def bins_of(confidence: jax.Array, bins: int) -> jax.Array:
+    """One-hot float32 [n, bins]: which of equally wide bins [lo, hi), the last one closed, holds each confidence."""
+    return jax.nn.one_hot(jnp.clip(jnp.floor(confidence * bins), 0, bins - 1), bins)
+
+
+# --- Temperatures ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bracket:
+    """The public range of temperatures that is searched.
+
+    Attributes:
+      low, high: its ends.
+      spacing: "log" searches over log T, "linear" over T as published.
+    """
+
+    low: float = 0.5
+    high: float = 3.0
+    spacing: Literal["log", "linear"] = "log"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < math.inf:
+            raise ValueError(f"bracket must be (low, high) with 0 < low < high, got {(self.low, self.high)}.")
+        if self.spacing not in ("log", "linear"):
+            raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
+
+    @classmethod
+    def of(cls, ends: tuple[float, float], spacing: Literal["log", "linear"]) -> "Bracket":
+        """The bracket between two temperatures."""
+        low, high = ends
+        return cls(low=float(low), high=float(high), spacing=spacing)
+
+    @property
+    def ends(self) -> tuple[jax.Array, jax.Array]:
+        """Positions of the ends, float32 []."""
+        ends = (self.low, self.high) if self.spacing == "linear" else (math.log(self.low), math.log(self.high))
+        return jnp.float32(ends[0]), jnp.float32(ends[1])
+
+    def temperature(self, position: jax.Array) -> jax.Array:
+        """The temperature at a position between the ends."""
+        return position if self.spacing == "linear" else jnp.exp(position)
+
+
+class Found(NamedTuple):
+    """Where a search ended.
+
+    Attributes:
+      temperature: the middle of what is left of the bracket, float32 [].
+      low, high: whether that still has the first bracket's lower or upper end, bool []: the best temperature may then
+        be outside.
+    """
+
+    temperature: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+
+class GoldenSection(NamedTuple):
+    """Golden-section search (C.1) for the least value of a function that falls and then rises; positions float32 [].
+
+    Attributes:
+      low, high: ends of what is left.
+      probes: the two positions inside, [2].
+      values: the function there, [2].
+      asked: which of the two is to be evaluated next.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    probes: jax.Array
+    values: jax.Array
+    asked: jax.Array
+
+    @classmethod
+    def start(cls, low: jax.Array, high: jax.Array) -> "GoldenSection":
+        """Algorithm 1, line 2."""
+        return cls(low, high, _probes(low, high), jnp.zeros(2), jnp.int32(0))
+
+    def position(self) -> jax.Array:
+        """Where to evaluate next."""
+        return self.probes[self.asked]
+
+    def tell(self, k: int, value: jax.Array) -> "GoldenSection":
+        """Takes the value at `position()`, the k-th from 0."""
+        known = self._replace(values=self.values.at[self.asked].set(value))
+        return known._replace(asked=jnp.int32(1)) if k == 0 else known._shrink()
+
+    def _shrink(self) -> "GoldenSection":
+        """Lines 5 to 11, with the new ends in lines 6 and 9, where the old ones would make both probes coincide."""
+        rise_is_right = self.values[0] >= self.values[1]  # line 5: the minimum is not left of the left probe
+        low = jnp.where(rise_is_right, self.probes[0], self.low)
+        high = jnp.where(rise_is_right, self.high, self.probes[1])
+        # The probe that is left takes the other's place, exactly where the golden section wants it.
+        kept = jnp.where(rise_is_right, self.probes[1], self.probes[0])
+        value = jnp.where(rise_is_right, self.values[1], self.values[0])
+        fresh = _probes(low, high)
+        asked = rise_is_right.astype(jnp.int32)
+        return GoldenSection(low, high, fresh.at[1 - asked].set(kept), jnp.full(2, value), asked)
+
+
+def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
+    return jnp.stack([high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TemperatureSearch:
+    """Temperature scaling by golden-section search, with exactly K + 1 releases for K reductions of the bracket.
+
+    The published loop makes one more, whose answer it never reads (Algorithm 1, k = K - 1).
+
+    Attributes:
+      bracket: public range of temperatures.
+      iterations: K; every one leaves 0.618 of the bracket.
+    """
+
+    bracket: Bracket = Bracket()
+    iterations: int = 5
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ValueError(f"iterations must be at least 1, got {self.iterations!r}.")
+
+    @property
+    def rounds(self) -> int:
+        """K + 1."""
+        return self.iterations + 1
+
+    def objective(self, answer: jax.Array) -> jax.Array:
+        """What is to be small, from the sum over sources [s]."""
+        raise NotImplementedError
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """The whole bracket."""
+        return GoldenSection.start(*self.bracket.ends)
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """The next probe."""
+        return self.bracket.temperature(state.position())
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """Lines 4 to 12."""
+        return state.tell(k, self.objective(answer))
+
+    def finish(self, state: Any) -> Found:
+        """Line 13."""
+        return self._found(state.low, state.high)
+
+    def _found(self, low: jax.Array, high: jax.Array) -> Found:
+        first, last = self.bracket.ends
+        return Found(self.bracket.temperature((low + high) / 2), low == first, high == last)
+
+    def confidence(self, parameters: Found, logits: jax.Array) -> jax.Array:
+        """p_T(x)."""
+        return confidence(logits, parameters.temperature)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NllT(TemperatureSearch):
+    """NLL-T (Section 3.3, C.2.1): the temperature of least negative log likelihood.
+
+    The published method bounds nothing and scales its noise to the largest value that was seen. Here every record's
+    loss is clipped to a bound that is chosen without looking; the sum of clipped losses may have several minima.
+
+    Attributes:
+      bound: of one record's negative log likelihood, in nats.
+    """
+
+    bound: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.bound < math.inf:
+            raise ValueError(f"bound must be finite and > 0, got {self.bound!r}.")
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """The bound, under every adjacency: losses are in [0, bound]."""
+        return self.bound
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """-log softmax(l / T)_y, clipped; [n, 1]."""
+        scaled = records.logits / temperature
+        chosen = jnp.take_along_axis(scaled, records.labels[:, None], 1)
+        return jnp.clip(jax.nn.logsumexp(scaled, 1, keepdims=True) - chosen, 0, self.bound)
+
+    def objective(self, answer: jax.Array) -> jax.Array:
+        """The sum of losses."""
+        return answer[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EceT(TemperatureSearch):
+    """ECE-T (Section 3.3, C.2.2): the temperature of least calibration error in equally wide bins.
+
+    The objective may have several minima, since records change bins with T.
+
+    Attributes:
+      bins: number of bins.
+    """
+
+    bins: int = 15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_bins(self.bins)
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """1: a record is in one bin. A replacement may change two."""
+        return 2.0 if adjacency == "replace_one" else 1.0
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """1[phi(x) = y] - p_T(x) in the record's bin; [n, bins]."""
+        p = confidence(records.logits, temperature)
+        return bins_of(p, self.bins) * (records.correct - p)[:, None]
+
+    def objective(self, answer: jax.Array) -> jax.Array:
+        """Equation 6 times the number of records: the sum over bins of absolute values."""
+        return jnp.abs(answer).sum()
+
+
+# --- Histogram binning -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binning:
+    """A confidence that is a function of one public score, from noisy counts per bin of the score; one release.
+
+    Attributes:
+      bins: number of equally wide bins of the score.
+      temperature: the score is p_T(x) at this public T; 1 is the confidence that is to be mended.
+      form: "split" asks for the correct and the incorrect records of each bin, "published" for the correct ones and
+        for all. The two say the same, but a record counts once in the first, so that it needs half the noise.
+    """
+
+    bins: int = 15
+    temperature: float = 1.0
+    form: Literal["split", "published"] = "split"
+
+    def __post_init__(self) -> None:
+        _check_bins(self.bins)
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and > 0, got {self.temperature!r}.")
+        if self.form not in ("split", "published"):
+            raise ValueError(f"form must be 'split' or 'published', got {self.form!r}.")
+
+    @property
+    def rounds(self) -> int:
+        """1."""
+        return 1
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """How many counts a record is in, twice that if it is replaced."""
+        return (1.0 if self.form == "split" else 2.0) * (2.0 if adjacency == "replace_one" else 1.0)
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """The score's temperature."""
+        return jnp.float32(self.temperature)
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """One-hot counts [n, 2 bins]: correct ones, then incorrect ones or all."""
+        cell = bins_of(confidence(records.logits, temperature), self.bins)
+        right = records.correct[:, None]
+        return jnp.concatenate([cell * right, cell * ~right if self.form == "split" else cell], 1)
+
+    def score(self, logits: jax.Array) -> jax.Array:
+        """What the recalibrated confidence depends on, float32 [n]."""
+        return confidence(logits, self.temperature)
+
+    def curve(self, parameters: Any, score: jax.Array) -> jax.Array:
+        """The recalibrated confidence at scores [n]."""
+        raise NotImplementedError
+
+    def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
+        """The curve at the score."""
+        return self.curve(parameters, self.score(logits))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistogramBinning(Binning):
+    """Histogram binning (Section 3.3, C.2.3): every bin's confidence becomes the accuracy in it."""
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """Nothing is known."""
+        return None
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> jax.Array:
+        """The noisy counts."""
+        return answer
+
+    def finish(self, state: jax.Array) -> jax.Array:
+        """Accuracy per bin [bins], in [0, 1]; a bin without (noisy) records keeps its middle as its confidence."""
+        right, other = jnp.split(state, 2)
+        total = right + other if self.form == "split" else other
+        middle = (jnp.arange(self.bins) + 0.5) / self.bins
+        return jnp.where(total > 0, jnp.clip(right / jnp.where(total > 0, total, 1), 0, 1), middle)
+
+    def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
+        """What the score's bin says."""
+        return bins_of(score, self.bins) @ parameters
+
+
+# --- Accuracy temperature scaling ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccT(TemperatureSearch):
+    """Acc-T (Section 4, Algorithm 1): the temperature at which mean confidence equals accuracy.
+
+    Attributes:
+      split: whether accuracy is asked for once, in a round of its own, and confidence in the others. If records are
+        replaced that needs noise of ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon; if they are
+        added or removed, K + 2 instead of K + 1.
+    """
+
+    split: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """K + 1, and one for the accuracy."""
+        return self.iterations + 1 + self.split
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]; the two alone are in [0, 1] and [-1, -1/m]."""
+        if adjacency != "replace_one":
+            return 1.0
+        if not self.split:
+            return 2 - 1 / num_classes
+        return 1.0 if k == 0 else 1 - 1 / num_classes
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """The whole bracket, no accuracy."""
+        return super().init(variance), jnp.float32(0)
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """The next probe; accuracy has no temperature."""
+        return super().question(k, state[0])
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """Line 3; [n, 1]."""
+        right, p = records.correct.astype(jnp.float32), confidence(records.logits, temperature)
+        if not self.split:
+            return (right - p)[:, None]
+        return (right if k == 0 else -p)[:, None]
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """Line 5 compares |v|."""
+        search, accuracy = state
+        if self.split and k == 0:
+            return search, answer[0]
+        return search.tell(k - self.split, jnp.abs(accuracy + answer[0])), accuracy
+
+    def finish(self, state: Any) -> Found:
+        """Line 13."""
+        return super().finish(state[0])
+
+
+# --- Beyond the paper ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccBisection(AccT):
+    """Acc-T by bisection: accuracy less mean confidence only rises with T (Proposition 2), so its sign tells the side.
+
+    K releases halve the bracket K times, where golden-section search needs K + 1 to leave 0.618^K of it and compares two
+    noisy values instead of one.
+    """
+
+    @property
+    def rounds(self) -> int:
+        """K, and one for the accuracy."""
+        return self.iterations + self.split
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """The whole bracket, no accuracy."""
+        return self.bracket.ends, jnp.float32(0)
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """The middle."""
+        (low, high), _ = state
+        return self.bracket.temperature((low + high) / 2)
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """Too little confidence means too high a temperature."""
+        (low, high), accuracy = state
+        if self.split and k == 0:
+            return (low, high), answer[0]
+        middle, too_high = (low + high) / 2, accuracy + answer[0] > 0
+        return (jnp.where(too_high, low, middle), jnp.where(too_high, middle, high)), accuracy
+
+    def finish(self, state: Any) -> Found:
+        """The middle of what is left."""
+        return self._found(*state[0])
+
+
+class Logistic(NamedTuple):
+    """sigmoid(slope logit(score) + shift), float32 []."""
+
+    slope: jax.Array
+    shift: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogisticBinning(Binning):
+    """Two numbers fitted to noisy bins: sigmoid(a logit(score) + b), the maximum a posteriori under all known noise.
+
+    Histogram binning believes every bin by itself. Here the bins vote on a straight line in log-odds (Platt 1999), each
+    by how much it knows: its counts carry Laplace noise of known variance besides that of sampling. The score is the
+    confidence at a public temperature above 1, where over-confident models still tell records apart.
+
+    Attributes:
+      slope_sd, shift_sd: standard deviations of the Gaussian priors of a around 1 and of b around 0.
+      steps: of Fisher scoring.
+    """
+
+    bins: int = 10
+    temperature: float = 4.0
+    slope_sd: float = 0.5
+    shift_sd: float = 2.0
+    steps: int = 12
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """How noisy counts will be."""
+        return jnp.float32(variance), jnp.zeros(2 * self.bins)
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """The noisy counts."""
+        return state[0], answer
+
+    def finish(self, state: Any) -> Logistic:
+        """Fisher scoring from a = 1, b = 0.
+
+        In a bin of confidence q the residual r = right - q total = (1 - q) right - q wrong has mean 0 and variance
+        variance ((1 - q)^2 + q^2) + total q (1 - q).
+        """
+        variance, answer = state
+        right, other = jnp.split(answer, 2)
+        wrong = other if self.form == "split" else other - right
+        total = jnp.maximum(right + wrong, 0)
+        middle = (jnp.arange(self.bins) + 0.5) / self.bins
+        design = jnp.stack([_logit(middle), jnp.ones(self.bins)], 1)
+        prior = jnp.array([1.0, 0.0])
+        precision = jnp.diag(jnp.array([self.slope_sd, self.shift_sd]) ** -2)
+
+        def step(_: int, line: jax.Array) -> jax.Array:
+            q = jax.nn.sigmoid(design @ line)
+            spread = variance * ((1 - q) ** 2 + q**2) + total * q * (1 - q)
+            slope = total * q * (1 - q)  # -dr / d(log-odds)
+            weight = slope / jnp.maximum(spread, 1e-6)
+            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - prior)
+            curvature = (design * (weight * slope)[:, None]).T @ design + precision
+            return line + jnp.clip(_solve(curvature, gradient), -1, 1)
+
+        line = jax.lax.fori_loop(0, self.steps, step, prior)
+        return Logistic(line[0], line[1])
+
+    def curve(self, parameters: Logistic, score: jax.Array) -> jax.Array:
+        """sigmoid(a logit(score) + b)."""
+        return jax.nn.sigmoid(parameters.slope * _logit(score) + parameters.shift)
+
+
+def _logit(p: jax.Array) -> jax.Array:
+    p = jnp.clip(p, 1e-6, 1 - 1e-6)
+    return jnp.log(p) - jnp.log1p(-p)
+
+
+def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:
+    """Of a positive definite 2 x 2 system."""
+    (a, b), (_, d) = matrix
+    return jnp.stack([d * vector[0] - b * vector[1], a * vector[1] - b * vector[0]]) / (a * d - b * b)
+
+
+def _check_bins(bins: int) -> None:
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins!r}.")

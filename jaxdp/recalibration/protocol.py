@@ -1,0 +1,218 @@
+"""The two parties of Section 3.2: a calibrator who sees noisy answers only, and sources who answer on their own data.
+
+A `Method` is the calibrator: what it asks in each round, and what it makes of the answers; `play` is the conversation.
+A `Source` is the other party: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
+account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.privacy import DpEvent, Ledger, NonPrivateDpEvent, PureDpEvent
+from jaxdp.privacy.accounting import RELATIONS, Adjacency
+from jaxdp.transforms import noise
+
+# Answers are exact integers in units of a step, a power of two between these: no rounding of floats tells which
+# records were added. A step is at most a thousandth of the noise, unless the noise is itself that small.
+_FINEST, _COARSEST = 2.0**-10, 2.0**-4
+_STEPS_PER_SCALE = 2.0**10
+# Together they keep a source's sum below 2**31.
+_MOST_RECORDS, _LARGEST_CONTRIBUTION = 2**17, 2.0**14
+
+
+class Records(NamedTuple):
+    """Labelled logits of some people.
+
+    Attributes:
+      logits: float32 [n, m].
+      labels: int32 [n].
+    """
+
+    logits: jax.Array
+    labels: jax.Array
+
+    @property
+    def valid(self) -> jax.Array:
+        """Bool [n]: finite logits and a label in [0, m)."""
+        labelled = (self.labels >= 0) & (self.labels < self.logits.shape[1])
+        return jnp.isfinite(self.logits).all(1) & labelled
+
+    @property
+    def correct(self) -> jax.Array:
+        """Bool [n]: phi(x) = y, whether the largest logit is that of the label; of equal ones the first counts."""
+        return jnp.argmax(self.logits, 1) == self.labels
+
+
+class Method(Protocol):
+    """An algorithm of the calibrator, a frozen dataclass of public constants; rounds k are counted from 0."""
+
+    @property
+    def rounds(self) -> int:
+        """How many releases every source makes."""
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """L1 sensitivity of the sum of `summand` over a source's records."""
+
+    def init(self, variance: float | jax.Array) -> Any:
+        """What the calibrator knows before the first round, a pytree; `variance` is that of the noise in an answer."""
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """The temperature that the round asks about, float32 []."""
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """What each record contributes to the answer, float32 [n, s]; records are valid."""
+
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """Takes in the answer, float32 [s], summed over the sources."""
+
+    def finish(self, state: Any) -> Any:
+        """The public parameters of the recalibrated confidence, a pytree of arrays."""
+
+    def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
+        """The recalibrated confidence in the largest logit, float32 [n], for logits [n, m]."""
+
+
+def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: float | jax.Array = 0.0) -> Any:
+    """The framework of Section 3.2, however the sources are reached.
+
+    Args:
+      method: the calibrator.
+      variance: of the noise in each number of an answer, `Scale.variance` times the number of sources.
+      ask: `ask(k, temperature) -> float32 [s]`, the sum over sources of their answers in round k. The paper takes the
+        mean; no method depends on the factor.
+
+    Returns:
+      The parameters of `method.confidence`.
+    """
+    state = method.init(variance)
+    for k in range(method.rounds):
+        state = method.update(k, state, ask(k, method.question(k, state)))  # steps 3 (a) and 3 (b)
+    return method.finish(state)  # step 4
+
+
+class Scale(NamedTuple):
+    """How much noise a source adds in every round.
+
+    Attributes:
+      step: contributions are rounded to multiples of it.
+      noise: scale of the discrete Laplace noise, in steps.
+    """
+
+    step: float
+    noise: float
+
+    @property
+    def variance(self) -> float:
+        """Of the noise of one source in one number, in the method's units (for large scales, to 1 / (6 noise^2))."""
+        return 2 * (self.noise * self.step) ** 2
+
+
+def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_classes: int) -> Scale | None:
+    """The smallest noise that makes a source's answers in all rounds together epsilon-DP; None for epsilon = inf.
+
+    It is the same in all rounds, the sum of their sensitivities over epsilon. A round is then (its sensitivity over
+    that scale)-DP whatever was answered before, and these add up to epsilon (Dwork and Roth 2014, Theorem 3.14).
+
+    Raises:
+      ValueError: epsilon is not positive, or so small that the noise leaves the range of exact sums.
+    """
+    if adjacency not in RELATIONS:
+        raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
+    if math.isinf(epsilon):
+        return None
+    sensitivities = [method.sensitivity(k, adjacency, num_classes) for k in range(method.rounds)]
+    wanted = 2.0 ** math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
+    step = min(max(wanted, _FINEST), _COARSEST)
+    # Rounding to steps is monotone: contributions at most s apart stay at most ceil(s / step) steps apart.
+    scale = sum(math.ceil(s / step) for s in sensitivities) / epsilon
+    if scale > noise.LARGEST_DISCRETE_SCALE or max(sensitivities) / step > _LARGEST_CONTRIBUTION:
+        smallest = sum(sensitivities) / _COARSEST / noise.LARGEST_DISCRETE_SCALE
+        raise ValueError(f"epsilon={epsilon!r} needs more noise than exact sums hold; use at least {smallest:.2g}.")
+    return Scale(step, scale)
+
+
+def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+    """What each record adds to the answer of a round, float32 [n, s].
+
+    A record that is not valid adds zero, silently: an error would tell the calibrator that there is one.
+    """
+    valid = records.valid
+    safe = Records(jnp.where(valid[:, None], records.logits, 0.0), jnp.where(valid, records.labels, 0))
+    return jnp.where(valid[:, None], method.summand(k, safe, temperature), 0.0)
+
+
+def exact_sums(added: jax.Array, source: jax.Array, sources: int, scale: Scale | None) -> jax.Array:
+    """Per source, the sum of float32 [n, s]: int32 [sources, s] in steps, or float32 if there is no noise."""
+    if scale is not None:
+        added = jnp.round(added / scale.step).astype(jnp.int32)
+    return jax.ops.segment_sum(added, source, sources)
+
+
+def release(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
+    """Adds the noise of one round to exact answers in steps; float32, in the method's units."""
+    if scale is None:
+        return exact
+    return (exact + noise.discrete_laplace(key, exact, scale.noise)).astype(jnp.float32) * scale.step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """One private source: logits of a public model on its records, and their labels.
+
+    Attributes:
+      logits: floating point [n, m], n may be 0.
+      labels: integers [n].
+      account: its data set in the ledger, if there is one.
+    """
+
+    logits: np.ndarray = dataclasses.field(repr=False)
+    labels: np.ndarray = dataclasses.field(repr=False)
+    account: str = "source"
+
+    def __post_init__(self) -> None:
+        logits, labels = np.asarray(self.logits), np.asarray(self.labels)
+        if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1]:
+            raise ValueError(
+                f"{self.account!r} must have logits [n, m] with m >= 2 classes and labels [n] of as many records."
+            )
+        if not np.issubdtype(logits.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
+            raise TypeError(
+                f"{self.account!r} must have floating-point logits and integer labels, got {logits.dtype} and "
+                f"{labels.dtype}."
+            )
+        if len(labels) > _MOST_RECORDS:
+            raise ValueError(f"{self.account!r} has more than {_MOST_RECORDS} records; divide it into several sources.")
+        object.__setattr__(self, "logits", logits.astype(np.float32, copy=False))
+        object.__setattr__(self, "labels", labels.astype(np.int32, copy=False))
+
+    def answer(
+        self,
+        method: Method,
+        k: int,
+        temperature: float,
+        *,
+        epsilon: float,
+        key: jax.Array,
+        adjacency: Adjacency = "add_remove",
+    ) -> np.ndarray:
+        """Answers round k of a conversation, for a source that is reached over a network.
+
+        The source has to pay `PureDpEvent(epsilon)` from its account before round 0, to answer every round once, and
+        to use one key for the whole conversation that nobody else knows.
+
+        Returns:
+          float32 [s], the noisy sum.
+        """
+        scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
+        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
+        added = summands(method, k, records, jnp.float32(temperature))
+        exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)
+        return np.asarray(release(jax.random.fold_in(key, k), exact, scale)[0])
