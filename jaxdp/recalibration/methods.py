@@ -1,8 +1,8 @@
-"""The recalibration methods of Sections 3.3 and 4: what they ask, how sensitive that is, what they make of answers.
+"""The recalibration methods: what they ask, how sensitive that is, and what they make of the answers.
 
-In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond the paper
-`AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, the paper's Definition 1 (a record zeroed out is the same), or for one
-replaced by another.
+In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond
+the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, the paper's Definition
+1 (a record zeroed out is the same), or for one replaced by another.
 """
 
 import dataclasses
@@ -334,8 +334,8 @@ class AccT(TemperatureSearch):
 
     Attributes:
       split: whether accuracy is asked for once, in a round of its own, and confidence in the others. If records are
-        replaced that needs noise of ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon; if they are
-        added or removed, K + 2 instead of K + 1.
+        replaced that needs noise of ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon; if they
+        are added or removed, K + 2 instead of K + 1.
     """
 
     split: bool = False
@@ -385,7 +385,7 @@ class AccT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccBisection(AccT):
-    """Acc-T by bisection: accuracy less mean confidence only rises with T (Proposition 2), so its sign tells the side.
+    """Acc-T by bisection: accuracy less mean confidence only rises with T (Proposition 2), its sign tells the side.
 
     K releases halve the bracket K times, where golden-section search needs K + 1 to leave 0.618^K of it and compares two
     noisy values instead of one.

@@ -7,14 +7,13 @@ account. Nothing else of a source reaches the calibrator: no size, no label, no 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import DpEvent, Ledger, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.transforms import noise
 

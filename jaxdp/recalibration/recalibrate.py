@@ -98,8 +98,8 @@ def recalibrate(
     Args:
       method: of `jaxdp.recalibration.methods`, or one of your own.
       sources: of each source (logits floating point [n_i, m], labels integer [n_i]), or a `Source`. They may differ in
-        size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero to
-        every answer.
+        size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero
+        to every answer.
       epsilon: of each source, pure; `math.inf` is the algorithm without noise.
       key: typed key of the noise; drawn from the operating system's entropy if None.
       adjacency: which data sets of a source are neighbours. Under "replace_one" the sizes of the sources are public.
@@ -112,9 +112,9 @@ def recalibrate(
     Formal guarantees:
       A source's answers together are epsilon-DP for one of its records, whoever sees them and however the calibrator
       chooses its questions; the calibrator and the other sources may collude. Sources with disjoint people compose in
-      parallel: each person loses epsilon, not epsilon times the number of sources. Sums are exact integers with discrete
-      Laplace noise, so that the guarantee holds in floating point. Without a ledger nothing is recorded. The running
-      time is not protected.
+      parallel: each person loses epsilon, not epsilon times the number of sources. Sums are exact integers with
+      discrete Laplace noise, so that the guarantee holds in floating point. Without a ledger nothing is recorded. The
+      running time is not protected.
 
     Raises:
       ValueError, TypeError: for arguments that are impossible, before anything is spent.
@@ -171,7 +171,7 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
     return method.confidence(parameters, logits)
 
 
-# --- By name -----------------------------------------------------------------------------------------------------------
+# --- By name --------------------------------------------------------------------------------------------------------
 
 
 def acc_t(
@@ -218,9 +218,9 @@ def nll_t(
     adjacency: Adjacency = "add_remove",
     ledger: Ledger | None = None,
 ) -> Recalibration:
-    """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` nats (Section 3.3, C.2.1).
+    """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` (Section 3.3, C.2.1).
 
-    Args are those of `acc_t`; `bound` must be chosen without looking at the sources.
+    Args are those of `acc_t`; `bound`, in nats, must be chosen without looking at the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
