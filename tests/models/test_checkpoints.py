@@ -319,10 +319,10 @@ def resnet(**attributes):
     return models.create("resnet20", num_classes=3, **{"depth": 14, "norm": "frozen_batch"} | attributes)
 
 
-def load_resnet(folder, tensors, model=None, **kwargs):
+def load_resnet(folder, tensors, **kwargs):
     np.savez(folder / "resnet.npz", **tensors)
-    kwargs = {"preprocessing": normalised_by(0.5, "resnet")} | kwargs
-    return load_checkpoint(folder / "resnet.npz", model=model or resnet(), **kwargs)
+    kwargs = {"model": resnet(), "preprocessing": normalised_by(0.5, "resnet")} | kwargs
+    return load_checkpoint(folder / "resnet.npz", **kwargs)
 
 
 def resnet_tensors():
@@ -371,14 +371,13 @@ def resnet_logits(tensors, images):
 
 
 def test_a_batch_norm_resnet_is_its_numpy_forward_pass_and_no_two_tensors_could_be_exchanged(tmp_path):
-    tensors, images = resnet_tensors(), make_checkpoints.images("vit")
-    pretrained, expected = load_resnet(tmp_path, tensors), resnet_logits(tensors, images)
+    tensors = resnet_tensors()
+    pretrained, expected = load_resnet(tmp_path, tensors), resnet_logits(tensors, make_checkpoints.images("vit"))
 
     @jax.jit
     def apply(variables):
-        constants = {"batch_stats": variables["batch_stats"]}
-        used = dataclasses.replace(pretrained, constants=constants)
-        return used.apply_fn(variables["params"], images * np.float32(0.5) + np.float32(0.5))
+        used = dataclasses.replace(pretrained, constants={"batch_stats": variables["batch_stats"]})
+        return used.apply_fn(variables["params"], images_of("resnet"))
 
     variables = {"params": pretrained.params, **pretrained.constants}
     assert expected.std() > 0.1
@@ -421,7 +420,7 @@ def test_every_statistic_that_does_not_fit_is_named(tmp_path):
 )
 def test_a_resnet_that_is_not_the_one_in_the_file(attributes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        load_resnet(tmp_path, resnet_tensors(), resnet(**attributes))
+        load_resnet(tmp_path, resnet_tensors(), model=resnet(**attributes))
 
 
 # Live comparisons ---------------------------------------------------------------------------------------------------
