@@ -8,12 +8,16 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _BLUE, _VERMILION, _GREEN, _INK, _GREY = "#0072B2", "#D55E00", "#009E73", "#222222", "#6E6E6E"
+_GAP = "#F2B591"  # vermilion on white, opaque: it must look the same on a bar
 _REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
 _CURVE_COLOURS = (_BLUE, _VERMILION, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _GREY)
 _FONT = 11.5
@@ -101,12 +105,7 @@ def plot_training(
         f", {_gap(final_accuracy - value)} {name}" for name, value in references.items()
     )
     figure.text(0.085, 0.91, subtitle, fontsize=_FONT, color=_GREY, va="center")
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # "tight" widens the page to hold the names to the right of the panels, whatever their length.
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
-    return path
+    return _save(figure, path)
 
 
 def plot_curves(
@@ -129,7 +128,7 @@ def plot_curves(
         path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
           needed.
         curves: name to (x, y) pairs in the order of x; non-finite y leave a gap, and so do y <= 0 on a log scale.
-          The first curve is drawn strongest; with more than seven the colours repeat.
+          The first curve is drawn strongest; with more than seven the colours repeat, with dashes.
         title, subtitle: two lines above the panel.
         xlabel: name of the x axis.
         ylabel: name of the y axis, written above the panel.
@@ -145,7 +144,6 @@ def plot_curves(
         ValueError: if there is no curve or an empty one.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     if not curves or not all(curves.values()):
         raise ValueError("curves needs at least one curve and at least one (x, y) pair in each")
@@ -155,18 +153,11 @@ def plot_curves(
     figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
     _style(axes)
     axes.set_xscale(xscale)
-    axes.set_yscale(yscale)
-
-    labels: list[tuple[float, str, str]] = []
-    for (name, points), colour in zip(curves.items(), _cycle(_CURVE_COLOURS, len(curves)), strict=True):
-        first = not labels
-        drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
-        axes.plot(*zip(*drawable, strict=True), color=colour, linewidth=2.8 if first else 1.9, zorder=4 if first else 3)
-        labels.append((next((y for _, y in reversed(drawable) if not math.isnan(y)), math.nan), name, colour))
+    styles = _styles(list(curves))
+    labels = _labels(_curves(axes, curves, styles, yscale), styles)
     for name, value in references.items():
         axes.axhline(value, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
         labels.append((value, name, _INK))
-    axes.margins(x=0)
     axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
     if xticks is not None:
         axes.set_xticks(list(xticks), list(xticks.values()))
@@ -174,28 +165,222 @@ def plot_curves(
         if max(map(len, xticks.values())) > 6:
             for mark in axes.get_xticklabels():
                 mark.set(rotation=35, ha="right", rotation_mode="anchor")
-    if yscale == "linear":
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-        if percent:
-            low, high = axes.dataLim.intervaly
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
-            bottom, top = axes.get_ylim()
-            axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
+    _y_marks(axes, percent=percent)
     _panel_title(axes, ylabel)
     _label_right(axes, labels)
-    figure.text(0.085, 0.945, title, fontsize=17, fontweight="bold", color=_INK, va="center")
-    figure.text(0.085, 0.885, subtitle, fontsize=_FONT, color=_GREY, va="center")
+    _headline(figure, title, subtitle)
+    return _save(figure, path)
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
-    return path
+
+def plot_panels(
+    path: str | os.PathLike[str],
+    panels: Mapping[str, tuple[str, Mapping[str, Sequence[tuple[float, float]]]]],
+    *,
+    title: str,
+    subtitle: str,
+    ylabel: str,
+    yscale: Literal["linear", "log"] = "linear",
+    percent: bool = False,
+) -> Path:
+    """Draw panels of named curves side by side over one y axis, with the names at the right of the last panel.
+
+    A name has the same colour in every panel. The panels of the paper's figures are three sweeps of one quantity.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        panels: title of a panel to the name of its x axis and its curves: name to (x, y) pairs in the order of x.
+          Non-finite y leave a gap, and so do y <= 0 on a log scale. The first curve of the first panel is drawn
+          strongest in all of them; with more than seven names the colours repeat, with dashes.
+        title, subtitle: two lines above the panels.
+        ylabel: name of the y axis, beside the first panel.
+        yscale: "linear" or "log".
+        percent: write y as percentages, where it is linear.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there is no panel, or one without curves or with an empty one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
+        raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve")
+    names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
+    styles = _styles(names)
+    figure = Figure(figsize=(1.6 + 3.6 * len(panels), 4.6), dpi=160, facecolor="white")
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False, gridspec_kw={"wspace": 0.09})[0]
+    figure.subplots_adjust(left=0.085, right=0.97, top=0.755, bottom=0.135)
+
+    ends: dict[str, float] = {}
+    for axes, (panel, (xlabel, curves)) in zip(row, panels.items(), strict=True):
+        _style(axes)
+        # A curve that is missing or has no number in the last panel is named at the height of its last number.
+        ends |= {name: end for name, end in _curves(axes, curves, styles, yscale).items() if math.isfinite(end)}
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+        _panel_title(axes, panel)
+    row[0].set_ylabel(ylabel, fontsize=_FONT, color=_INK)
+    _y_marks(row[0], percent=percent)
+    _label_right(row[-1], _labels(ends, styles))
+    _headline(figure, title, subtitle)
+    return _save(figure, path)
+
+
+class _Reliability(Protocol):
+    """What `jaxdp.recalibration` calls a `Reliability`."""
+
+    @property
+    def counts(self) -> Any: ...
+
+    @property
+    def confidence(self) -> Any: ...
+
+    @property
+    def accuracy(self) -> Any: ...
+
+
+def plot_reliability(
+    path: str | os.PathLike[str], diagrams: Mapping[str, _Reliability], *, title: str, subtitle: str
+) -> Path:
+    """Draw reliability diagrams side by side: accuracy against confidence above, where the examples are below.
+
+    Bars end in a blue line at the accuracy of each bin. What lies between it and the mean confidence of the bin, next
+    to the diagonal, is the gap that the expected calibration error (ECE) averages; the error itself stands on top.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        diagrams: name to an object with arrays `counts`, `confidence` and `accuracy`, [bins] each, over bins of equal
+          width in [0, 1], as `jaxdp.recalibration.metrics.reliability` gives; one to four of them. Bins without
+          examples are not drawn.
+        title, subtitle: two lines above the panels.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there are no diagrams, more than four, or one without examples.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    if not 1 <= len(diagrams) <= 4:
+        raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}; draw several figures")
+    figure = Figure(figsize=(1.0 + 3.1 * len(diagrams), 5.6), dpi=160, facecolor="white")
+    grid = {"height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
+    upper, lower = figure.subplots(2, len(diagrams), sharex=True, sharey="row", squeeze=False, gridspec_kw=grid)
+    figure.subplots_adjust(left=0.085, right=0.97, top=0.745, bottom=0.105)
+    for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
+        used = np.asarray(diagram.counts) > 0
+        if not used.any():
+            raise ValueError(f"diagrams[{name!r}] counts no examples; leave it out")
+        counts, confidence, accuracy = (
+            np.asarray(values, np.float64)[used] for values in (diagram.counts, diagram.confidence, diagram.accuracy)
+        )
+        share, gap = counts / counts.sum(), confidence - accuracy
+        middle, width = (np.flatnonzero(used) + 0.5) / len(used), 0.92 / len(used)
+        bars = {"x": middle, "width": width, "linewidth": 0}
+        above.bar(height=accuracy, color=_BLUE, **bars)
+        above.bar(height=gap, bottom=accuracy, color=_GAP, **bars)
+        above.hlines(accuracy, middle - width / 2, middle + width / 2, color=_BLUE, linewidth=2.4)
+        above.plot((0, 1), (0, 1), color=_INK, linewidth=1.4, linestyle=(0, (5, 3)))
+        below.bar(height=share, color=_GREY, **bars)
+        below.set_xlabel("confidence", fontsize=_FONT, color=_INK)
+        _panel_title(above, f"{name}\nECE {np.sum(share * np.abs(gap)):.3f}")
+        for axes in (above, below):
+            _style(axes)
+    for axes, ylabel, ticks in ((upper[0], "accuracy", 6), (lower[0], "examples", 3)):
+        axes.set_ylabel(ylabel, fontsize=_FONT, color=_INK)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
+    upper[0].set(xlim=(0, 1), ylim=(0, 1))
+    upper[0].set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+    names = (accuracy[-1], "accuracy", _BLUE), (accuracy[-1] + gap[-1] / 2, "gap", _VERMILION)
+    _label_right(upper[-1], [*names, (1.0, "calibrated", _INK)])
+    figure.align_ylabels()
+    _headline(figure, title, subtitle)
+    return _save(figure, path)
 
 
 def _curve(axes: "Axes", points: Sequence[tuple[int, float]]) -> None:
     steps, values = _arrays(points)
     marker = "o" if len(points) <= 40 else None
     axes.plot(steps, values, color=_BLUE, linewidth=2.4, marker=marker, markersize=4.5, zorder=3, clip_on=False)
+
+
+def _curves(
+    axes: "Axes",
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    styles: Mapping[str, Mapping[str, Any]],
+    yscale: Literal["linear", "log"],
+) -> dict[str, float]:
+    """Draw named curves and return the last value that each shows, NaN for none."""
+    axes.set_yscale(yscale)
+    ends = {}
+    for name, points in curves.items():
+        drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
+        axes.plot(*zip(*drawable, strict=True), **styles[name])
+        ends[name] = next((y for _, y in reversed(drawable) if not math.isnan(y)), math.nan)
+    axes.margins(x=0)
+    return ends
+
+
+def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A look for each name: the first is the strongest, and where colours repeat lines are dashed."""
+    colours = _cycle(_CURVE_COLOURS, len(names))
+    return {
+        name: {
+            "color": colour,
+            "linestyle": "-" if i < len(_CURVE_COLOURS) else "--",
+            "linewidth": 1.9 if i else 2.8,
+            "zorder": 3 if i else 4,
+        }
+        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
+    }
+
+
+def _labels(ends: Mapping[str, float], styles: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, str]]:
+    """Names for `_label_right`, with a sign of the dashes of those that have them."""
+    return [
+        (end, name if styles[name]["linestyle"] == "-" else f"– – {name}", styles[name]["color"])
+        for name, end in ends.items()
+    ]
+
+
+def _y_marks(axes: "Axes", *, percent: bool) -> None:
+    """Round marks on the y axis; percentages end at 0 and 100% unless there are others."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
+    limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
+    low, high = min(low for low, _ in limits), max(high for _, high in limits)
+    if axes.get_yscale() == "log":
+        if 0 < high < 1000 * low:  # few powers of ten, if any: marks between them, written in full
+            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+            axes.yaxis.set_major_formatter("{x:g}")
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
+
+
+def _headline(figure: "Figure", title: str, subtitle: str) -> None:
+    """Two lines above the panels, at a fixed distance from the top."""
+    left, height = figure.subplotpars.left, figure.get_figheight()
+    figure.text(left, 1 - 0.286 / height, title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    figure.text(left, 1 - 0.598 / height, subtitle, fontsize=_FONT, color=_GREY, va="center")
+
+
+def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # "tight" widens the page to hold the names to the right of the panels, whatever their length.
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
+    return path
 
 
 def _arrays(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
@@ -216,20 +401,23 @@ def _panel_title(axes: "Axes", text: str) -> None:
 
 
 def _label_right(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
-    """Name each line at its right end, moved apart where two would overlap."""
+    """Name each line at its right end, moved apart where two would overlap; beside the panel if there is room."""
     labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
     scale = axes.yaxis.get_transform().transform
     bottom, top, *places = (float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels)))
     heights = [(place - bottom) / (top - bottom) for place in places]
-    gap = 1.5 * _FONT / (axes.get_window_extent().height / axes.figure.dpi * 72)
+    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
+    gap, left = 1.5 * _FONT / (72 * box.height), 1 + 0.17 / box.width
     for _ in range(100):
         for i in range(1, len(heights)):
             overlap = gap - (heights[i] - heights[i - 1])
             if overlap > 0:
                 heights[i - 1] -= overlap / 2
                 heights[i] += overlap / 2
+        if gap * (len(heights) - 1) <= 1:
+            heights = [min(max(height, 0.0), 1.0) for height in heights]
     for height, (_, text, colour) in zip(heights, labels, strict=True):
-        name = axes.text(1.025, height, text, transform=axes.transAxes, va="center")
+        name = axes.text(left, height, text, transform=axes.transAxes, va="center")
         name.set(color=colour, fontsize=_FONT, fontweight="bold")
 
 

@@ -3,13 +3,15 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from jaxdp.report import plot_curves, plot_training
-from jaxdp.report.plots import _number
+from jaxdp.report.plots import _number, plot_panels, plot_reliability
 
 CURVES = {
     "accuracy": [(0, 0.5), (100, 0.8), (200, 0.9)],
@@ -22,16 +24,22 @@ CURVES = {
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """Draw and return the figure, intercepted at the moment it is saved."""
+def saved(monkeypatch):
+    """The figures saved so far."""
     figures = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    return figures
+
+
+@pytest.fixture
+def drawn(saved, tmp_path):
+    """Draw and return the figure, intercepted at the moment it is saved."""
 
     def draw(**changes):
         path = plot_training(tmp_path / "deep" / "figure.png", **{**CURVES, **changes})
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-        return figures[-1]
+        return saved[-1]
 
     return draw
 
@@ -114,16 +122,13 @@ NAMES = {"title": "t", "subtitle": "s", "xlabel": "x", "ylabel": "y"}
 
 
 @pytest.fixture
-def drawn_curves(monkeypatch, tmp_path):
+def drawn_curves(saved, tmp_path):
     """Draw named curves and return the figure."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
 
     def draw(curves=CURVES_OF_A_PANEL, **options):
         path = plot_curves(tmp_path / "deep" / "curves.png", curves, **NAMES, **options)
         assert path.read_bytes().startswith(b"\x89PNG")
-        return figures[-1]
+        return saved[-1]
 
     return draw
 
@@ -172,3 +177,115 @@ def test_zero_has_no_place_on_a_logarithmic_scale_and_leaves_a_gap(drawn_curves)
 def test_a_figure_without_curves_is_refused(tmp_path, curves):
     with pytest.raises(ValueError, match="at least one"):
         plot_curves(tmp_path / "curves.png", curves, **NAMES)
+
+
+PANELS = {
+    "first": ("sources", {"ours": [(10, 0.04), (20, 0.02)], "gone": [(10, 0.3), (20, 0.9)]}),
+    "second": ("epsilon", {"theirs": [(0.2, 0.5), (2.0, 0.4)], "ours": [(0.2, 0.1), (2.0, 0.03)]}),
+}
+HEADLINE = {"title": "t", "subtitle": "s"}
+
+
+def test_panels_share_the_y_axis_and_one_set_of_names_and_colours(saved, tmp_path):
+    path = plot_panels(tmp_path / "deep" / "panels.png", PANELS, ylabel="error", **HEADLINE)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    left, right = saved[-1].axes
+    assert [(axes.get_title(loc="left"), axes.get_xlabel()) for axes in (left, right)] == [
+        ("first", "sources"),
+        ("second", "epsilon"),
+    ]
+    assert (left.get_ylabel(), right.get_ylabel()) == ("error", "")
+    assert left.get_ylim() == right.get_ylim() and left.get_ylim()[1] > 0.9
+    lines = {"ours": (left.lines[0], right.lines[1]), "gone": (left.lines[1],), "theirs": (right.lines[0],)}
+    for panel, (_, curves) in zip(saved[-1].axes, PANELS.values(), strict=True):
+        assert [list(zip(*line.get_data(), strict=True)) for line in panel.lines] == list(curves.values())
+    colours = {name: {line.get_color() for line in same} for name, same in lines.items()}
+    assert all(len(same) == 1 for same in colours.values()) and len(set.union(*colours.values())) == 3
+    assert not left.texts
+    assert {(text.get_text(), text.get_color()) for text in right.texts} == {
+        (name, colour) for name, same in colours.items() for colour in same
+    }
+    heights = {text.get_text(): text.get_position()[1] for text in right.texts}
+    for name, end in (("ours", 0.03), ("theirs", 0.4), ("gone", 0.9)):  # gone: where it was last seen
+        assert heights[name] == pytest.approx(right.transLimits.transform((0, end))[1])
+
+
+def test_many_close_names_stay_beside_the_panel_without_overlap(saved, tmp_path):
+    curves = {f"method {i}": [(0, 0.5), (1, 0.001 * i)] for i in range(9)}
+    plot_panels(tmp_path / "panels.png", {"": ("x", curves)}, ylabel="y", **HEADLINE)
+    (axes,) = saved[-1].axes
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert len(boxes) == 9 and all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+    assert all(-1e-9 <= text.get_position()[1] <= 1 + 1e-9 for text in axes.texts)
+    # Two names have a colour that was there before: dashes tell them apart, on the line and beside the name.
+    assert [line.get_linestyle() for line in axes.lines] == ["-"] * 7 + ["--"] * 2
+    assert sorted(text.get_text() for text in axes.texts if text.get_text() not in curves) == [
+        "– – method 7",
+        "– – method 8",
+    ]
+
+
+def test_marks_suit_the_values_of_all_panels(saved, tmp_path):
+    def marks(*ys, **options):
+        panels = {str(i): ("x", {"one": [(0, y), (1, y)]}) for i, y in enumerate(ys)}
+        plot_panels(tmp_path / "panels.png", panels, ylabel="y", **HEADLINE, **options)
+        axes = saved[-1].axes[0]
+        low, high = axes.get_ylim()
+        return [
+            text.get_text()
+            for at, text in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+            if low <= at <= high
+        ]
+
+    assert set(marks(0.03, 0.4, yscale="log")) == {"0.05", "0.1", "0.2"}
+    assert "$\\mathdefault{10^{-3}}$" in marks(1e-6, 1.0, yscale="log")
+    assert marks(0.1, 0.9, percent=True)[-1].endswith("%") and not any(
+        "." in text for text in marks(0.1, 0.9, percent=True)
+    )
+
+
+@pytest.mark.parametrize("panels", [{}, {"a": ("x", {})}, {"a": ("x", {"one": [(0, 1)]}), "b": ("x", {"one": []})}])
+def test_panels_without_curves_are_refused(tmp_path, panels):
+    with pytest.raises(ValueError, match="at least one panel, one curve in each"):
+        plot_panels(tmp_path / "panels.png", panels, ylabel="y", **HEADLINE)
+
+
+# Four bins: empty, over-confident, calibrated, under-confident.
+DIAGRAM = SimpleNamespace(
+    counts=np.array([0, 10, 20, 70]),
+    confidence=np.array([np.nan, 0.4, 0.6, 0.8]),
+    accuracy=np.array([np.nan, 0.1, 0.6, 0.9]),
+)
+
+
+def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_path):
+    path = plot_reliability(tmp_path / "deep" / "r.png", {"none": DIAGRAM, "other": DIAGRAM}, **HEADLINE)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    first, second, *shares = saved[-1].axes
+    error = 0.1 * 0.3 + 0.2 * 0.0 + 0.7 * 0.1
+    assert first.get_title(loc="left") == f"none\nECE {error:.3f}" and second.get_title(loc="left").startswith("other")
+    assert (first.get_xlim(), first.get_ylim(), second.get_ylim()) == ((0, 1), (0, 1), (0, 1))
+    bars, gaps = first.containers
+    middles = [0.375, 0.625, 0.875]
+    assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == pytest.approx(middles)
+    assert [bar.get_height() for bar in bars] == pytest.approx([0.1, 0.6, 0.9])
+    ends = [(gap.get_y(), gap.get_y() + gap.get_height()) for gap in gaps]
+    assert np.ravel(ends) == pytest.approx(np.ravel([(0.1, 0.4), (0.6, 0.6), (0.9, 0.8)]))
+    (caps,) = first.collections
+    assert [segment[0, 1] for segment in caps.get_segments()] == pytest.approx([0.1, 0.6, 0.9])
+    for axes in shares:
+        assert [bar.get_height() for bar in axes.containers[0]] == pytest.approx([0.1, 0.2, 0.7])
+    assert not first.texts and {text.get_text() for text in second.texts} == {"accuracy", "gap", "calibrated"}
+
+
+@pytest.mark.parametrize(
+    ("diagrams", "message"),
+    [
+        ({}, "one to four entries, got 0"),
+        ({str(i): DIAGRAM for i in range(5)}, "one to four entries, got 5; draw several"),
+        ({"a": SimpleNamespace(counts=np.zeros(2), confidence=np.zeros(2), accuracy=np.zeros(2))}, "'a'. counts no"),
+    ],
+)
+def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
+    with pytest.raises(ValueError, match=message):
+        plot_reliability(tmp_path / "r.png", diagrams, **HEADLINE)
