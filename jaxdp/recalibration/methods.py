@@ -1,8 +1,8 @@
 """The recalibration methods: what they ask, how sensitive that is, and what they make of the answers.
 
 In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond
-the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, the paper's Definition
-1 (a record zeroed out is the same), or for one replaced by another.
+the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, as in the paper
+(a record zeroed out is the same), or for one replaced by another.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.A
 
 def bins_of(confidence: jax.Array, bins: int) -> jax.Array:
     """One-hot float32 [n, bins]: which of equally wide bins [lo, hi), the last one closed, holds each confidence."""
-    return jax.nn.one_hot(jnp.clip(jnp.floor(confidence * bins), 0, bins - 1), bins)
+    index = jnp.clip(jnp.floor(confidence * bins), 0, bins - 1).astype(jnp.int32)
+    return jax.nn.one_hot(index, bins)
 
 
 # --- Temperatures ----------------------------------------------------------------------------------------------------
@@ -387,7 +388,7 @@ class AccT(TemperatureSearch):
 class AccBisection(AccT):
     """Acc-T by bisection: accuracy less mean confidence only rises with T (Proposition 2), its sign tells the side.
 
-    K releases halve the bracket K times, where golden-section search needs K + 1 to leave 0.618^K of it and compares two
+    K releases halve the bracket K times; golden-section search needs K + 1 to leave 0.618^K of it, and compares two
     noisy values instead of one.
     """
 
