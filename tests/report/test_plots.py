@@ -1,4 +1,4 @@
-"""The training figure: it shows what it was given, and touches no global state."""
+"""Figures: they show what they were given, and touch no global state."""
 
 import itertools
 import math
