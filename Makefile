@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKDIR ?= workdir/digits
+# Processes among which `make test` divides the test files; each takes up to 2 GB of memory. WORKERS=0 runs them in one.
+WORKERS ?= 2
 
 .PHONY: demo test lint format bench clean
 
@@ -10,7 +12,7 @@ demo: $(VENV)/.run
 	$(BIN)/python -m launch.finetune --config configs/digits_dpsgd.py --workdir $(WORKDIR)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

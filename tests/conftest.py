@@ -10,6 +10,8 @@ from pathlib import Path
 # Read by XLA when JAX starts, so set before JAX is imported; on one device they cost nothing measurable.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Several workers, and the programs that they start, share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
