@@ -1,0 +1,311 @@
+"""Hundreds of simulated recalibrations at once: trials x sources x samples x epsilon, one program per method.
+
+A search of K steps can ask about some 2^K temperatures only, whatever it is answered. So what every record contributes
+to every question is a table that is made once; a trial's exact answers are sums of its rows; and as all settings of a
+trial take records in the same order, these are sums over the beginnings of that order. The test split is the rest: its
+sums are those of all records less the trial's. What remains per trial is noise and a few comparisons.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.recalibration.methods import bins_of, confidence
+from jaxdp.recalibration.protocol import Method, Records, Scale, noise_scale, play, summands
+from jaxdp.transforms import noise
+
+Summand = Callable[[Records, jax.Array], jax.Array]
+
+_ECE_BINS = 15
+
+
+class Setting(NamedTuple):
+    """One point of a sweep.
+
+    Attributes:
+      sources: d.
+      samples: n, records of each source.
+      epsilon: of each source; `math.inf` is no privacy.
+    """
+
+    sources: int
+    samples: int
+    epsilon: float
+
+
+class Outcome(NamedTuple):
+    """How well the confidences of each trial fit its test split, float32 [trials].
+
+    Attributes:
+      ece: expected calibration error in 15 equally wide bins.
+      brier: mean squared difference between the confidence and whether the prediction is right. Unlike the ECE it does
+        not reward a confidence that is the same for all records.
+    """
+
+    ece: np.ndarray
+    brier: np.ndarray
+
+
+class Reach(NamedTuple):
+    """What a method can ask and what it can end with.
+
+    Attributes:
+      asked: per round, every temperature, ascending.
+      ends: every final temperature, ascending; none for methods that end with bins.
+    """
+
+    asked: tuple[np.ndarray, ...]
+    ends: np.ndarray
+
+
+@functools.cache
+def reach(method: Any) -> Reach:
+    """Plays against all scripts of answers that are smaller or larger than all before, of either sign.
+
+    Every comparison that a search can make comes out either way in one of them.
+    """
+    sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3, 3 + method.rounds)]
+    scripts = jnp.asarray(list(itertools.product(*sizes)), jnp.float32)
+
+    nobody = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
+    width = jax.eval_shape(lambda: method.summand(0, nobody, jnp.float32(1))).shape[1]
+
+    def one(script: jax.Array) -> tuple[list[jax.Array], Any]:
+        asked: list[jax.Array] = []
+
+        def ask(k: int, temperature: jax.Array) -> jax.Array:
+            asked.append(temperature)
+            return jnp.full(width, script[k])
+
+        return asked, getattr(play(method, ask), "temperature", None)
+
+    asked, ends = jax.jit(jax.vmap(one))(scripts)
+    return Reach(tuple(np.unique(t) for t in asked), np.zeros(0, np.float32) if ends is None else np.unique(ends))
+
+
+class Order(NamedTuple):
+    """The order in which each trial hands records to sources.
+
+    Attributes:
+      rows: int32 [trials, longest], the records that come first.
+      rank: int32 [trials, N], the place of each record in the order; N for those that come later.
+      ends: lengths of the beginnings that are used, ascending.
+    """
+
+    rows: jax.Array
+    rank: jax.Array
+    ends: tuple[int, ...]
+
+    @classmethod
+    def draw(cls, seed: int, *, records: int, trials: int, settings: Sequence[Setting]) -> "Order":
+        """Independent random orders; ValueError if a setting leaves no record for the test split."""
+        ends = sorted({n for s in settings for n in (s.samples, s.sources * s.samples)})
+        if ends[-1] >= records:
+            raise ValueError(f"sources x samples must be below {records}, the number of records, got {ends[-1]}.")
+        generator = np.random.Generator(np.random.Philox(seed))
+        rows = np.stack([generator.permutation(records)[: ends[-1]] for _ in range(trials)]).astype(np.int32)
+        rank = np.full((trials, records), records, np.int32)
+        np.put_along_axis(rank, rows, np.arange(ends[-1], dtype=np.int32)[None], 1)
+        return cls(jnp.asarray(rows), jnp.asarray(rank), tuple(ends))
+
+
+class Sums(NamedTuple):
+    """Sums over the beginnings of the trials' orders, and over all records, of s numbers at T temperatures.
+
+    Attributes:
+      temperatures: float32 [T].
+      beginnings: float32 [trials, P, T, s].
+      everyone: float32 [T, s].
+    """
+
+    temperatures: jax.Array
+    beginnings: jax.Array
+    everyone: jax.Array
+
+    @classmethod
+    def of(cls, summand: Summand, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
+        """Of summand(records, temperature) -> [N, s]."""
+        at = jnp.asarray(temperatures, jnp.float32)
+        table = jax.jit(jax.vmap(summand, in_axes=(None, 0), out_axes=1))(records, at)  # [N, T, s]
+        sums = _beginnings(table.reshape(len(table), -1), order.rows, order.ends)
+        return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
+
+    def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums over a beginning and over all, [s] each, where one trial and beginning is left; NaN beside the table."""
+        nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
+        beside = jnp.abs(self.temperatures[nearest] / temperature - 1) > 1e-4
+        return jnp.where(beside, jnp.nan, self.beginnings[nearest]), self.everyone[nearest]
+
+
+_ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax.Array:
+    """Sums of the rows of a table [N, C] over the beginnings, [trials, P, C]; one trial's rows in memory at a time."""
+    part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+
+    def one(order: jax.Array) -> jax.Array:
+        return jnp.cumsum(jax.ops.segment_sum(table[order], part, len(ends), indices_are_sorted=True), 0)
+
+    return jax.lax.map(one, rows)
+
+
+def _fit(confidence: jax.Array, right: jax.Array, weight: jax.Array) -> jax.Array:
+    """What records [n] add to the ECE's bins and to the Brier score, float32 [n, 16]."""
+    gap = (right - confidence) * weight
+    return jnp.concatenate([bins_of(confidence, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
+
+
+def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
+    weight = records.valid.astype(jnp.float32)
+    logits = jnp.where(records.valid[:, None], records.logits, 0.0)
+    return _fit(confidence(logits, temperature), records.correct.astype(jnp.float32), weight)
+
+
+def _outcome(fit: jax.Array, tested: int) -> Outcome:
+    """From the sums [trials, 16] over test splits of some size."""
+    return Outcome(np.asarray(jnp.abs(fit[:, :-1]).sum(1) / tested), np.asarray(fit[:, -1] / tested))
+
+
+# --- Methods over all settings --------------------------------------------------------------------------------------
+
+
+def simulate(
+    method: Method,
+    records: Records,
+    order: Order,
+    settings: Sequence[Setting],
+    *,
+    key: jax.Array,
+    adjacency: Adjacency = "add_remove",
+) -> list[Outcome]:
+    """Recalibrates in every trial of every setting, and judges on the records that the trial did not use.
+
+    Args:
+      method: a search for a temperature, or a `Binning`.
+      records: N labelled logits, all valid.
+      order: of these records.
+      settings: those for which `order` was drawn.
+      key: typed key of the noise.
+      adjacency: as in `recalibrate`.
+
+    Returns:
+      One outcome per setting. The noise is that of `protocol.release`; exact answers are not rounded to its steps.
+    """
+    outcomes = []
+    trials = _Trials.of(method, records, order)
+    for index, setting in enumerate(settings):
+        scale = noise_scale(method, epsilon=setting.epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
+        drawn = trials.noise(jax.random.fold_in(key, index), setting.sources, scale)
+        variance = 0.0 if scale is None else scale.variance * setting.sources
+        outcomes.append(trials.run(setting, setting.sources * setting.samples, drawn, variance))
+    return outcomes
+
+
+def one_source(method: Method, records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
+    """The baseline of the first source alone, without noise, judged as in `simulate`."""
+    trials = _Trials.of(method, records, order)
+    return [trials.run(setting, setting.samples, trials.noise(jax.random.key(0), 0, None), 0.0) for setting in settings]
+
+
+def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
+    """The baseline without recalibration, judged as in `simulate`."""
+    fits = Sums.of(_fit_at, records, np.ones(1), order)
+    return [_judge(fits, jnp.ones(len(order.rows)), order, setting) for setting in settings]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trials:
+    """A method's tables for one set of records.
+
+    Attributes:
+      answers: exact sums per round.
+      fits: what the test splits say of every final temperature; None for a `Binning`.
+    """
+
+    method: Any
+    records: Records
+    order: Order
+    answers: tuple[Sums, ...]
+    fits: Sums | None
+
+    @classmethod
+    def of(cls, method: Any, records: Records, order: Order) -> "_Trials":
+        asked, ends = reach(method)
+        answers = tuple(
+            Sums.of(functools.partial(summands, method, k), records, temperatures, order)
+            for k, temperatures in enumerate(asked)
+        )
+        return cls(method, records, order, answers, Sums.of(_fit_at, records, ends, order) if ends.size else None)
+
+    def noise(self, key: jax.Array, sources: int, scale: Scale | None) -> jax.Array:
+        """The sum over sources of their noise in all rounds, float32 [trials, rounds, s]."""
+        width = self.answers[0].everyone.shape[1]
+        shape = (len(self.order.rows), self.method.rounds, width)
+        return jnp.zeros(shape) if scale is None else _noise(key, shape, sources, scale)
+
+    def run(self, setting: Setting, asked: int, drawn: jax.Array, variance: float | jax.Array) -> Outcome:
+        """One setting, with answers from the first `asked` records of each trial."""
+        now = tuple(s._replace(beginnings=s.beginnings[:, self.order.ends.index(asked)]) for s in self.answers)
+        found = _play(self.method, now, drawn, variance)
+        if self.fits is not None:
+            return _judge(self.fits, found.temperature, self.order, setting)
+        used = setting.sources * setting.samples
+        fit = _curve_fits(self.method, found, self.records, self.order.rank >= used)
+        return _outcome(fit, len(self.records.labels) - used)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
+    def one(i: jax.Array, total: jax.Array) -> jax.Array:
+        return total + noise.discrete_laplace(jax.random.fold_in(key, i), total, scale.noise)
+
+    return jax.lax.fori_loop(0, sources, one, jnp.zeros(shape, jnp.int32)).astype(jnp.float32) * scale.step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance: float | jax.Array) -> Any:
+    """The conversations of all trials."""
+
+    def one(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
+        return play(method, lambda k, temperature: answers[k].at(temperature)[0] + drawn[k], variance)
+
+    return jax.vmap(one, in_axes=(tuple(_ONE_TRIAL for _ in answers), 0))(answers, drawn)
+
+
+def _judge(fits: Sums, temperatures: jax.Array, order: Order, setting: Setting) -> Outcome:
+    """Final temperatures [trials] on the test splits."""
+    used = setting.sources * setting.samples
+    here = fits._replace(beginnings=fits.beginnings[:, order.ends.index(used)])
+    return _outcome(_rest(here, temperatures), order.rank.shape[1] - used)
+
+
+@jax.jit
+def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
+    """Sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
+
+    def one(fits: Sums, temperature: jax.Array) -> jax.Array:
+        beginning, everyone = fits.at(temperature)
+        return everyone - beginning
+
+    return jax.vmap(one, in_axes=(_ONE_TRIAL, 0))(fits, temperatures)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) -> jax.Array:
+    """The test splits' fits [trials, 16] of confidences that are a curve over a score."""
+    score, right = method.score(records.logits), records.correct.astype(jnp.float32)
+
+    def one(trial: tuple[Any, jax.Array]) -> jax.Array:
+        parameters, tested = trial
+        return _fit(method.curve(parameters, score), right, tested.astype(jnp.float32)).sum(0)
+
+    return jax.lax.map(one, (found, tested), batch_size=8)
