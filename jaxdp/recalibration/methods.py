@@ -206,9 +206,9 @@ class NllT(TemperatureSearch):
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """-log softmax(l / T)_y, clipped; [n, 1]."""
-        scaled = records.logits / temperature
-        chosen = jnp.take_along_axis(scaled, records.labels[:, None], 1)
-        return jnp.clip(jax.nn.logsumexp(scaled, 1, keepdims=True) - chosen, 0, self.bound)
+        above = (records.logits - records.logits.max(1, keepdims=True)) / temperature  # at most 0: cannot overflow
+        chosen = jnp.take_along_axis(above, records.labels[:, None], 1)
+        return jnp.clip(jnp.log(jnp.exp(above).sum(1, keepdims=True)) - chosen, 0, self.bound)
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """The sum of losses."""
@@ -347,7 +347,7 @@ class AccT(TemperatureSearch):
         return self.iterations + 1 + self.split
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]; the two alone are in [0, 1] and [-1, -1/m]."""
+        """1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]; the two less 1/m are in [-1/m, 1 - 1/m] and [-(1 - 1/m), 0]."""
         if adjacency != "replace_one":
             return 1.0
         if not self.split:
@@ -363,11 +363,12 @@ class AccT(TemperatureSearch):
         return super().question(k, state[0])
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """Line 3; [n, 1]."""
+        """Line 3; [n, 1]. Apart, both are less 1/m, which cancels: 0, an invalid record's, is then between others."""
         right, p = records.correct.astype(jnp.float32), confidence(records.logits, temperature)
         if not self.split:
             return (right - p)[:, None]
-        return (right if k == 0 else -p)[:, None]
+        chance = 1 / records.logits.shape[1]
+        return (right - chance if k == 0 else chance - p)[:, None]
 
     def update(self, k: int, state: Any, answer: jax.Array) -> Any:
         """Line 5 compares |v|."""

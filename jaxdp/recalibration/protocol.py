@@ -21,8 +21,8 @@ from jaxdp.transforms import noise
 # records were added. A step is at most a thousandth of the noise, unless the noise is itself that small.
 _FINEST, _COARSEST = 2.0**-10, 2.0**-4
 _STEPS_PER_SCALE = 2.0**10
-# Together they keep a source's sum below 2**31.
-_MOST_RECORDS, _LARGEST_CONTRIBUTION = 2**17, 2.0**14
+# Together they keep a source's sum with its noise below 2**31.
+_MOST_RECORDS, _LARGEST_CONTRIBUTION = 2**17, 2.0**13
 
 
 class Records(NamedTuple):
@@ -119,7 +119,8 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     that scale)-DP whatever was answered before, and these add up to epsilon (Dwork and Roth 2014, Theorem 3.14).
 
     Raises:
-      ValueError: epsilon is not positive, or so small that the noise leaves the range of exact sums.
+      ValueError: epsilon is not positive, or so small that the noise leaves the range of exact sums, or a sensitivity
+        does.
     """
     if adjacency not in RELATIONS:
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
@@ -128,24 +129,32 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     if math.isinf(epsilon):
         return None
     sensitivities = [method.sensitivity(k, adjacency, num_classes) for k in range(method.rounds)]
-    wanted = 2.0 ** math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
-    step = min(max(wanted, _FINEST), _COARSEST)
-    # Rounding to steps is monotone: contributions at most s apart stay at most ceil(s / step) steps apart.
-    scale = sum(math.ceil(s / step) for s in sensitivities) / epsilon
-    if scale > noise.LARGEST_DISCRETE_SCALE or max(sensitivities) / step > _LARGEST_CONTRIBUTION:
-        smallest = sum(sensitivities) / _COARSEST / noise.LARGEST_DISCRETE_SCALE
-        raise ValueError(f"epsilon={epsilon!r} needs more noise than exact sums hold; use at least {smallest:.2g}.")
-    return Scale(step, scale)
+    largest = _LARGEST_CONTRIBUTION * _COARSEST
+    if max(sensitivities) > largest:
+        raise ValueError(
+            f"{method!r} has a sensitivity of {max(sensitivities)!r}; exact sums hold at most {largest:g}."
+        )
+    smallest = sum(math.ceil(s / _COARSEST) for s in sensitivities) / noise.LARGEST_DISCRETE_SCALE
+    if epsilon < smallest:
+        raise ValueError(f"epsilon={epsilon!r} needs more noise than exact sums hold; use at least {smallest!r}.")
+    wanted = math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
+    needed = math.ceil(math.log2(max(sensitivities) / _LARGEST_CONTRIBUTION))
+    step = min(max(2.0**wanted, 2.0**needed, _FINEST), _COARSEST)
+    # Rounding is monotone, and ranges of contributions start or end at a whole number of steps: those at most s apart
+    # stay at most ceil(s / step) steps apart.
+    return Scale(step, sum(math.ceil(s / step) for s in sensitivities) / epsilon)
 
 
 def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
     """What each record adds to the answer of a round, float32 [n, s].
 
-    A record that is not valid adds zero, silently: an error would tell the calibrator that there is one.
+    A record that is not valid adds zero, silently: an error would tell the calibrator that there is one. What is not a
+    number, as a made-up temperature can cause, becomes zero too.
     """
     valid = records.valid
     safe = Records(jnp.where(valid[:, None], records.logits, 0.0), jnp.where(valid, records.labels, 0))
-    return jnp.where(valid[:, None], method.summand(k, safe, temperature), 0.0)
+    added = method.summand(k, safe, temperature)
+    return jnp.where(valid[:, None] & jnp.isfinite(added), added, 0.0)
 
 
 def exact_sums(added: jax.Array, source: jax.Array, sources: int, scale: Scale | None) -> jax.Array:
@@ -182,15 +191,18 @@ class Source:
             raise ValueError(
                 f"{self.account!r} must have logits [n, m] with m >= 2 classes and labels [n] of as many records."
             )
-        if not np.issubdtype(logits.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
+        if not jnp.issubdtype(logits.dtype, jnp.floating) or not np.issubdtype(labels.dtype, np.integer):
             raise TypeError(
                 f"{self.account!r} must have floating-point logits and integer labels, got {logits.dtype} and "
                 f"{labels.dtype}."
             )
         if len(labels) > _MOST_RECORDS:
             raise ValueError(f"{self.account!r} has more than {_MOST_RECORDS} records; divide it into several sources.")
-        object.__setattr__(self, "logits", logits.astype(np.float32, copy=False))
-        object.__setattr__(self, "labels", labels.astype(np.int32, copy=False))
+        with np.errstate(over="ignore"):  # A logit beyond float32 becomes infinite, so that its record is not valid.
+            logits = logits.astype(np.float32, copy=False)
+        labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])  # A label beyond int32 must not become a class.
+        object.__setattr__(self, "logits", logits)
+        object.__setattr__(self, "labels", labels.astype(np.int32))
 
     def answer(
         self,
@@ -209,7 +221,12 @@ class Source:
 
         Returns:
           float32 [s], the noisy sum.
+
+        Raises:
+          ValueError: the method has no such round; as `noise_scale`.
         """
+        if k not in range(method.rounds):
+            raise ValueError(f"k={k!r} is not a round of {method!r}, which has {method.rounds}, counted from 0.")
         scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
         records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
         added = summands(method, k, records, jnp.float32(temperature))
