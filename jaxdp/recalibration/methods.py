@@ -7,6 +7,7 @@ the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,8 +56,11 @@ class Bracket:
     @classmethod
     def of(cls, ends: tuple[float, float], spacing: Literal["log", "linear"]) -> "Bracket":
         """The bracket between two temperatures."""
-        low, high = ends
-        return cls(low=float(low), high=float(high), spacing=spacing)
+        try:
+            low, high = map(float, ends)
+        except (TypeError, ValueError):
+            raise ValueError(f"bracket must be two temperatures (low, high), got {ends!r}.") from None
+        return cls(low=low, high=high, spacing=spacing)
 
     @property
     def ends(self) -> tuple[jax.Array, jax.Array]:
@@ -145,8 +149,7 @@ class TemperatureSearch:
     iterations: int = 5
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations must be at least 1, got {self.iterations!r}.")
+        _check_count("iterations", self.iterations)
 
     @property
     def rounds(self) -> int:
@@ -229,7 +232,7 @@ class EceT(TemperatureSearch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_bins(self.bins)
+        _check_count("bins", self.bins)
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """1: a record is in one bin. A replacement may change two."""
@@ -264,7 +267,7 @@ class Binning:
     form: Literal["split", "published"] = "split"
 
     def __post_init__(self) -> None:
-        _check_bins(self.bins)
+        _check_count("bins", self.bins)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be finite and > 0, got {self.temperature!r}.")
         if self.form not in ("split", "published"):
@@ -446,6 +449,13 @@ class LogisticBinning(Binning):
     shift_sd: float = 2.0
     steps: int = 12
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("slope_sd", "shift_sd"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)!r}.")
+        _check_count("steps", self.steps)
+
     def init(self, variance: float | jax.Array) -> Any:
         """How noisy counts will be."""
         return jnp.float32(variance), jnp.zeros(2 * self.bins)
@@ -458,7 +468,7 @@ class LogisticBinning(Binning):
         """Fisher scoring from a = 1, b = 0.
 
         In a bin of confidence q the residual r = right - q total = (1 - q) right - q wrong has mean 0 and variance
-        variance ((1 - q)^2 + q^2) + total q (1 - q).
+        variance ((1 - q)^2 + q^2) + total q (1 - q), or with 1 in place of (1 - q)^2 if right and total are noisy.
         """
         variance, answer = state
         right, other = jnp.split(answer, 2)
@@ -471,7 +481,8 @@ class LogisticBinning(Binning):
 
         def step(_: int, line: jax.Array) -> jax.Array:
             q = jax.nn.sigmoid(design @ line)
-            spread = variance * ((1 - q) ** 2 + q**2) + total * q * (1 - q)
+            right_share = 1 - q if self.form == "split" else 1.0
+            spread = variance * (right_share**2 + q**2) + total * q * (1 - q)
             slope = total * q * (1 - q)  # -dr / d(log-odds)
             weight = slope / jnp.maximum(spread, 1e-6)
             gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - prior)
@@ -497,6 +508,6 @@ def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:
     return jnp.stack([d * vector[0] - b * vector[1], a * vector[1] - b * vector[0]]) / (a * d - b * b)
 
 
-def _check_bins(bins: int) -> None:
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins!r}.")
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be an integer and at least 1, got {value!r}.")

@@ -125,6 +125,7 @@ def recalibrate(
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
     event = NonPrivateDpEvent() if scale is None else PureDpEvent(epsilon)
     key = noise.stream(noise.new_seed(), "recalibration") if key is None else key
+    noise.check_key(key)
     if ledger is None:
         return Recalibration(method, _converse(method, parties, key, scale), event)
     for party in parties:
@@ -137,10 +138,11 @@ def recalibrate(
 
 
 def _parties(sources: Sources) -> list[Source]:
-    parties = [
-        source if isinstance(source, Source) else Source(*source, account=f"source {i}")
-        for i, source in enumerate(sources)
-    ]
+    parties = []
+    for i, source in enumerate(sources):
+        if not isinstance(source, Source) and not (isinstance(source, (tuple, list)) and len(source) == 2):
+            raise TypeError(f"sources[{i}] must be a pair (logits, labels) or a Source, got {type(source).__name__}.")
+        parties.append(source if isinstance(source, Source) else Source(*source, account=f"source {i}"))
     if not parties:
         raise ValueError("sources is empty; give at least one pair (logits, labels).")
     classes = {party.logits.shape[1] for party in parties}

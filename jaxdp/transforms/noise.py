@@ -146,7 +146,7 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
     Raises:
         TypeError, ValueError: as `gaussian`, and for a scale outside its range.
     """
-    _check_key(key)
+    check_key(key)
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}")
 
@@ -307,7 +307,7 @@ def privatize(
     if math.isinf(clip_norm) and noise_multiplier != 0:
         raise ValueError("the clip norm is infinite, no finite noise hides one example; clip to a finite norm")
     if key is not None:
-        _check_key(key)
+        check_key(key)
     mechanism = _GaussianMechanism(clip_norm, noise_multiplier, divisor, key)
     privatizer = Privatizer(mechanism.init, mechanism.update)
     privatizer._mechanism = mechanism
@@ -337,7 +337,7 @@ class _GaussianMechanism(NamedTuple):
         self, updates: Any, state: PrivatizeState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, PrivatizeState]:
         del params, extra_args
-        _check_key(state.key)
+        check_key(state.key)
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
         multiplier = self.noise_multiplier
         if callable(multiplier) or multiplier > 0:
@@ -363,7 +363,7 @@ def _noise_like(
     scale: float | jax.Array,
     draw: Callable[[jax.Array, tuple[int, ...], Any], jax.Array],
 ) -> Any:
-    _check_key(key)
+    check_key(key)
     if jnp.ndim(scale) != 0:
         raise ValueError(f"{name} has shape {jnp.shape(scale)}, needs one scalar for the whole tree")
     if not isinstance(scale, jax.core.Tracer):
@@ -430,7 +430,8 @@ def _noise_dtype(leaf: Any) -> Any:
     return jnp.dtype(jnp.float64 if dtype.itemsize > 4 else jnp.float32)
 
 
-def _check_key(key: Any) -> None:
+def check_key(key: Any) -> None:
+    """Raise TypeError if `key` is not a typed key, ValueError if it is not one key of shape ()."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             "key must be a typed key: an old-style uint32 key does not record which generator it belongs to;"
