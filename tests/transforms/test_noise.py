@@ -244,6 +244,92 @@ def test_uniforms_are_positive_at_most_one_and_precise_near_zero():
         np.testing.assert_allclose(float(uniform), value, rtol=2**-23)
 
 
+# --------------------------------------------------------------------------------------- discrete Laplace
+
+
+def cell_p_value(values, law, cells=40):
+    """Chi-square p-value of integers against a law on the integers, in cells of about equal probability."""
+    edges = np.unique(law.ppf(np.arange(1, cells) / cells))  # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
+    probabilities = np.diff([0.0, *law.cdf(edges), 1.0])
+    observed = np.bincount(np.searchsorted(edges, np.ravel(values)), minlength=len(probabilities))
+    used = probabilities > 0  # rounded laws of small scale leave a cell empty
+    assert observed[~used].sum() == 0
+    return stats.chisquare(observed[used], probabilities[used] * observed.sum()).pvalue
+
+
+class RoundedLaplace:
+    """What rounding continuous Laplace noise gives: another law."""
+
+    def __init__(self, scale):
+        self.law = stats.laplace(scale=scale)
+
+    def cdf(self, k):
+        return self.law.cdf(k + 0.5)
+
+    def ppf(self, p):
+        return np.round(self.law.ppf(p))
+
+
+@pytest.mark.parametrize("scale", [0.5, 7.0, 1000.0, noise.LARGEST_DISCRETE_SCALE])
+def test_discrete_laplace_has_its_law_and_scale_and_no_other(scale):
+    values = np.asarray(noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale))
+    assert values.dtype == np.int32
+    law = lambda scale: stats.dlaplace(1 / scale)  # noqa: E731
+    assert cell_p_value(values, law(scale)) > ACCEPT
+    assert cell_p_value(-values, law(scale)) > ACCEPT
+    assert cell_p_value(values, law(0.7 * scale)) < REJECT
+    assert cell_p_value(values, law(1.3 * scale)) < REJECT
+    if scale < 1:
+        assert cell_p_value(values, RoundedLaplace(scale)) < REJECT
+
+
+def test_discrete_laplace_tails_follow_the_law_far_out():
+    values = np.abs(np.asarray(noise.discrete_laplace(KEY, jnp.zeros(1_000_000), 300.0)))
+    law = stats.dlaplace(1 / 300.0)
+    edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
+    tails = 2 * law.sf(edges)
+    expected = -np.diff([1.0, *tails, 0.0])
+    observed = np.histogram(values, [0, *(edges + 0.5), np.inf])[0]
+    assert stats.chisquare(observed, expected * values.size).pvalue > ACCEPT
+
+
+@pytest.mark.parametrize("scale", [1000.0, 0.9 * noise.LARGEST_DISCRETE_SCALE])
+def test_every_integer_keeps_its_probability(scale):
+    """A float that is too coarse favours multiples of powers of two."""
+    residues = np.bincount(np.asarray(noise._geometric(KEY, (1_000_000,), scale)) % 16)
+    expected = np.exp(-np.arange(16) / scale)
+    assert stats.chisquare(residues, expected / expected.sum() * residues.sum()).pvalue > ACCEPT
+
+
+@pytest.mark.parametrize(("word", "geometric"), [(0, 45_054_566), (2**32 - 1, 0), (2**31, 693_147)])
+def test_a_geometric_reaches_from_zero_to_44_scales(monkeypatch, word, geometric):
+    """-log of 2**-65, 1 - 2**-32 and 1/2, times a million."""
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, word, dtype))
+    drawn = noise._geometric(KEY, (1,), 1e6)
+    assert abs(int(drawn[0]) - geometric) <= 8  # float32
+
+
+def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
+    tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100), jnp.int32), "c": None}
+    this, following = (noise.discrete_laplace(jax.random.fold_in(KEY, t), tree, 5.0) for t in (0, 1))
+    assert this["c"] is None and this["a"].dtype == this["b"].dtype == jnp.int32
+    a, b, later = (np.asarray(x, np.float64) for x in (this["a"], this["b"], following["a"]))
+    for x, y in [(a, b), (a, later), (a[:-1], a[1:]), (a[:, :-1], a[:, 1:]), (abs(a), abs(b)), (abs(a), abs(later))]:
+        assert correlation(x, y) < 5 / math.sqrt(x.size)
+
+
+def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
+    draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(100), scale)  # noqa: E731
+    assert (jax.jit(draw)(7.0) == draw(7.0)).mean() > 0.99  # compiled logarithms may differ in the last bit
+    for scale in (0.0, -1.0, math.nan, math.inf, 1.001 * noise.LARGEST_DISCRETE_SCALE):
+        with pytest.raises(ValueError, match="scale must be in"):
+            draw(scale)
+    with pytest.raises(TypeError, match="typed key"):
+        noise.discrete_laplace(jax.random.PRNGKey(0), jnp.zeros(3), 1.0)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        noise.discrete_laplace(jax.random.split(KEY), jnp.zeros(3), 1.0)
+
+
 # ---------------------------------------------------------------------------------------------------
 # privatize
 
