@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.privacy.accounting import Adjacency
+from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Records
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -26,9 +27,8 @@ def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.A
 
 
 def bins_of(confidence: jax.Array, bins: int) -> jax.Array:
-    """One-hot float32 [n, bins]: which of equally wide bins [lo, hi), the last one closed, holds each confidence."""
-    index = jnp.clip(jnp.floor(confidence * bins), 0, bins - 1).astype(jnp.int32)
-    return jax.nn.one_hot(index, bins)
+    """One-hot float32 [n, bins] of `equal_width_bin`."""
+    return jax.nn.one_hot(equal_width_bin(confidence, bins), bins)
 
 
 # --- Temperatures ----------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class HistogramBinning(Binning):
 
     def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
         """What the score's bin says."""
-        return bins_of(score, self.bins) @ parameters
+        return parameters[equal_width_bin(score, self.bins)]
 
 
 # --- Accuracy temperature scaling ------------------------------------------------------------------------------------

@@ -122,7 +122,9 @@ def equal_width_bin(confidence: jax.Array, bins: int) -> jax.Array:
     """
     _check_bins(bins)
     edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)  # XLA's division is not correctly rounded
-    return jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right").astype(jnp.int32)
+    return jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="compare_all").astype(
+        jnp.int32
+    )
 
 
 def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:

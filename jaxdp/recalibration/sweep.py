@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.recalibration.methods import bins_of, confidence
+from jaxdp.recalibration.methods import confidence
+from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records, Scale, noise_scale, play, summands
-from jaxdp.transforms import noise
 
 Summand = Callable[[Records, jax.Array], jax.Array]
 
@@ -133,7 +133,7 @@ class Sums(NamedTuple):
     def of(cls, summand: Summand, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
         """Of summand(records, temperature) -> [N, s]."""
         at = jnp.asarray(temperatures, jnp.float32)
-        table = jax.jit(jax.vmap(summand, in_axes=(None, 0), out_axes=1))(records, at)  # [N, T, s]
+        table = _table(summand, records, at)
         sums = _beginnings(table.reshape(len(table), -1), order.rows, order.ends)
         return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
 
@@ -147,6 +147,12 @@ class Sums(NamedTuple):
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _table(summand: Summand, records: Records, temperatures: jax.Array) -> jax.Array:
+    """What every record adds at every temperature, [N, T, s]."""
+    return jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax.Array:
     """Sums of the rows of a table [N, C] over the beginnings, [trials, P, C]; one trial's rows in memory at a time."""
@@ -158,16 +164,16 @@ def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax
     return jax.lax.map(one, rows)
 
 
-def _fit(confidence: jax.Array, right: jax.Array, weight: jax.Array) -> jax.Array:
-    """What records [n] add to the ECE's bins and to the Brier score, float32 [n, 16]."""
-    gap = (right - confidence) * weight
-    return jnp.concatenate([bins_of(confidence, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
+def _gaps(confidence: jax.Array, right: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bins of the ECE, int32 [n], and weighted differences between what is right and the confidence, [n]."""
+    return equal_width_bin(confidence, _ECE_BINS), (right - confidence) * weight
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
-    weight = records.valid.astype(jnp.float32)
-    logits = jnp.where(records.valid[:, None], records.logits, 0.0)
-    return _fit(confidence(logits, temperature), records.correct.astype(jnp.float32), weight)
+    """What records [N] add to the ECE's bins and to the Brier score at a temperature, float32 [N, 16]."""
+    p = confidence(records.logits, temperature)
+    bins, gap = _gaps(p, records.correct.astype(jnp.float32), jnp.ones(len(p)))
+    return jnp.concatenate([jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
 
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
@@ -198,7 +204,8 @@ def simulate(
       adjacency: as in `recalibrate`.
 
     Returns:
-      One outcome per setting. The noise is that of `protocol.release`; exact answers are not rounded to its steps.
+      One outcome per setting. Noise is continuous, of the scale of `protocol.release`, and answers are
+      not rounded to its steps.
     """
     outcomes = []
     trials = _Trials.of(method, records, order)
@@ -222,6 +229,17 @@ def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> li
     return [_judge(fits, jnp.ones(len(order.rows)), order, setting) for setting in settings]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What records add in a round; equal, and so compiled once, for equal methods."""
+
+    method: Any
+    k: int
+
+    def __call__(self, records: Records, temperature: jax.Array) -> jax.Array:
+        return summands(self.method, self.k, records, temperature)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Trials:
     """A method's tables for one set of records.
@@ -241,8 +259,7 @@ class _Trials:
     def of(cls, method: Any, records: Records, order: Order) -> "_Trials":
         asked, ends = reach(method)
         answers = tuple(
-            Sums.of(functools.partial(summands, method, k), records, temperatures, order)
-            for k, temperatures in enumerate(asked)
+            Sums.of(_Asked(method, k), records, temperatures, order) for k, temperatures in enumerate(asked)
         )
         return cls(method, records, order, answers, Sums.of(_fit_at, records, ends, order) if ends.size else None)
 
@@ -265,10 +282,19 @@ class _Trials:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
-    def one(i: jax.Array, total: jax.Array) -> jax.Array:
-        return total + noise.discrete_laplace(jax.random.fold_in(key, i), total, scale.noise)
+    """The sum of independent Laplace noise of all sources, each the difference of two exponentials.
 
-    return jax.lax.fori_loop(0, sources, one, jnp.zeros(shape, jnp.int32)).astype(jnp.float32) * scale.step
+    A sum of exponentials is minus the logarithm of a product of uniforms; five of these do not underflow.
+    """
+
+    def five(i: jax.Array, total: jax.Array) -> jax.Array:
+        uniform = 1 - jax.random.uniform(jax.random.fold_in(key, i), (5, 2, *shape))
+        there = (5 * i + jnp.arange(5) < sources).reshape(5, *[1] * (1 + len(shape)))
+        plus, minus = -jnp.log(jnp.where(there, uniform, 1.0).prod(0))
+        return total + plus - minus
+
+    rounds = (sources + 4) // 5
+    return jax.lax.fori_loop(0, rounds, five, jnp.zeros(shape)) * (scale.noise * scale.step)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -306,6 +332,7 @@ def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) ->
 
     def one(trial: tuple[Any, jax.Array]) -> jax.Array:
         parameters, tested = trial
-        return _fit(method.curve(parameters, score), right, tested.astype(jnp.float32)).sum(0)
+        bins, gap = _gaps(method.curve(parameters, score), right, tested.astype(jnp.float32))
+        return jnp.append(jax.ops.segment_sum(gap, bins, _ECE_BINS), gap @ gap)
 
-    return jax.lax.map(one, (found, tested), batch_size=8)
+    return jax.lax.map(one, (found, tested))
