@@ -1,0 +1,512 @@
+"""One recalibration experiment from a config: methods x shifts x sizes x budgets, hundreds of trials each.
+
+The config is an `ml_collections.ConfigDict` as in `configs/recalibration/cifar10.py`, whose comments say what each
+field means. Tables and figures are those of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020):
+Tables 1 and 4, Figures 1 to 3.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Source
+from jaxdp.data.shifts import CLEAN, clean_images, shifted_images
+from jaxdp.models import Pretrained
+from jaxdp.models.public import public_model, trained
+from jaxdp.privacy import Ledger
+from jaxdp.recalibration.methods import (
+    AccBisection,
+    AccT,
+    Bracket,
+    EceT,
+    HistogramBinning,
+    LogisticBinning,
+    NllT,
+    TemperatureSearch,
+)
+from jaxdp.recalibration.metrics import Reliability, reliability
+from jaxdp.recalibration.protocol import Method, Records, noise_scale
+from jaxdp.recalibration.recalibrate import none, recalibrate
+from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
+from jaxdp.report import format_table
+from jaxdp.report.plots import plot_panels, plot_reliability
+from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.transforms import noise
+
+_KINDS: Mapping[str, Any] = {
+    "acc_t": AccT,
+    "nll_t": NllT,
+    "ece_t": EceT,
+    "histogram_binning": HistogramBinning,
+    "acc_bisection": AccBisection,
+    "logistic_binning": LogisticBinning,
+    "one_source": NllT,  # temperature scaling as usual (Guo et al. 2017)
+}
+# The factor that varies, and how the figures call it.
+_FACTORS = {"sources": "number of sources", "samples": "samples of each source", "epsilon": "ε of each source"}
+_CENTRE, _NO_PRIVACY = "centre", "no privacy"
+
+
+def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Runs the experiment, or what is left of it, and returns its result.
+
+    Every method under every shift is kept as soon as it is done; an interrupted experiment goes on with the next.
+
+    Args:
+      config: the experiment.
+      workdir: its directory, made if needed. It holds afterwards:
+          result.json, tables.md  calibration error and Brier score per shift, method and setting: means over trials
+          figures/                error against sources, samples and epsilon under each shift; reliability diagrams
+          ledger.sqlite           what the sources of the diagrams paid (`python -m launch.ledger`)
+          logits/, sweep/         of the test images under each shift; every method under every shift
+          source.safetensors      the classifier, if it was trained here
+
+    Raises:
+      ValueError: the workdir belongs to an experiment with another config, the config is inconsistent, or the test
+        images are not declared a public benchmark.
+      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
+    """
+    root = pathlib.Path(workdir)
+    finished = root / "result.json"
+    check_same_config(config, root / "config.json")
+    if finished.exists():
+        result = json.loads(finished.read_text())
+        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+        return result
+    if not config.public_benchmark:
+        raise ValueError(
+            "config.public_benchmark must be True: calibration errors and reliability diagrams are functions of test "
+            "labels that no ledger pays for. Private sources are recalibrated by jaxdp.recalibration.recalibrate."
+        )
+    plan = _Plan.of(config)
+    model = public_model(config.model)
+    prepare = model.preprocessing.prepare
+    images = len(shifted_images(config.data, plan.shifts[0], prepare))
+    order = Order.draw(config.sweep.seed, records=images, trials=plan.trials, settings=plan.settings)
+    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    print(plan.describe(images), flush=True)
+    if not config.model.checkpoint:
+        model = trained(model, clean_images(config.data, prepare), config.train, root / "source.safetensors")
+    for shift in tqdm(plan.shifts, desc="logits", unit="shift"):
+        _keep_logits(config, model, shift, root)
+    pairs = list(itertools.product(plan.shifts, plan.methods))
+    for shift, name in tqdm(pairs, desc="sweep", unit="method"):
+        _sweep(plan, shift, name, order, root)
+    result = _result(plan, images, _example(plan, order, root), root)
+    (root / "tables.md").write_text(_tables(result))
+    _figures(config, result, root)
+    write_json(finished, result)
+    print(f"\n{_summary(result)}\n\nIn {root}: tables.md, figures, ledger.sqlite.")
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What is run.
+
+    Attributes:
+      methods: by name; None is no recalibration.
+      alone: names of those that one source runs for itself.
+      shifts: names.
+      parts: settings per factor, and the centre with and without privacy.
+      adjacency: of the sources' data sets.
+      seed: of the noise, which protects nobody here.
+      trials: of every method in every setting.
+      example: shift and methods of the reliability diagrams.
+    """
+
+    methods: Mapping[str, Method | None]
+    alone: frozenset[str]
+    shifts: Sequence[str]
+    parts: Mapping[str, Sequence[Setting]]
+    adjacency: Any
+    seed: bytes
+    trials: int
+    example: tuple[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, config: Any) -> "_Plan":
+        """ValueError names the field that is wrong."""
+        sweep = config.sweep
+        centre = _setting("centre", dict(sweep.centre))
+        parts = {factor: _varied(factor, dict(sweep[factor])) for factor in _FACTORS}
+        parts |= {_CENTRE: [centre], _NO_PRIVACY: [centre._replace(epsilon=math.inf)]}
+        options = {name: config.method_options.get(name, {}) for name in config.methods}
+        plan = cls(
+            {name: _method(name, options[name]) for name in config.methods},
+            frozenset(name for name in config.methods if options[name]["kind"] == "one_source"),
+            tuple(config.data.corruptions),
+            parts,
+            sweep.adjacency,
+            sweep.seed.to_bytes(16, "little"),
+            sweep.trials,
+            (config.figures.reliability_shift, tuple(config.figures.reliability_methods)),
+        )
+        plan._check(config)
+        return plan
+
+    def _check(self, config: Any) -> None:
+        known = (CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS)
+        _named("data.corruptions", self.shifts, known)
+        _named("figures.methods", config.figures.methods, self.methods)
+        _named("figures.reliability_shift", self.example[:1], self.shifts)
+        askable = [name for name, method in self.methods.items() if method and name not in self.alone]
+        _named("figures.reliability_methods", self.example[1], askable)
+        if not 1 <= len(self.example[1]) <= 3:
+            raise ValueError(f"config.figures.reliability_methods must be one to three, got {len(self.example[1])}.")
+        if self.trials < 1:
+            raise ValueError(f"config.sweep.trials must be at least 1, got {self.trials!r}.")
+        for name, setting in itertools.product(askable, self.settings):
+            self.scale(name, setting.epsilon, config.model.num_classes)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All of them, once each."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.parts.values())))
+
+    @property
+    def centre(self) -> Setting:
+        """Where methods are compared."""
+        return self.parts[_CENTRE][0]
+
+    def scale(self, name: str, epsilon: float, num_classes: int) -> Any:
+        """The noise of a source; ValueError if there is none for this epsilon or adjacency."""
+        method: Any = self.methods[name]
+        return noise_scale(method, epsilon=epsilon, adjacency=self.adjacency, num_classes=num_classes)
+
+    def describe(self, images: int) -> str:
+        """One line."""
+        return (
+            f"{len(self.methods)} methods under {len(self.shifts)} shifts of {images} test images, "
+            f"{len(self.settings)} settings of sources, samples and epsilon."
+        )
+
+
+def _named(field: str, names: Sequence[str], known: Any) -> None:
+    if wrong := [name for name in names if name not in known]:
+        raise ValueError(f"config.{field} has {wrong[0]!r}; there are {', '.join(known)}.")
+
+
+def _setting(part: str, values: Mapping[str, Any]) -> Setting:
+    if set(values) != set(Setting._fields):
+        raise ValueError(f"config.sweep.{part} must fix {', '.join(_FACTORS)}, but it names {', '.join(values)}.")
+    setting = Setting(**values)
+    if not (setting.sources >= 1 and setting.samples >= 1 and 0 < setting.epsilon < math.inf):
+        raise ValueError(
+            f"config.sweep.{part} must have sources, samples >= 1 and a finite epsilon > 0, got {setting}."
+        )
+    return setting
+
+
+def _varied(factor: str, fields: dict[str, Any]) -> list[Setting]:
+    values = fields.pop("values", ())
+    if not values or factor in fields:
+        raise ValueError(f"config.sweep.{factor} must have values, the {factor} to try, and fix the other two factors.")
+    return [_setting(factor, {factor: value, **fields}) for value in values]
+
+
+def _method(name: str, given: Mapping[str, Any]) -> Method | None:
+    options = dict(given)
+    kind = options.pop("kind", None)
+    if kind == "none" and not options:
+        return None
+    if kind not in _KINDS:
+        raise ValueError(
+            f"config.method_options[{name!r}] must have a kind, one of none, {', '.join(_KINDS)}, got {kind!r}."
+        )
+    if "bracket" in options:
+        options["bracket"] = Bracket.of(options["bracket"], options.pop("spacing", "log"))
+    fields = {field.name for field in dataclasses.fields(_KINDS[kind])}
+    if wrong := sorted(set(options) - fields):
+        raise ValueError(
+            f"config.method_options[{name!r}] has {', '.join(wrong)}; {kind} has {', '.join(sorted(fields))}"
+            f"{', spacing' if 'bracket' in fields else ''}."
+        )
+    return _KINDS[kind](**options)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------
+
+
+def _keep_logits(config: Any, model: Pretrained, shift: str, root: pathlib.Path) -> None:
+    """Classifies the test images under a shift, unless that is done."""
+    path = _file(root / "logits", shift, ".npz")
+    if path.exists():
+        return
+    images = shifted_images(config.data, shift, model.preprocessing.prepare)
+    classify = jax.jit(model.apply_fn)
+    logits = [np.asarray(classify(model.params, jnp.asarray(x["image"]))) for x in _batches(config, images)]
+    labels = images.arrays["label"] if images.rows is None else images.arrays["label"][images.rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, logits=np.concatenate(logits), labels=labels)
+    os.replace(temporary, path)
+
+
+def _batches(config: Any, images: Source) -> Iterator[Mapping[str, np.ndarray]]:
+    size = config.data.batch_size
+    for start in range(0, len(images), size):
+        yield images.gather(np.arange(start, min(start + size, len(images))))
+
+
+def _records(root: pathlib.Path, shift: str) -> Records:
+    with np.load(_file(root / "logits", shift, ".npz")) as file:
+        return Records(jnp.asarray(file["logits"]), jnp.asarray(file["labels"]))
+
+
+def _file(folder: pathlib.Path, name: str, suffix: str) -> pathlib.Path:
+    return folder / f"{urllib.parse.quote(name, safe=' ').replace(' ', '_')}{suffix}"
+
+
+def _sweep(plan: _Plan, shift: str, name: str, order: Order, root: pathlib.Path) -> None:
+    """One method in all settings under one shift, unless that is done."""
+    path = _file(root / "sweep" / shift, name, ".json")
+    if path.exists():
+        return
+    records, method, settings = _records(root, shift), plan.methods[name], plan.settings
+    if method is None:
+        outcomes = unchanged(records, order, settings)
+    elif name in plan.alone:
+        outcomes = one_source(method, records, order, settings)
+    else:
+        key = noise.stream(plan.seed, f"{shift}, {name}")
+        outcomes = simulate(method, records, order, settings, key=key, adjacency=plan.adjacency)
+    found = dict(zip(settings, outcomes, strict=True))
+    write_json(path, {part: _moments([found[s] for s in points]) for part, points in plan.parts.items()})
+
+
+def _moments(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Means over the trials and their standard errors, per setting."""
+    ece, brier = (np.array([getattr(o, score) for o in outcomes], np.float64) for score in Outcome._fields)
+    return {
+        "ece": ece.mean(1).tolist(),
+        "ece_error": (ece.std(1) / math.sqrt(ece.shape[1])).tolist(),
+        "brier": brier.mean(1).tolist(),
+    }
+
+
+def _example(plan: _Plan, order: Order, root: pathlib.Path) -> dict[str, Any]:
+    """The first trial at the centre as real sources that pay, judged on the records that are nobody's."""
+    path = root / "example.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    shift, names = plan.example
+    records, (count, size, epsilon) = _records(root, shift), plan.centre
+    rows = np.asarray(order.rows[0])[: count * size]
+    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
+    sources = [(logits[owned], labels[owned]) for owned in np.split(rows, count)]
+    test = np.setdiff1d(np.arange(len(labels)), rows)
+    right = records.correct[test]
+
+    found = {"before": none()}
+    with Ledger(root / "ledger.sqlite") as ledger:
+        for i in range(count):
+            ledger.register(f"source {i}", adjacency=plan.adjacency, unit="example", delta=0.0)
+        for name in names:
+            method: Any = plan.methods[name]
+            found[name] = recalibrate(method, sources, epsilon=epsilon, adjacency=plan.adjacency, ledger=ledger)
+    diagrams = {name: reliability(jnp.asarray(r.apply(logits[test])), right) for name, r in found.items()}
+    example = {
+        "shift": shift,
+        "diagrams": {name: {k: _numbers(v) for k, v in d._asdict().items()} for name, d in diagrams.items()},
+        "temperatures": {name: r.temperature for name, r in found.items() if isinstance(r.method, TemperatureSearch)},
+    }
+    write_json(path, example)
+    return example
+
+
+def _numbers(values: jax.Array) -> list[float | None]:
+    """For JSON, which has no NaN."""
+    return [None if math.isnan(value) else value for value in np.asarray(values).tolist()]
+
+
+# --- Results ----------------------------------------------------------------------------------------------------
+
+
+def _result(plan: _Plan, images: int, example: Mapping[str, Any], root: pathlib.Path) -> dict[str, Any]:
+    accuracy = {shift: float(_records(root, shift).correct.mean()) for shift in plan.shifts}
+    classes = _records(root, plan.shifts[0]).logits.shape[1]
+    return {
+        "images": images,
+        "trials": plan.trials,
+        "adjacency": plan.adjacency,
+        "settings": {part: [list(s) for s in points] for part, points in plan.parts.items() if part != _NO_PRIVACY},
+        "accuracy": accuracy,
+        "cells": {
+            shift: {name: json.loads(_file(root / "sweep" / shift, name, ".json").read_text()) for name in plan.methods}
+            for shift in plan.shifts
+        },
+        "costs": [_cost(plan, name, method, classes) for name, method in plan.methods.items()],
+        "example": example,
+    }
+
+
+def _cost(plan: _Plan, name: str, method: Method | None, classes: int) -> dict[str, Any]:
+    """What a source releases and pays at the centre; an epsilon of None is infinite."""
+    if method is None:
+        return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
+    if name in plan.alone:
+        return {"method": name, "releases": method.rounds, "noise": 0.0, "epsilon": None}
+    scale = plan.scale(name, plan.centre.epsilon, classes)
+    spread = math.sqrt(scale.variance * plan.centre.sources)
+    return {"method": name, "releases": method.rounds, "noise": spread, "epsilon": plan.centre.epsilon}
+
+
+def _values(result: Mapping[str, Any], name: str, parts: Sequence[str], score: str) -> list[float]:
+    """A score under all shifts and in all settings of some parts. As in Table 1, the clean images are not counted."""
+    shifts = [shift for shift in result["cells"] if shift != CLEAN] or [CLEAN]
+    return [value for shift in shifts for part in parts for value in result["cells"][shift][name][part][score]]
+
+
+def _methods(result: Mapping[str, Any]) -> list[str]:
+    return [cost["method"] for cost in result["costs"]]
+
+
+def _overall(result: Mapping[str, Any], parts: Sequence[str]) -> list[dict[str, str]]:
+    """Rows of Table 1."""
+    rows = []
+    for name in _methods(result):
+        row = {"method": name}
+        for score, heading in (("ece", "ECE"), ("brier", "Brier")):
+            values = _values(result, name, parts, score)
+            row |= {f"median {heading}": f"{np.median(values):.4f}", f"mean {heading}": f"{np.mean(values):.4f}"}
+        rows.append(row)
+    return rows
+
+
+def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
+    """Rows of Table 4, with the accuracies of Table 3."""
+    return [
+        {
+            "shift": shift.replace("_", " "),
+            "accuracy": f"{result['accuracy'][shift]:.4f}",
+            **{name: f"{result['cells'][shift][name][part]['ece'][0]:.4f}" for name in _methods(result)},
+        }
+        for shift in result["cells"]
+    ]
+
+
+def _centre(result: Mapping[str, Any]) -> str:
+    sources, samples, epsilon = result["settings"][_CENTRE][0]
+    return f"{sources} sources of {samples} samples at epsilon = {epsilon:g}"
+
+
+_CONSTANT = (
+    "The ECE alone does not say that a confidence is of use: one that is the same for all images, their accuracy, has "
+    "an ECE of nearly 0, so that binning with a single bin would win. The Brier score, the mean squared difference "
+    "between confidence and whether the prediction is right, is lower only for confidences that also tell images apart."
+)
+
+
+def _tables(result: Mapping[str, Any]) -> str:
+    centre, trials = _centre(result), f"means of {result['trials']} trials"
+    shifts = len([shift for shift in result["cells"] if shift != CLEAN])
+    costs = [
+        {
+            "method": cost["method"],
+            "releases of a source": cost["releases"],
+            "noise in the sum over sources, standard deviation": cost["noise"],
+            "what a source pays": math.inf if cost["epsilon"] is None else cost["epsilon"],
+        }
+        for cost in result["costs"]
+    ]
+    parts = {
+        f"Calibration over {shifts} shifts and all numbers of sources, samples and epsilon; {trials}": (
+            _overall(result, list(_FACTORS)),
+            _CONSTANT,
+        ),
+        f"Calibration over {shifts} shifts with {centre}": (_overall(result, [_CENTRE]), ""),
+        f"ECE under each shift with {centre}": (_per_shift(result, _CENTRE), ""),
+        "ECE under each shift without privacy, with the same sources and samples": (
+            _per_shift(result, _NO_PRIVACY),
+            "",
+        ),
+        f"What {centre} cost, pure epsilon, {result['adjacency']}": (costs, ""),
+    }
+    return (
+        "\n\n".join(
+            f"## {title}\n\n{format_table(rows, style='markdown')}{note and f'{chr(10) * 2}{note}'}"
+            for title, (rows, note) in parts.items()
+        )
+        + "\n"
+    )
+
+
+def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None:
+    subtitle = f"{result['images']} test images, means of {result['trials']} trials"
+    for shift, cells in result["cells"].items():
+        plot_panels(
+            _file(root / "figures", shift, ".png"),
+            {
+                _fixed(factor, Setting(*points[0])): (
+                    label,
+                    {
+                        name: [
+                            (s[Setting._fields.index(factor)], ece)
+                            for s, ece in zip(points, cells[name][factor]["ece"], strict=True)
+                        ]
+                        for name in config.figures.methods
+                    },
+                )
+                for factor, label in _FACTORS.items()
+                for points in [result["settings"][factor]]
+            },
+            title=f"Calibration under {shift.replace('_', ' ')}",
+            subtitle=subtitle,
+            ylabel="expected calibration error",
+        )
+    example = result["example"]
+    plot_reliability(
+        root / "figures" / "reliability.png",
+        {name: Reliability(**diagram) for name, diagram in example["diagrams"].items()},
+        title=f"Reliability under {example['shift'].replace('_', ' ')}",
+        subtitle=f"One recalibration by each method: {_centre(result)}",
+    )
+
+
+def _fixed(factor: str, setting: Setting) -> str:
+    """The title of a panel: what does not vary in it."""
+    if factor == "epsilon":
+        return f"{setting.sources} sources of {setting.samples} samples"
+    size = f"{setting.samples} samples each" if factor == "sources" else f"{setting.sources} sources"
+    return f"{size}, ε = {setting.epsilon:g}"
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    rows = [
+        {
+            "method": row["method"],
+            "median ECE": row["median ECE"],
+            "mean ECE": row["mean ECE"],
+            "mean Brier": row["mean Brier"],
+            "centre: median ECE": centre["median ECE"],
+            "mean ECE ": centre["mean ECE"],
+            "mean Brier ": centre["mean Brier"],
+        }
+        for row, centre in zip(_overall(result, list(_FACTORS)), _overall(result, [_CENTRE]), strict=True)
+    ]
+    lines = [format_table(rows), "", f"Left: over all shifts and settings. Centre: {_centre(result)}."]
+    epsilon = result["settings"][_CENTRE][0][-1]
+    for cost in result["costs"]:
+        if cost["epsilon"] is None:
+            lines.append(f"{cost['method']}: not private, its source pays epsilon = inf.")
+        elif cost["epsilon"]:
+            lines.append(f"{cost['method']}: every source pays PureDpEvent({epsilon:g}), {cost['releases']} releases.")
+    lines.append(
+        f"Epsilon is pure, for one record ({result['adjacency']}) of a source; sources do not add up. Public are the "
+        "classifier, the settings and the noisy answers; errors and diagrams are of test labels without noise, "
+        "for public benchmarks only."
+    )
+    return "\n".join(lines)
