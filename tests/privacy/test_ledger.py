@@ -1,5 +1,6 @@
 """The ledger: what it charges, what it refuses, what it remembers."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -416,6 +417,125 @@ def test_renyi_filter_in_partitions(ledger):
     for partition in ("a", "b", "c"):
         spend(ledger, GaussianDpEvent(4.0), partition=partition)
     assert ledger.remaining("data") == pytest.approx(2.0 * (1 - 12 / 32 / accounting.renyi_bound(2.0, DELTA, 12.0)))
+
+
+# --- Several accounts at once -----------------------------------------------------------------------------------------
+
+
+def accounts(ledger, budgets, **terms):
+    for name, budget in budgets.items():
+        register(ledger, name, epsilon=budget, **{"delta": 0.0} | terms)
+    return list(budgets)
+
+
+def spend_all(ledger, names, event, **kwargs):
+    with ledger.spend_all([(name, event) for name in names], **kwargs) as records:
+        return records
+
+
+def test_all_accounts_pay(path):
+    with Ledger(path) as ledger, Ledger(path) as other:
+        names = accounts(ledger, {"a": 1.0, "b": 2.0, "c": None})
+        with ledger.spend_all([("c", PureDpEvent(1.0)), ("a", PureDpEvent(0.25))], label="both") as records:
+            assert other.epsilon("c", delta=0.0) == 1.0 and other.epsilon("a") == 0.25
+            assert rows(path, "SELECT status FROM spends") == [("reserved",)] * 2
+        assert [(r.dataset, r.event, r.replay) for r in records] == [
+            ("c", PureDpEvent(1.0), False),
+            ("a", PureDpEvent(0.25), False),
+        ]
+        assert rows(path, "SELECT id, status, label FROM spends") == [(r.id, "committed", "both") for r in records]
+        assert [ledger.epsilon(name, delta=0.0) for name in names] == [0.25, 0.0, 1.0]
+
+
+BUDGETS = {  # terms, an event, and budgets that hold it and do not
+    "pure": ({}, PureDpEvent(1.0), 1.0, 0.99),
+    "pld": ({"delta": DELTA}, GaussianDpEvent(4.0), 1.01 * epsilon_at(GaussianDpEvent(4.0), delta=DELTA), 0.5),
+    "renyi": ({"delta": DELTA, "accounting": "renyi_filter"}, GaussianDpEvent(4.0), 2.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", BUDGETS)
+@pytest.mark.parametrize("poor", [0, 1, 2])
+def test_if_one_account_cannot_pay_none_does(path, kind, poor):
+    terms, event, enough, too_little = BUDGETS[kind]
+    with Ledger(path) as ledger:
+        names = accounts(ledger, {f"{i}": too_little if i == poor else enough for i in range(3)}, **terms)
+        ran = []
+        requests = [(name, event) for name in names]
+        with pytest.raises(BudgetExceeded, match=f"'{poor}'") as error, ledger.spend_all(requests):
+            ran.append(True)
+        assert error.value.dataset == f"{poor}" and not ran
+        assert rows(path, "SELECT count(*) FROM spends") == rows(path, "SELECT count(*) FROM totals") == [(0,)]
+        assert all(ledger.epsilon(name) == 0.0 for name in names)
+        rich = [name for name in names if name != f"{poor}"]
+        first, second = spend_all(ledger, rich, event)  # the refusal left nothing behind
+        assert second.id == first.id + 1
+        assert all(0 < ledger.epsilon(name) <= enough for name in rich)
+
+
+def test_an_account_that_is_named_twice_pays_twice(ledger):
+    names = accounts(ledger, {"a": 1.0, "b": 1.0})
+    spend_all(ledger, ["a", "b", "a"], PureDpEvent(0.3))
+    assert [ledger.epsilon(name) for name in names] == pytest.approx([0.6, 0.3])
+    with pytest.raises(BudgetExceeded, match="'a'"):  # enough for one of the two
+        spend_all(ledger, ["b", "a", "a"], PureDpEvent(0.4))
+    assert [ledger.epsilon(name) for name in names] == pytest.approx([0.6, 0.3])
+
+
+def test_an_account_may_be_named_more_often_than_verdicts_are_remembered(ledger):
+    """And each verdict needs a PLD, since RDP does not allow the whole."""
+    times = 100
+    event = GaussianDpEvent(8.0 * math.sqrt(times))
+    accounts(ledger, {"a": 1.001 * epsilon_at(SelfComposedDpEvent(event, times), delta=DELTA)}, delta=DELTA)
+    spend_all(ledger, ["a"] * times, event)
+    assert ledger.epsilon("a") == pytest.approx(epsilon_at(GaussianDpEvent(8.0), delta=DELTA), rel=1e-3)
+    with pytest.raises(BudgetExceeded):
+        spend_all(ledger, ["a"] * 10, event)
+
+
+def test_bad_requests_charge_no_account(ledger):
+    accounts(ledger, {"a": 1.0, "b": 1.0})
+    good = ("a", PureDpEvent(0.1))
+    for requests, words in [
+        ([good, ("unheard of", PureDpEvent(0.1))], "'unheard of'"),
+        ([good, ("b", PureDpEvent(math.nan))], "nan"),
+        ([good, ("b", "an event")], "event"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=words), ledger.spend_all(requests):
+            raise AssertionError("the body ran")
+    with pytest.raises(ValueError, match="label"), ledger.spend_all([good], label=3):
+        raise AssertionError("the body ran")
+    assert ledger.epsilon("a") == ledger.epsilon("b") == 0.0
+    with ledger.spend_all([]) as records:
+        assert records == ()
+
+
+def test_a_raising_body_leaves_all_accounts_charged(ledger):
+    names = accounts(ledger, {"a": 1.0, "b": 1.0})
+    with pytest.raises(KeyError, match="body"), ledger.spend_all([(name, PureDpEvent(0.5)) for name in names]):
+        raise KeyError("body")
+    assert [ledger.epsilon(name) for name in names] == [0.5, 0.5]
+    statuses = [row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]]
+    assert statuses == ["failed", "failed"]
+
+
+def test_threads_that_name_accounts_in_any_order_spend_both_budgets_exactly(path):
+    with Ledger(path) as ledger:
+        names = accounts(ledger, {"a": 1.0, "b": 1.0})
+        spent = []
+
+        def work(order):
+            with contextlib.suppress(BudgetExceeded):
+                while True:
+                    spent.append(spend_all(ledger, order, PureDpEvent(0.05)))
+
+        threads = [threading.Thread(target=work, args=(order,)) for order in (names, names[::-1]) * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(spent) == 20
+        assert [ledger.epsilon(name) for name in names] == pytest.approx([1.0, 1.0])
 
 
 # --- The file -------------------------------------------------------------------------------------------------------

@@ -87,6 +87,40 @@ def test_kill_at_a_chosen_instant(path, instant, statuses):
     assert table(path) == ({"committed": 1}, 1)
 
 
+DIE_AMONG_MANY = """
+import os, signal, sys
+from jaxdp.privacy import Ledger, PureDpEvent, ledger as module
+path, instant = sys.argv[1:]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+ledger = Ledger(path)
+insert = module._insert
+if instant == "between two reservations":
+    module._insert = lambda db, dataset, *rest: die() if dataset.name == "more" else insert(db, dataset, *rest)
+if instant == "before the commit is recorded":
+    ledger._finish = lambda *args: die()
+with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):
+    if instant == "in the body":
+        die()
+"""
+
+
+@pytest.mark.parametrize(
+    ("instant", "statuses"),
+    [
+        ("between two reservations", {}),  # All of them or none.
+        ("in the body", {"reserved": 2}),
+        ("before the commit is recorded", {"reserved": 2}),
+    ],
+)
+def test_kill_while_several_accounts_pay(path, instant, statuses):
+    with Ledger(path) as ledger:
+        ledger.register("more", adjacency="add_remove", unit="example", epsilon=10.0, delta=0.0)
+    assert run(DIE_AMONG_MANY, path, instant, check=False).returncode == -signal.SIGKILL
+    assert table(path) == (statuses, sum(statuses.values()))
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data") == ledger.epsilon("more") == (1.0 if statuses else 0.0)
+
+
 # One driver forks its workers, so that many processes cost one import.
 RANDOM_KILLS = """
 import os, random, signal, sys, time
@@ -154,7 +188,7 @@ for index in range(workers):
                 with ledger.spend(dataset, step, label=f"worker {index}"):
                     spent += 1
         except BudgetExceeded:
-            print(spent, flush=True)
+            os.write(1, b"%d\\n" % spent)  # at once, whole lines
             os._exit(0)
         finally:
             os._exit(1)
