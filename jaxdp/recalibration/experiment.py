@@ -246,12 +246,15 @@ def _keep_logits(config: Any, model: Pretrained, shift: str, root: pathlib.Path)
         return
     images = shifted_images(config.data, shift, model.preprocessing.prepare)
     classify = jax.jit(model.apply_fn)
-    logits = [np.asarray(classify(model.params, jnp.asarray(x["image"]))) for x in _batches(config, images)]
+    batches = [classify(model.params, jnp.asarray(x["image"])) for x in _batches(config, images)]
+    logits = np.concatenate([np.asarray(batch) for batch in batches])
+    if not np.isfinite(logits).all():
+        raise ValueError(f"the classifier has logits that are not finite, {shift}; train or choose another one.")
     labels = images.arrays["label"] if images.rows is None else images.arrays["label"][images.rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
-        np.savez(file, logits=np.concatenate(logits), labels=labels)
+        np.savez(file, logits=logits, labels=labels)
     os.replace(temporary, path)
 
 
@@ -365,9 +368,15 @@ def _cost(plan: _Plan, name: str, method: Method | None, classes: int) -> dict[s
 
 
 def _values(result: Mapping[str, Any], name: str, parts: Sequence[str], score: str) -> list[float]:
-    """A score under all shifts and in all settings of some parts. As in Table 1, the clean images are not counted."""
-    shifts = [shift for shift in result["cells"] if shift != CLEAN] or [CLEAN]
-    return [value for shift in shifts for part in parts for value in result["cells"][shift][name][part][score]]
+    """A score under all shifts and in all settings of some parts."""
+    return [
+        value for shift in _shifted(result) for part in parts for value in result["cells"][shift][name][part][score]
+    ]
+
+
+def _shifted(result: Mapping[str, Any]) -> list[str]:
+    """What medians and means are over: not the clean images, as in Table 1, whose first row is a mean of Table 4."""
+    return [shift for shift in result["cells"] if shift != CLEAN] or [CLEAN]
 
 
 def _methods(result: Mapping[str, Any]) -> list[str]:
@@ -412,7 +421,7 @@ _CONSTANT = (
 
 def _tables(result: Mapping[str, Any]) -> str:
     centre, trials = _centre(result), f"means of {result['trials']} trials"
-    shifts = len([shift for shift in result["cells"] if shift != CLEAN])
+    shifts = len(_shifted(result))
     costs = [
         {
             "method": cost["method"],
@@ -445,26 +454,19 @@ def _tables(result: Mapping[str, Any]) -> str:
 
 
 def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None:
-    subtitle = f"{result['images']} test images, means of {result['trials']} trials"
-    for shift, cells in result["cells"].items():
+    shifted = _shifted(result)
+    groups = {shift: [shift] for shift in result["cells"]} | {"all_shifts": shifted}
+    for file, shifts in groups.items():
+        where = "clean images" if shifts == [CLEAN] else f"images under {shifts[0].replace('_', ' ')}"
         plot_panels(
-            _file(root / "figures", shift, ".png"),
+            root / "figures" / f"{file}.png",
             {
-                _fixed(factor, Setting(*points[0])): (
-                    label,
-                    {
-                        name: [
-                            (s[Setting._fields.index(factor)], ece)
-                            for s, ece in zip(points, cells[name][factor]["ece"], strict=True)
-                        ]
-                        for name in config.figures.methods
-                    },
-                )
+                _fixed(factor, Setting(*points[0])): (label, _curves(result, config.figures.methods, factor, shifts))
                 for factor, label in _FACTORS.items()
                 for points in [result["settings"][factor]]
             },
-            title=f"Calibration under {shift.replace('_', ' ')}",
-            subtitle=subtitle,
+            title="Calibration under all shifts" if file == "all_shifts" else f"Calibration on {where}",
+            subtitle=f"{result['images']} test images, means of {result['trials']} trials",
             ylabel="expected calibration error",
         )
     example = result["example"]
@@ -474,6 +476,15 @@ def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None
         title=f"Reliability under {example['shift'].replace('_', ' ')}",
         subtitle=f"One recalibration by each method: {_centre(result)}",
     )
+
+
+def _curves(
+    result: Mapping[str, Any], names: Sequence[str], factor: str, shifts: Sequence[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Mean ECE over some shifts against a factor, by method."""
+    axis = [point[Setting._fields.index(factor)] for point in result["settings"][factor]]
+    means = {name: np.mean([result["cells"][shift][name][factor]["ece"] for shift in shifts], 0) for name in names}
+    return {name: list(zip(axis, values.tolist(), strict=True)) for name, values in means.items()}
 
 
 def _fixed(factor: str, setting: Setting) -> str:
