@@ -48,6 +48,16 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Leave out the compiler's expensive passes, in modules (and processes they start) whose programs are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return `run(code, env={}, timeout=120)`: run Python code in a fresh interpreter at the repository root.

@@ -14,6 +14,7 @@ from jaxdp.prediction import experiment
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIGS = [
     ("blobs", ()),

@@ -17,6 +17,7 @@ from jaxdp.prediction import experiment, tasks
 from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent, epsilon
 from jaxdp.privacy.events import composition
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = {
     "repetitions": 3,
