@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKDIR ?= workdir/digits
-# Processes among which `make test` divides the test files; each takes up to 2 GB of memory. WORKERS=0 runs them in one.
+# Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
 
 .PHONY: demo test lint format bench clean
