@@ -361,7 +361,7 @@ def _cost(plan: _Plan, name: str, method: Method | None, classes: int) -> dict[s
     if method is None:
         return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
     if name in plan.alone:
-        return {"method": name, "releases": method.rounds, "noise": 0.0, "epsilon": None}
+        return {"method": name, "releases": 1, "noise": 0.0, "epsilon": None}  # its temperature
     scale = plan.scale(name, plan.centre.epsilon, classes)
     spread = math.sqrt(scale.variance * plan.centre.sources)
     return {"method": name, "releases": method.rounds, "noise": spread, "epsilon": plan.centre.epsilon}
@@ -420,37 +420,37 @@ _CONSTANT = (
 
 
 def _tables(result: Mapping[str, Any]) -> str:
-    centre, trials = _centre(result), f"means of {result['trials']} trials"
-    shifts = len(_shifted(result))
+    centre, shifts = _centre(result), len(_shifted(result))
     costs = [
         {
             "method": cost["method"],
             "releases of a source": cost["releases"],
             "noise in the sum over sources, standard deviation": cost["noise"],
-            "what a source pays": math.inf if cost["epsilon"] is None else cost["epsilon"],
+            "what a source pays": _paid(cost),
         }
         for cost in result["costs"]
     ]
     parts = {
-        f"Calibration over {shifts} shifts and all numbers of sources, samples and epsilon; {trials}": (
-            _overall(result, list(_FACTORS)),
-            _CONSTANT,
+        f"Calibration over {shifts} shifts and all numbers of sources, samples and epsilon": (
+            _overall(result, list(_FACTORS))
         ),
-        f"Calibration over {shifts} shifts with {centre}": (_overall(result, [_CENTRE]), ""),
-        f"ECE under each shift with {centre}": (_per_shift(result, _CENTRE), ""),
-        "ECE under each shift without privacy, with the same sources and samples": (
-            _per_shift(result, _NO_PRIVACY),
-            "",
-        ),
-        f"What {centre} cost, pure epsilon, {result['adjacency']}": (costs, ""),
+        f"Calibration over {shifts} shifts with {centre}": _overall(result, [_CENTRE]),
+        f"ECE under each shift with {centre}": _per_shift(result, _CENTRE),
+        "ECE under each shift without privacy, with the same sources and samples": _per_shift(result, _NO_PRIVACY),
+        f"What {centre} cost, pure epsilon, {result['adjacency']}": costs,
     }
-    return (
-        "\n\n".join(
-            f"## {title}\n\n{format_table(rows, style='markdown')}{note and f'{chr(10) * 2}{note}'}"
-            for title, (rows, note) in parts.items()
-        )
-        + "\n"
+    tables = [f"## {title}\n\n{format_table(rows, style='markdown')}" for title, rows in parts.items()]
+    errors = [
+        e for cell in result["cells"].values() for m in cell.values() for part in m.values() for e in part["ece_error"]
+    ]
+    precision = (
+        f"Scores are means of {result['trials']} trials; the standard error of an ECE is at most {max(errors):.2g}."
     )
+    return "\n\n".join([tables[0], precision, _CONSTANT, *tables[1:]]) + "\n"
+
+
+def _paid(cost: Mapping[str, Any]) -> float:
+    return math.inf if cost["epsilon"] is None else cost["epsilon"]
 
 
 def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None:
@@ -498,26 +498,20 @@ def _fixed(factor: str, setting: Setting) -> str:
 def _summary(result: Mapping[str, Any]) -> str:
     rows = [
         {
-            "method": row["method"],
-            "median ECE": row["median ECE"],
-            "mean ECE": row["mean ECE"],
-            "mean Brier": row["mean Brier"],
-            "centre: median ECE": centre["median ECE"],
-            "mean ECE ": centre["mean ECE"],
-            "mean Brier ": centre["mean Brier"],
+            "method": cost["method"],
+            "releases": cost["releases"],
+            "epsilon": _paid(cost),
+            **{name: everywhere[name] for name in ("median ECE", "mean ECE", "mean Brier")},
+            **{f"centre: {name}": centre[name] for name in ("median ECE", "mean ECE", "mean Brier")},
         }
-        for row, centre in zip(_overall(result, list(_FACTORS)), _overall(result, [_CENTRE]), strict=True)
+        for cost, everywhere, centre in zip(
+            result["costs"], _overall(result, list(_FACTORS)), _overall(result, [_CENTRE]), strict=True
+        )
     ]
-    lines = [format_table(rows), "", f"Left: over all shifts and settings. Centre: {_centre(result)}."]
-    epsilon = result["settings"][_CENTRE][0][-1]
-    for cost in result["costs"]:
-        if cost["epsilon"] is None:
-            lines.append(f"{cost['method']}: not private, its source pays epsilon = inf.")
-        elif cost["epsilon"]:
-            lines.append(f"{cost['method']}: every source pays PureDpEvent({epsilon:g}), {cost['releases']} releases.")
-    lines.append(
-        f"Epsilon is pure, for one record ({result['adjacency']}) of a source; sources do not add up. Public are the "
-        "classifier, the settings and the noisy answers; errors and diagrams are of test labels without noise, "
-        "for public benchmarks only."
+    return (
+        f"{format_table(rows)}\n\n"
+        f"The centre is {_centre(result)}; the others are over all settings and shifts. Every source pays "
+        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), whatever the number of sources; epsilon = inf "
+        "is not private. Public are the classifier, the settings and the noisy answers. Scores and diagrams are of test "
+        "labels without noise, for public benchmarks only."
     )
-    return "\n".join(lines)

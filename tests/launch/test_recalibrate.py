@@ -43,11 +43,12 @@ def test_the_launcher_recalibrates_and_prints_scores_and_costs(tmp_path):
     assert process.returncode == 0, process.stderr
     assert "2 methods under 1 shifts of 1078 test images, 4 settings" in process.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    for name in ("HB split", "none"):
-        (line,) = (line for line in process.stdout.splitlines() if line.startswith(name) and "  " in line)
+    for name, releases, epsilon in (("HB split", "1", "1"), ("none", "0", "0")):
+        (line,) = (line for line in process.stdout.splitlines() if line.startswith(name))
+        assert line.removeprefix(name).split()[:2] == [releases, epsilon]
         assert f"{result['cells']['contrast'][name]['centre']['ece'][0]:.4f}" in line
-    assert "HB split: every source pays PureDpEvent(1), 1 releases." in process.stdout
-    assert "(add_remove)" in process.stdout and "for public benchmarks only" in process.stdout
+    assert "Every source pays PureDpEvent(epsilon) for one record (add_remove)" in process.stdout
+    assert "for public benchmarks only" in process.stdout
 
 
 def test_flags_that_name_no_field_are_refused(tmp_path):

@@ -97,6 +97,8 @@ def test_tables_hold_what_was_kept(finished):
             f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in ("Acc-T", "HB split", "one source", "none")
         ]
         assert list(table) == ["clean", "contrast", "fog"]
+    worst = max(error for cell in kept.values() for part in cell.values() for error in part["ece_error"])
+    assert f"means of 5 trials; the standard error of an ECE is at most {worst:.2g}." in text
     assert "binning with a single bin would win" in text and "Brier" in text
     # 3 releases of sensitivity 1 at epsilon 2 are Laplace noise of scale 1.5 from each of 4 sources; 1 release, 0.5.
     assert costs["Acc-T"][0] == "3" and float(costs["Acc-T"][1]) == pytest.approx(1.5 * math.sqrt(2 * 4), rel=0.01)
