@@ -510,8 +510,8 @@ def _summary(result: Mapping[str, Any]) -> str:
     ]
     return (
         f"{format_table(rows)}\n\n"
-        f"The centre is {_centre(result)}; the others are over all settings and shifts. Every source pays "
-        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), whatever the number of sources; epsilon = inf "
-        "is not private. Public are the classifier, the settings and the noisy answers. Scores and diagrams are of test "
-        "labels without noise, for public benchmarks only."
+        f"The centre is {_centre(result)}; the other scores are over all settings and shifts. Every source pays "
+        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), whatever the number of sources; with epsilon = "
+        "inf it has no privacy. Public are the classifier, the settings and the noisy answers. Scores and diagrams are "
+        "of test labels without noise, for public benchmarks only."
     )

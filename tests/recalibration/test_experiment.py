@@ -12,6 +12,8 @@ from jaxdp.privacy.events import composition
 from jaxdp.recalibration import experiment
 from jaxdp.recalibration.sweep import Order
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def small():
     config = digits.get_config()
