@@ -27,17 +27,8 @@ def _load(name):
 
 
 published, retraining = _load("reference_agt"), _load("retraining")
-
-
 QUICK = "jax_disable_most_optimizations"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most programs here run for milliseconds and are compiled for seconds."""
-    jax.config.update(QUICK, True)
-    yield
-    jax.config.update(QUICK, False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 

@@ -23,6 +23,7 @@ def _load(name):
     return module
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 tiny = _load("tiny_model")
 LN = math.log(tiny.CLASSES)
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -33,14 +34,6 @@ TENT = tta.Tent()
 # Many tests share a compiled step: the same method, optimizer, schedule of resets and batch size.
 TUNABLE = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 EVERY_4 = {"optimizer": TUNABLE, "reset_every": 4}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most programs here run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def private(method, clip_norm=0.5, noise_multiplier=0.0, **kwargs):

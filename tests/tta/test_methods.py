@@ -28,19 +28,12 @@ def _load(name):
     return module
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 tiny = _load("tiny_model")
 published = tiny.published
 LN = math.log(tiny.CLASSES)
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)
 RATE, MOMENTUM = 0.1, 0.9
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most programs here run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def sgd(rate=RATE):

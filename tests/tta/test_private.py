@@ -36,6 +36,7 @@ def _load(name):
     return module
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 tiny = _load("tiny_model")
 published = tiny.published
 LN = math.log(tiny.CLASSES)
@@ -57,13 +58,10 @@ def known_noise(key, tree, std):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most programs here run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def noise_is_known():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxdp.tta.adapter, "gaussian", known_noise)
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
