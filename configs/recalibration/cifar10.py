@@ -57,7 +57,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                     "std": (0.2023, 0.1994, 0.2010),
                 },
             },
-            "train": {"steps": 3000, "batch_size": 128, "learning_rate": 3e-3, "crop_padding": 4, "init_seed": 0},
+            "train": {"steps": 1500, "batch_size": 128, "learning_rate": 3e-3, "crop_padding": 4, "init_seed": 0},
             "methods": (
                 *("Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"),  # as published
                 *("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB split", "Acc-T bisection", "logistic binning"),
@@ -87,11 +87,11 @@ def get_config(source: str = "trained") -> ConfigDict:
             },
             "figures": {
                 "methods": (
-                    *("Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"),
-                    *("HB split", "Acc-T bisection", "logistic binning"),
+                    *("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB published", "one source"),
+                    *("Acc-T", "HB split", "Acc-T bisection", "logistic binning"),
                 ),
                 "reliability_shift": "motion_blur",
-                "reliability_methods": ("Acc-T", "HB split", "logistic binning"),
+                "reliability_methods": ("Acc-T wide", "HB split", "logistic binning"),
             },
         }
     )

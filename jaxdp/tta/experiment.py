@@ -12,7 +12,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen
@@ -57,6 +57,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           result.json, tables.md  accuracy per method, setting and corruption: mean and deviation over seeds
           by_epsilon.png          accuracy against epsilon
           stream_*.png            accuracy over the stream, one figure per setting
+          stability_*.png         accuracy on the held-out corruptions against the length of updates, per method
           ledger.sqlite           what each run would cost the photographs of its stream (`python -m launch.ledger`)
           tuning/, runs/          what was tried on the held-out corruptions; every run
           source.safetensors      the source model, if it was trained here
@@ -285,7 +286,7 @@ class _Measured(NamedTuple):
 
 def _update(gradient: Any, state: _Measured, params: Any = None) -> tuple[Any, _Measured]:
     step, inner = _SGD.update(gradient, state.inner, params)
-    return step, _Measured(inner, state.updates + 1, state.length + optax.global_norm(step))
+    return step, _Measured(inner, state.updates + 1, state.length + optax.tree.norm(step))
 
 
 def _sgd(learning_rate: float) -> optax.GradientTransformation:
@@ -337,6 +338,16 @@ def _choose(
     return {key: best[key] for key in ("learning_rate", "clip_norm") if key in best}
 
 
+def _tried(root: pathlib.Path, methods: Iterable[str], settings: Iterable[str]) -> list[dict[str, Any]]:
+    """Everything that was tried on the held-out corruptions."""
+    rows = []
+    for name, setting in itertools.product(methods, settings):
+        path = root / "tuning" / f"{name}_{setting}.json".replace(" ", "_")
+        if path.exists():
+            rows += [{"method": name, "setting": setting, **row} for row in json.loads(path.read_text())]
+    return rows
+
+
 # --- Runs -------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +365,7 @@ def _run(config: Any, task: _Task, root: pathlib.Path) -> dict[str, Any]:
             for seed, name, setting in tqdm(plan, desc="runs")
         ]
     rows += [_without_adaptation(config, task, seed) for seed in range(len(task.evaluation))]
-    result = _result(config, choices, rows)
+    result = _result(config, choices, rows) | {"tried": _tried(root, methods, settings)}
     (root / "tables.md").write_text(_tables(result))
     _figures(result, root)
     return result
@@ -577,6 +588,21 @@ def _figures(result: Mapping[str, Any], root: pathlib.Path) -> None:
             xticks={k: name.replace("_", " ") for k, name in names},
             references={SOURCE: 0.0},
         )
+    for method in dict.fromkeys(row["method"] for row in result["tried"]):
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        for row in sorted((row for row in result["tried"] if row["method"] == method), key=lambda row: row["length"]):
+            if row["length"] > 0:
+                lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
+        if lengths:
+            plot_curves(
+                root / f"stability_{method}.png",
+                lengths,
+                title=f"{method}: accuracy against the length of an update",
+                subtitle="held-out corruptions; every point is one learning rate",
+                xlabel="mean L2 norm of an update (log scale)",
+                ylabel="mean accuracy over the stream",
+                xscale="log",
+            )
 
 
 def _descriptions(config: Any, methods: Mapping[str, Method], settings: Sequence[str]) -> str:
