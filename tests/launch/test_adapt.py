@@ -6,6 +6,9 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -12,6 +12,8 @@ from jaxdp import data
 from jaxdp.privacy import Ledger
 from jaxdp.tta import experiment
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def small():
     config = digits.get_config()
