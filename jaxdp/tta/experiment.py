@@ -15,20 +15,19 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
 
-from jaxdp import data, models
-from jaxdp.models.training import train_without_privacy
+from jaxdp import data
+from jaxdp.data.shifts import clean_images, shifted_images
+from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.report import format_table, plot_curves
 from jaxdp.report.workdir import check_same_config, write_json
-from jaxdp.transforms import losses
 from jaxdp.tta.accounts import StreamAccount, epsilons
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.come import COME
@@ -114,12 +113,16 @@ class _Task:
 
     @classmethod
     def of(cls, config: Any, root: pathlib.Path) -> "_Task":
-        public, source = _source_model(config, root)
+        source = public_model(config.model)
+        prepare = source.preprocessing.prepare
+        public = clean_images(config.data, prepare)
+        if not config.model.checkpoint:
+            source = trained(source, public, config.train, root / "source.safetensors")
         n, m, seeds = config.data.images, config.tuning.images, config.protocol.seeds
         ends = [*itertools.accumulate([n] * seeds + [m], initial=0)]
         *evaluated, held_out = (np.arange(a, b) for a, b in itertools.pairwise(ends))
-        streams = _photographs(config.data, source.preprocessing, config.data.corruptions, evaluated)
-        (tuning,) = _photographs(config.data, source.preprocessing, config.tuning.corruptions, [held_out])
+        streams = _photographs(config.data, prepare, config.data.corruptions, evaluated)
+        (tuning,) = _photographs(config.data, prepare, config.tuning.corruptions, [held_out])
         apply_fn: Any = source.apply_fn
         if config.model.classes == "imagenet_r":
             apply_fn = data.restrict_classes(apply_fn, data.imagenet_r_classes())
@@ -134,59 +137,13 @@ class _Task:
         )
 
 
-def _source_model(config: Any, root: pathlib.Path) -> tuple[data.Source, models.Pretrained]:
-    """Public clean images, and the model of a public checkpoint or one trained on them here."""
-    options = dict(config.model.options)
-    if "activation" in options:
-        options["activation"] = getattr(flax.linen, options["activation"])
-    model = models.create(config.model.name, num_classes=config.model.num_classes, **options)
-    stated = config.model.preprocessing
-    preprocessing = models.Preprocessing(**stated) if stated else None
-    if config.model.checkpoint:
-        source = models.load_checkpoint(
-            config.model.checkpoint, model=model, naming=config.model.naming, preprocessing=preprocessing
-        )
-        return _public(config.data, source.preprocessing), source
-    if preprocessing is None:
-        raise ValueError(
-            "config.model.preprocessing must be given to train a source model, for example a size and mean."
-        )
-    public, path = _public(config.data, preprocessing), root / "source.safetensors"
-    if not path.exists():
-        untrained = models.Pretrained(model, {}, preprocessing)
-        params = train_without_privacy(
-            lambda p, x: losses.softmax_cross_entropy(untrained.apply_fn(p, x["image"][None])[0], x["label"]),
-            model.init(jax.random.key(config.train.init_seed), jnp.zeros((1, *public[0]["image"].shape)))["params"],
-            public,
-            optax.adamw(optax.cosine_decay_schedule(config.train.learning_rate, config.train.steps)),
-            steps=config.train.steps,
-            batch_size=config.train.batch_size,
-            seed=config.train.init_seed.to_bytes(16, "little"),
-            augment=functools.partial(_augment, config.train.crop_padding) if config.train.crop_padding else None,
-            label="source model",
-        )
-        models.save_params(path, params)
-    return public, models.Pretrained(model, models.load_params(path), preprocessing)
-
-
-def _augment(padding: int, key: jax.Array, example: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return {**example, "image": data.augment(key, example["image"], padding=padding)}
-
-
-def _public(config: Any, preprocessing: models.Preprocessing) -> data.Source:
-    """Clean images that are nobody's stream."""
-    if config.source == "bundled":
-        return _bundled(config)[0]
-    return _read(config, config.public_name, config.public_split, preprocessing)
-
-
 def _photographs(
-    config: Any, preprocessing: models.Preprocessing, corruptions: Sequence[str], groups: Sequence[np.ndarray]
+    config: Any, prepare: Callable[[Any], Any], corruptions: Sequence[str], groups: Sequence[np.ndarray]
 ) -> tuple[Mapping[str, data.Source], ...]:
     """Per group of positions, these photographs under each corruption; one corruption is read at a time."""
     found: tuple[dict[str, data.Source], ...] = tuple({} for _ in groups)
     for name in tqdm(corruptions, desc="reading", unit="corruption"):
-        domain = _domain(config, preprocessing, name)
+        domain = shifted_images(config, name, prepare)
         if groups[-1][-1] >= len(domain):
             raise ValueError(
                 f"config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
@@ -195,31 +152,6 @@ def _photographs(
         for positions, sources in zip(groups, found, strict=True):
             sources[name] = _in_memory(domain.take(positions))
     return found
-
-
-def _domain(config: Any, preprocessing: models.Preprocessing, corruption: str) -> data.Source:
-    """The test images under a corruption; "none" leaves them as they are."""
-    if config.source == "bundled":
-        test = _bundled(config)[1]
-    elif config.corrupted_name:
-        return data.corrupted_tfds(config.corrupted_name, corruption, config.severity, data_dir=config.data_dir or None)
-    else:
-        test = _read(config, config.name, config.test_split, preprocessing)
-    return test if corruption == "none" else data.corrupt(test, corruption, severity=config.severity)
-
-
-def _bundled(config: Any) -> Sequence[data.Source]:
-    return data.bundled(config.name).split([1 - config.test_fraction, config.test_fraction], seed=0)
-
-
-@functools.lru_cache(maxsize=2)
-def _read_tfds(name: str, split: str, data_dir: str | None, preprocessing: models.Preprocessing | None) -> data.Source:
-    prepare = preprocessing.prepare if preprocessing else None
-    return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
-
-
-def _read(config: Any, name: str, split: str, preprocessing: models.Preprocessing) -> data.Source:
-    return _read_tfds(name, split, config.data_dir or None, preprocessing if config.prepare else None)
 
 
 def _in_memory(source: data.Source) -> data.Source:

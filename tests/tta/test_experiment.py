@@ -179,7 +179,7 @@ def test_given_hyper_parameters_are_not_tuned(finished, tmp_path):
     ids=["cifar10", "batch_one", "imagenet_c", "episodic", "convnext", "imagenet_r"],
 )
 def test_configs_name_known_corruptions_methods_and_settings(config):
-    assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "none"}
+    assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean"}
     assert set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     settings = set(experiment._settings(config))
     for given in config.hyper_parameters.values():
