@@ -82,9 +82,9 @@ def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: f
 
     Args:
       method: the calibrator.
-      variance: of the noise in each number of an answer, `Scale.variance` times the number of sources.
       ask: `ask(k, temperature) -> float32 [s]`, the sum over sources of their answers in round k. The paper takes the
         mean; no method depends on the factor.
+      variance: of the noise in each number of an answer, `Scale.variance` times the number of sources.
 
     Returns:
       The parameters of `method.confidence`.
