@@ -1,10 +1,10 @@
 """Private recalibration on scikit-learn's bundled digits: runs anywhere, without data or network.
 
-python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recalibrate_digits
+    python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recalibrate_digits
 
 A minute of computation on two CPU cores. At the centre, 20 sources of 20 digits at epsilon = 1, mean ECE under four
-shifts: .32 as it is, .19 by Acc-T, .18 by histogram binning, .075 by bisection and .06 by logistic binning; one source
-alone gets .08 without privacy.
+shifts: .32 as it is, .19 by Acc-T, .11 over a wide range of temperatures, .18 by histogram binning, .10 with its honest
+noise, .075 by bisection and .06 by logistic binning; one source alone gets .08 without privacy.
 """
 
 from ml_collections import ConfigDict
@@ -31,7 +31,6 @@ def get_config() -> ConfigDict:
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
     config.train = {"steps": 1500, "batch_size": 64, "learning_rate": 1e-2, "crop_padding": 0, "init_seed": 0}
-    config.methods = config.figures.methods
     config.sweep.trials = 100
     config.sweep.sources = {"values": (5, 10, 20, 40), "samples": 10, "epsilon": 1.0}
     config.sweep.samples = {"values": (5, 10, 20, 30), "sources": 20, "epsilon": 1.0}
