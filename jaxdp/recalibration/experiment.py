@@ -39,8 +39,7 @@ from jaxdp.recalibration.metrics import Reliability, reliability
 from jaxdp.recalibration.protocol import Method, Records, noise_scale
 from jaxdp.recalibration.recalibrate import none, recalibrate
 from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
-from jaxdp.report import format_table
-from jaxdp.report.plots import plot_panels, plot_reliability
+from jaxdp.report import format_table, plot_panels, plot_reliability
 from jaxdp.report.workdir import check_same_config, write_json
 from jaxdp.transforms import noise
 

@@ -351,11 +351,9 @@ class AccT(TemperatureSearch):
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]; the two less 1/m are in [-1/m, 1 - 1/m] and [-(1 - 1/m), 0]."""
-        if adjacency != "replace_one":
-            return 1.0
         if not self.split:
-            return 2 - 1 / num_classes
-        return 1.0 if k == 0 else 1 - 1 / num_classes
+            return 2 - 1 / num_classes if adjacency == "replace_one" else 1.0
+        return 1.0 if k == 0 and adjacency == "replace_one" else 1 - 1 / num_classes
 
     def init(self, variance: float | jax.Array) -> Any:
         """The whole bracket, no accuracy."""
@@ -447,7 +445,7 @@ class LogisticBinning(Binning):
     temperature: float = 4.0
     slope_sd: float = 0.5
     shift_sd: float = 2.0
-    steps: int = 12
+    steps: int = 30
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -487,7 +485,7 @@ class LogisticBinning(Binning):
             weight = slope / jnp.maximum(spread, 1e-6)
             gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - prior)
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
-            return line + jnp.clip(_solve(curvature, gradient), -1, 1)
+            return line + 0.7 * jnp.clip(_solve(curvature, gradient), -1, 1)  # damped: full steps may circle
 
         line = jax.lax.fori_loop(0, self.steps, step, prior)
         return Logistic(line[0], line[1])

@@ -217,7 +217,8 @@ class Source:
         """Answers round k of a conversation, for a source that is reached over a network.
 
         The source has to pay `PureDpEvent(epsilon)` from its account before round 0, to answer every round once, and
-        to use one key for the whole conversation that nobody else knows.
+        to use one key for the whole conversation that nobody else knows. Asked again about another temperature it
+        would add other noise, so that at least the difference hides something; but nobody has paid for that.
 
         Returns:
           float32 [s], the noisy sum.
@@ -231,4 +232,5 @@ class Source:
         records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
         added = summands(method, k, records, jnp.float32(temperature))
         exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)
-        return np.asarray(release(jax.random.fold_in(key, k), exact, scale)[0])
+        asked = jax.lax.bitcast_convert_type(jnp.float32(temperature), jnp.uint32)
+        return np.asarray(release(jax.random.fold_in(jax.random.fold_in(key, k), asked), exact, scale)[0])

@@ -59,7 +59,7 @@ class Recalibration:
           logits: floating point [n, m].
 
         Returns:
-          float32 [n] in [0, 1].
+          float32 [n] in [0, 1]; NaN where a logit is not finite.
         """
         logits = jnp.asarray(logits, jnp.float32)
         if logits.ndim != 2:
@@ -69,12 +69,18 @@ class Recalibration:
     @property
     def temperature(self) -> float:
         """T, of the methods that look for a temperature; AttributeError for the others."""
-        return float(self.parameters.temperature)
+        return float(self._found.temperature)
 
     @property
     def at_end(self) -> Literal["low", "high"] | None:
         """The end of the bracket that a search for T has not left: the best T may be beyond it."""
-        return "low" if self.parameters.low else "high" if self.parameters.high else None
+        return "low" if self._found.low else "high" if self._found.high else None
+
+    @property
+    def _found(self) -> Found:
+        if not isinstance(self.parameters, Found):
+            raise AttributeError(f"{type(self.method).__name__} has confidences of bins (.bins), no temperature.")
+        return self.parameters
 
     @property
     def bins(self) -> np.ndarray:
@@ -170,7 +176,7 @@ def _play(method: Method, records: Records, owner: jax.Array, sources: int, key:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array:
-    return method.confidence(parameters, logits)
+    return jnp.where(jnp.isfinite(logits).all(1), method.confidence(parameters, logits), jnp.nan)
 
 
 # --- By name --------------------------------------------------------------------------------------------------------

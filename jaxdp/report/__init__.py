@@ -1,7 +1,15 @@
 """What a run leaves for people to read: metrics in JSON lines, text tables, figures."""
 
 from jaxdp.report.metrics import MetricsWriter, read_metrics
-from jaxdp.report.plots import plot_curves, plot_training
+from jaxdp.report.plots import plot_curves, plot_panels, plot_reliability, plot_training
 from jaxdp.report.tables import format_table
 
-__all__ = ["MetricsWriter", "format_table", "plot_curves", "plot_training", "read_metrics"]
+__all__ = [
+    "MetricsWriter",
+    "format_table",
+    "plot_curves",
+    "plot_panels",
+    "plot_reliability",
+    "plot_training",
+    "read_metrics",
+]
