@@ -6,12 +6,14 @@ the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record
 """
 
 import dataclasses
+import itertools
 import math
 import numbers
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.metrics import equal_width_bin
@@ -253,52 +255,43 @@ class EceT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binning:
-    """A confidence that is a function of one public score, from noisy counts per bin of the score; one release.
-
-    Attributes:
-      bins: number of equally wide bins of the score.
-      temperature: the score is p_T(x) at this public T; 1 is the confidence that is to be mended.
-      form: "split" asks for the correct and the incorrect records of each bin, "published" for the correct ones and
-        for all. The two say the same, but a record counts once in the first, so that it needs half the noise.
-    """
-
-    bins: int = 15
-    temperature: float = 1.0
-    form: Literal["split", "published"] = "split"
-
-    def __post_init__(self) -> None:
-        _check_count("bins", self.bins)
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and > 0, got {self.temperature!r}.")
-        if self.form not in ("split", "published"):
-            raise ValueError(f"form must be 'split' or 'published', got {self.form!r}.")
+    """A confidence that is a function of one public score, from noisy counts per bin of that score; one release."""
 
     @property
     def rounds(self) -> int:
         """1."""
         return 1
 
-    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """How many counts a record is in, twice that if it is replaced."""
-        return (1.0 if self.form == "split" else 2.0) * (2.0 if adjacency == "replace_one" else 1.0)
-
-    def question(self, k: int, state: Any) -> jax.Array:
-        """The score's temperature."""
-        return jnp.float32(self.temperature)
-
-    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """One-hot counts [n, 2 bins]: correct ones, then incorrect ones or all."""
-        cell = bins_of(confidence(records.logits, temperature), self.bins)
-        right = records.correct[:, None]
-        return jnp.concatenate([cell * right, cell * ~right if self.form == "split" else cell], 1)
+    @property
+    def cells(self) -> int:
+        """Number of bins."""
+        raise NotImplementedError
 
     def score(self, logits: jax.Array) -> jax.Array:
         """What the recalibrated confidence depends on, float32 [n]."""
-        return confidence(logits, self.temperature)
+        raise NotImplementedError
+
+    def cell(self, score: jax.Array) -> jax.Array:
+        """The bin of each score, int32 [n]."""
+        raise NotImplementedError
 
     def curve(self, parameters: Any, score: jax.Array) -> jax.Array:
         """The recalibrated confidence at scores [n]."""
         raise NotImplementedError
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """1: a record is in one count. A replacement may change two."""
+        return 2.0 if adjacency == "replace_one" else 1.0
+
+    def question(self, k: int, state: Any) -> jax.Array:
+        """Nothing is asked about a temperature."""
+        return jnp.float32(1)
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """One-hot counts [n, 2 cells]: correct ones, then incorrect ones."""
+        cell = jax.nn.one_hot(self.cell(self.score(records.logits)), self.cells)
+        right = records.correct[:, None]
+        return jnp.concatenate([cell * right, cell * ~right], 1)
 
     def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
         """The curve at the score."""
@@ -307,7 +300,46 @@ class Binning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistogramBinning(Binning):
-    """Histogram binning (Section 3.3, C.2.3): every bin's confidence becomes the accuracy in it."""
+    """Histogram binning (Section 3.3, C.2.3): every bin's confidence becomes the accuracy in it.
+
+    Attributes:
+      bins: number of equally wide bins of the confidence.
+      form: "split" asks for the correct and the incorrect records of each bin, "published" for the correct ones and
+        for all. The two say the same, but a record counts once in the first, so that it needs half the noise.
+    """
+
+    bins: int = 15
+    form: Literal["split", "published"] = "split"
+
+    def __post_init__(self) -> None:
+        _check_count("bins", self.bins)
+        if self.form not in ("split", "published"):
+            raise ValueError(f"form must be 'split' or 'published', got {self.form!r}.")
+
+    @property
+    def cells(self) -> int:
+        """`bins`."""
+        return self.bins
+
+    def score(self, logits: jax.Array) -> jax.Array:
+        """p_1(x)."""
+        return confidence(logits)
+
+    def cell(self, score: jax.Array) -> jax.Array:
+        """Equally wide bins."""
+        return equal_width_bin(score, self.bins)
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """How many counts a record is in, twice that if it is replaced."""
+        return super().sensitivity(k, adjacency, num_classes) * (1 if self.form == "split" else 2)
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """One-hot counts [n, 2 bins]: correct ones, then incorrect ones or all."""
+        counts = super().summand(k, records, temperature)
+        if self.form == "split":
+            return counts
+        right, wrong = jnp.split(counts, 2, axis=1)
+        return jnp.concatenate([right, right + wrong], 1)
 
     def init(self, variance: float | jax.Array) -> Any:
         """Nothing is known."""
@@ -326,7 +358,7 @@ class HistogramBinning(Binning):
 
     def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
         """What the score's bin says."""
-        return parameters[equal_width_bin(score, self.bins)]
+        return parameters[self.cell(score)]
 
 
 # --- Accuracy temperature scaling ------------------------------------------------------------------------------------
@@ -422,7 +454,7 @@ class AccBisection(AccT):
 
 
 class Logistic(NamedTuple):
-    """sigmoid(slope logit(score) + shift), float32 []."""
+    """Confidence sigmoid(slope s + shift) at log-odds s, float32 []."""
 
     slope: jax.Array
     shift: jax.Array
@@ -430,33 +462,58 @@ class Logistic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogisticBinning(Binning):
-    """Two numbers fitted to noisy bins: sigmoid(a logit(score) + b), the maximum a posteriori under all known noise.
+    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, a posteriori most likely under all noise.
 
     Histogram binning believes every bin by itself. Here the bins vote on a straight line in log-odds (Platt 1999), each
-    by how much it knows: its counts carry Laplace noise of known variance besides that of sampling. The score is the
-    confidence at a public temperature above 1, where over-confident models still tell records apart.
+    by how much it knows: its counts carry Laplace noise of known variance besides that of sampling. Log-odds have no
+    upper end, so that bins of them tell the records of an over-confident model apart.
 
     Attributes:
+      edges: between the bins of the log-odds, ascending, public.
       slope_sd, shift_sd: standard deviations of the Gaussian priors of a around 1 and of b around 0.
       steps: of Fisher scoring.
     """
 
-    bins: int = 10
-    temperature: float = 4.0
+    edges: tuple[float, ...] = (-1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 8.0)
     slope_sd: float = 0.5
-    shift_sd: float = 2.0
+    shift_sd: float = 1.0
     steps: int = 30
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        object.__setattr__(self, "edges", tuple(map(float, self.edges)))
+        ascending = all(low < high for low, high in itertools.pairwise(self.edges))
+        if not self.edges or not ascending or not all(map(math.isfinite, self.edges)):
+            raise ValueError(f"edges must be finite log-odds in ascending order, got {self.edges!r}.")
         for name in ("slope_sd", "shift_sd"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)!r}.")
         _check_count("steps", self.steps)
 
+    @property
+    def cells(self) -> int:
+        """One more than the edges."""
+        return len(self.edges) + 1
+
+    @property
+    def places(self) -> tuple[float, ...]:
+        """The log-odds that stand for each bin: its middle, or a little beyond the first or last edge."""
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(self.edges)]
+        return (self.edges[0] - 0.7, *middles, self.edges[-1] + 2.0)
+
+    def score(self, logits: jax.Array) -> jax.Array:
+        """log p_1(x) / (1 - p_1(x)), without cancellation where p_1(x) is close to 1."""
+        top = jax.nn.one_hot(jnp.argmax(logits, 1), logits.shape[1], dtype=bool)
+        below = jnp.where(top, -jnp.inf, logits - logits.max(1, keepdims=True))
+        return -jax.nn.logsumexp(jnp.maximum(below, -1e4), 1)
+
+    def cell(self, score: jax.Array) -> jax.Array:
+        """[low, high) between edges."""
+        edges = np.asarray(self.edges, np.float32)
+        return jnp.searchsorted(edges, score, side="right", method="compare_all").astype(jnp.int32)
+
     def init(self, variance: float | jax.Array) -> Any:
         """How noisy counts will be."""
-        return jnp.float32(variance), jnp.zeros(2 * self.bins)
+        return jnp.float32(variance), jnp.zeros(2 * self.cells)
 
     def update(self, k: int, state: Any, answer: jax.Array) -> Any:
         """The noisy counts."""
@@ -465,24 +522,20 @@ class LogisticBinning(Binning):
     def finish(self, state: Any) -> Logistic:
         """Fisher scoring from a = 1, b = 0.
 
-        In a bin of confidence q the residual r = right - q total = (1 - q) right - q wrong has mean 0 and variance
-        variance ((1 - q)^2 + q^2) + total q (1 - q), or with 1 in place of (1 - q)^2 if right and total are noisy.
+        In a bin of confidence q the residual (1 - q) right - q wrong has mean 0 and variance
+        variance ((1 - q)^2 + q^2) + total q (1 - q).
         """
         variance, answer = state
-        right, other = jnp.split(answer, 2)
-        wrong = other if self.form == "split" else other - right
+        right, wrong = jnp.split(answer, 2)
         total = jnp.maximum(right + wrong, 0)
-        middle = (jnp.arange(self.bins) + 0.5) / self.bins
-        design = jnp.stack([_logit(middle), jnp.ones(self.bins)], 1)
+        design = jnp.stack([jnp.array(self.places), jnp.ones(self.cells)], 1)
         prior = jnp.array([1.0, 0.0])
         precision = jnp.diag(jnp.array([self.slope_sd, self.shift_sd]) ** -2)
 
         def step(_: int, line: jax.Array) -> jax.Array:
             q = jax.nn.sigmoid(design @ line)
-            right_share = 1 - q if self.form == "split" else 1.0
-            spread = variance * (right_share**2 + q**2) + total * q * (1 - q)
-            slope = total * q * (1 - q)  # -dr / d(log-odds)
-            weight = slope / jnp.maximum(spread, 1e-6)
+            slope = total * q * (1 - q)  # of the expected residual, in the log-odds
+            weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
             gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (line - prior)
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
             return line + 0.7 * jnp.clip(_solve(curvature, gradient), -1, 1)  # damped: full steps may circle
@@ -491,13 +544,8 @@ class LogisticBinning(Binning):
         return Logistic(line[0], line[1])
 
     def curve(self, parameters: Logistic, score: jax.Array) -> jax.Array:
-        """sigmoid(a logit(score) + b)."""
-        return jax.nn.sigmoid(parameters.slope * _logit(score) + parameters.shift)
-
-
-def _logit(p: jax.Array) -> jax.Array:
-    p = jnp.clip(p, 1e-6, 1 - 1e-6)
-    return jnp.log(p) - jnp.log1p(-p)
+        """sigmoid(a s + b)."""
+        return jax.nn.sigmoid(parameters.slope * score + parameters.shift)
 
 
 def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:

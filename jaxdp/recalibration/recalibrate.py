@@ -79,15 +79,15 @@ class Recalibration:
     @property
     def _found(self) -> Found:
         if not isinstance(self.parameters, Found):
-            raise AttributeError(f"{type(self.method).__name__} has confidences of bins (.bins), no temperature.")
+            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no temperature.")
         return self.parameters
 
     @property
     def bins(self) -> np.ndarray:
-        """The confidence at the middle of each bin, float32 [bins], of the methods with bins."""
-        method: Any = self.method
-        middles = (jnp.arange(method.bins) + 0.5) / method.bins
-        return np.asarray(method.curve(self.parameters, middles))
+        """The confidence in each bin, float32 [bins], of histogram binning; AttributeError for the others."""
+        if not isinstance(self.method, HistogramBinning):
+            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no confidences of bins.")
+        return self.parameters
 
 
 def recalibrate(
@@ -278,16 +278,15 @@ def logistic_binning(
     *,
     epsilon: float,
     key: jax.Array | None = None,
-    bins: int = 10,
-    temperature: float = 4.0,
+    edges: Sequence[float] = (-1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 8.0),
     adjacency: Adjacency = "add_remove",
     ledger: Ledger | None = None,
 ) -> Recalibration:
     """Beyond the paper: two numbers fitted to all noisy bins at once, see `LogisticBinning`.
 
-    Args are those of `acc_t`; `temperature` is the public one at which confidences are binned.
+    Args are those of `acc_t`; `edges` are those between the bins of log-odds.
     """
-    method = LogisticBinning(bins=bins, temperature=temperature)
+    method = LogisticBinning(edges=tuple(edges))
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
 
 

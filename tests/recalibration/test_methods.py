@@ -190,7 +190,9 @@ def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(ki
         (lambda: EceT(bins=0), "bins .* got 0"),
         (lambda: HistogramBinning(bins=1.5), "bins must be an integer .* got 1.5"),
         (lambda: HistogramBinning(form="other"), "'split' or 'published', got 'other'"),
-        (lambda: HistogramBinning(temperature=0.0), "temperature .* got 0.0"),
+        (lambda: LogisticBinning(edges=(0.0, 0.0)), "edges must be .* ascending order, got"),
+        (lambda: LogisticBinning(edges=()), "edges must be"),
+        (lambda: LogisticBinning(edges=(0.0, math.inf)), "edges must be finite"),
         (lambda: LogisticBinning(slope_sd=0.0), "slope_sd .* got 0.0"),
         (lambda: LogisticBinning(shift_sd=math.nan), "shift_sd .* got nan"),
         (lambda: LogisticBinning(steps=0), "steps .* got 0"),
@@ -224,8 +226,14 @@ def contributions(method, k, logits, labels, temperature):
         return (right - top if not method.split else right - 1 / p.shape[1] if k == 0 else 1 / p.shape[1] - top)[
             :, None
         ]
-    cell = one_hot(np.minimum(np.floor(top * method.bins), method.bins - 1), method.bins)
+    if isinstance(method, LogisticBinning):
+        ascending = np.sort(softmax(logits, 1.0), 1)
+        log_odds = np.log(ascending[:, -1]) - np.log(np.maximum(ascending[:, :-1].sum(1), 1e-300))
+        cell = one_hot(np.digitize(log_odds, method.edges), len(method.edges) + 1)
+        return np.concatenate([cell * right[:, None], cell * (1 - right[:, None])], 1)
+    cell = one_hot(np.minimum(np.floor(softmax(logits, 1.0).max(1) * method.bins), method.bins - 1), method.bins)
     if isinstance(method, EceT):
+        cell = one_hot(np.minimum(np.floor(top * method.bins), method.bins - 1), method.bins)
         return cell * (right - top)[:, None]
     return np.concatenate([cell * right[:, None], cell * (1 - right[:, None] if method.form == "split" else 1)], 1)
 
@@ -312,7 +320,7 @@ def test_no_pair_of_neighbours_exceeds_the_sensitivity_and_some_pair_reaches_it(
     logits, labels = people(m, np.random.default_rng(m))
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
     rounds = (0, method.rounds - 1)  # the first is special in the split forms, the others are alike
-    temperatures = (0.05, 0.5, 3.0, 50.0, *STRANGE) if isinstance(method, AccT | NllT | EceT) else (method.temperature,)
+    temperatures = (0.05, 0.5, 3.0, 50.0, *STRANGE) if isinstance(method, AccT | NllT | EceT) else (1.0,)
     added = {k: [np.asarray(summands(method, k, records, jnp.float32(t))) for t in temperatures] for k in rounds}
     for adjacency in ("add_remove", "replace_one", "zero_out"):
         for k in rounds:
@@ -366,15 +374,12 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
 
 def estimating_equation(method, line, answer, variance):
     """Gradient and curvature of the Gaussian quasi-likelihood with its weights at the line, in float64."""
-    right, other = np.split(np.asarray(answer, np.float64), 2)
-    split = method.form == "split"
-    wrong = other if split else other - right
-    middle = (np.arange(method.bins) + 0.5) / method.bins
-    design = np.stack([special.logit(middle), np.ones(method.bins)], 1)
+    right, wrong = np.split(np.asarray(answer, np.float64), 2)
+    design = np.stack([np.array(method.places), np.ones(method.cells)], 1)
     q = special.expit(design @ line)
     total = np.maximum(right + wrong, 0)
     # Var(right - q total) of independent noise in the two numbers that were released, and of sampling.
-    noise = variance * ((1 - q) ** 2 + q**2 if split else 1 + q**2)
+    noise = variance * ((1 - q) ** 2 + q**2)
     sampling = total * q * (1 - q)
     weight = sampling / np.maximum(noise + sampling, 1e-6)
     precision = np.diag([method.slope_sd**-2, method.shift_sd**-2])
@@ -383,16 +388,14 @@ def estimating_equation(method, line, answer, variance):
 
 
 def noisy_bins(method, rng, records, variance, slope, shift):
-    middle = (np.arange(method.bins) + 0.5) / method.bins
-    counts = rng.multinomial(records, rng.dirichlet(np.full(method.bins, 2.0)))
-    right = rng.binomial(counts, special.expit(slope * special.logit(middle) + shift))
-    exact = np.concatenate([right, counts - right if method.form == "split" else counts])
-    return np.float32(exact + rng.laplace(size=2 * method.bins) * math.sqrt(variance / 2))
+    counts = rng.multinomial(records, rng.dirichlet(np.full(method.cells, 2.0)))
+    right = rng.binomial(counts, special.expit(slope * np.array(method.places) + shift))
+    exact = np.concatenate([right, counts - right])
+    return np.float32(exact + rng.laplace(size=2 * method.cells) * math.sqrt(variance / 2))
 
 
-@pytest.mark.parametrize("form", ["split", "published"])
-def test_logistic_binning_solves_the_estimating_equation(form):
-    method = LogisticBinning(form=form)
+def test_logistic_binning_solves_the_estimating_equation():
+    method = LogisticBinning()
     finish = jax.jit(lambda variance, answer: method.finish((variance, answer)))
     rng = np.random.default_rng(1)
     moved = []
@@ -409,29 +412,28 @@ def test_logistic_binning_solves_the_estimating_equation(form):
 
 def test_logistic_binning_recovers_the_line_of_many_records():
     method = LogisticBinning()
-    middle = (np.arange(10) + 0.5) / 10
+    places = np.array(method.places)
     for slope, shift in ((1.0, 0.0), (0.6, -1.5), (1.8, 0.4)):
-        right = 1e6 * special.expit(slope * special.logit(middle) + shift)
+        right = 1e6 * special.expit(slope * places + shift)
         line = method.finish((jnp.float32(0.0), jnp.asarray(np.concatenate([right, 1e6 - right]), jnp.float32)))
         np.testing.assert_allclose(line, (slope, shift), atol=1e-3)
-        np.testing.assert_allclose(method.curve(line, jnp.asarray(middle, jnp.float32)), right / 1e6, atol=1e-3)
+        np.testing.assert_allclose(method.curve(line, jnp.asarray(places, jnp.float32)), right / 1e6, atol=1e-3)
 
 
-@pytest.mark.parametrize("form", ["split", "published"])
-def test_logistic_binning_stays_finite_and_near_the_prior_where_nothing_is_known(form):
-    method = LogisticBinning(form=form)
+def test_logistic_binning_stays_finite_and_near_the_prior_where_nothing_is_known():
+    method = LogisticBinning()
     finish = jax.jit(lambda variance, answer: method.finish((variance, answer)))
-    ten, none = np.full(10, 10.0), np.zeros(10)
-    certain = [np.concatenate(pair) for pair in ((ten, none if form == "split" else ten), (none, ten))]
+    ten, none = np.full(method.cells, 10.0), np.zeros(method.cells)
+    certain = [np.concatenate(pair) for pair in ((ten, none), (none, ten))]
     for answer in (*certain, np.concatenate([none, none]), np.concatenate([-ten, -ten]), np.concatenate([-ten, ten])):
         for variance in (0.0, 1e-3, 200.0):
             line = finish(jnp.float32(variance), jnp.asarray(answer, jnp.float32))
             assert np.isfinite(line).all()
-            assert np.isfinite(method.curve(line, jnp.linspace(0, 1, 20))).all()
-    np.testing.assert_allclose(finish(jnp.float32(0.0), jnp.zeros(20)), (1.0, 0.0), atol=1e-6)
-    np.testing.assert_allclose(finish(jnp.float32(9.0), jnp.full(20, -5.0)), (1.0, 0.0), atol=1e-6)
-    assert finish(jnp.float32(0.0), jnp.asarray(certain[0], jnp.float32)).shift > 1  # all right
-    assert finish(jnp.float32(0.0), jnp.asarray(certain[1], jnp.float32)).shift < -1  # all wrong
+            assert np.isfinite(method.curve(line, jnp.linspace(-10, 80, 20))).all()
+    np.testing.assert_allclose(finish(jnp.float32(0.0), jnp.zeros(16)), (1.0, 0.0), atol=1e-6)
+    np.testing.assert_allclose(finish(jnp.float32(9.0), jnp.full(16, -5.0)), (1.0, 0.0), atol=1e-6)
+    assert finish(jnp.float32(0.0), jnp.asarray(certain[0], jnp.float32)).shift > 0.5  # all right
+    assert finish(jnp.float32(0.0), jnp.asarray(certain[1], jnp.float32)).shift < -0.5  # all wrong
     # The totals that weigh the bins are as noisy: the line moves by about the prior's spread, not by the noise.
     rng = np.random.default_rng(2)
     far = np.array([finish(jnp.float32(1e12), noisy_bins(method, rng, 1500, 1e12, 0.3, -3.0)) for _ in range(20)])

@@ -396,7 +396,7 @@ def test_mistakes_of_the_other_methods_are_named_before_anything_is_spent(no_com
             (ece_t, {"bins": 0}, "bins .* got 0"),
             (ece_t, {"bins": 1.5}, "bins .* got 1.5"),
             (histogram_binning, {"form": "both"}, "form must be 'split' or 'published', got 'both'"),
-            (logistic_binning, {"temperature": -1.0}, "temperature .* got -1.0"),
+            (logistic_binning, {"edges": (1.0, 0.0)}, "edges .* got"),
         ]:
             with pytest.raises(ValueError, match=words):
                 method([GOOD], epsilon=0.5, ledger=ledger, **arguments)
