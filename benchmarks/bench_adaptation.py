@@ -168,6 +168,7 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
         func_optimizer.step()
 
     opacus_model, opacus_moving = new_model()
+    opacus_model.train()  # Opacus records nothing otherwise; these models have no dropout by default
     wrapped = GradSampleModule(opacus_model)
     opacus_optimizer = DPOptimizer(
         sgd(opacus_moving), noise_multiplier=sigma, max_grad_norm=1.0, expected_batch_size=batch_size

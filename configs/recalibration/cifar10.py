@@ -11,7 +11,11 @@ published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) from a .npz
 
 Expected, from the paper with a WRN-28-10, median / mean ECE: none .2187/.2924, one source .1241/.1359, histogram
 binning .1168/.1181, ECE-T .1160/.1668, NLL-T .1157/.1653, Acc-T .0836/.1199.
-What we see: BUILD_NOTES.md, "Recalibration".
+What we see, at the centre (50 sources of 30, epsilon 1), median ECE of the trained and of the published network:
+none .033, .302; histogram binning .117, .095; Acc-T .048, .152, with the wide range .045, .047; bisection .033, .035;
+logistic binning .026, .026. All of it: BUILD_NOTES.md, "Recalibration".
+
+Time on two CPU cores: 13 minutes to train, 4 for logits under 16 shifts, 2 to 5 for the sweep.
 """
 
 from ml_collections import ConfigDict
