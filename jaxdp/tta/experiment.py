@@ -55,7 +55,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       workdir: its directory, made if needed. It holds afterwards:
           result.json, tables.md  accuracy per method, setting and corruption: mean and deviation over seeds
           by_epsilon.png          accuracy against epsilon
-          stream_*.png            accuracy over the stream, one figure per setting
+          stream_*.png, gain_*.png  accuracy over the stream, and what it gains, one figure per setting
           stability_*.png         accuracy on the held-out corruptions against the length of updates, per method
           ledger.sqlite           what each run would cost the photographs of its stream (`python -m launch.ledger`)
           tuning/, runs/          what was tried on the held-out corruptions; every run
@@ -88,7 +88,9 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     print(task.describe(), flush=True)
     result = _run(config, task, root)
     write_json(finished, result)
-    print(f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon.png, stream_*.png, ledger.sqlite.")
+    print(
+        f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon, stream, gain and stability figures, ledger.sqlite."
+    )
     return result
 
 
@@ -507,8 +509,19 @@ def _figures(result: Mapping[str, Any], root: pathlib.Path) -> None:
     names = list(enumerate(source["per_corruption"]))
     for setting in dict.fromkeys(c["setting"] for c in cells if c["method"] != SOURCE):
         shown = [c for c in cells if c["setting"] == setting and c["method"] != SOURCE]
+        marks: dict[float, str] = {k: name.replace("_", " ") for k, name in names}
+        file = setting.replace(" ", "_")
         plot_curves(
-            root / f"stream_{setting.replace(' ', '_')}.png",
+            root / f"stream_{file}.png",
+            {c["method"]: [(k, c["per_corruption"][name]) for k, name in names] for c in (*shown, source)},
+            title=f"Accuracy over the stream, {setting}",
+            subtitle=subtitle,
+            xlabel="",
+            ylabel="accuracy on the corruption",
+            xticks=marks,
+        )
+        plot_curves(
+            root / f"gain_{file}.png",
             {
                 c["method"]: [(k, c["per_corruption"][name] - source["per_corruption"][name]) for k, name in names]
                 for c in shown
@@ -517,24 +530,24 @@ def _figures(result: Mapping[str, Any], root: pathlib.Path) -> None:
             subtitle=subtitle,
             xlabel="",
             ylabel="accuracy on the corruption less that of the source model",
-            xticks={k: name.replace("_", " ") for k, name in names},
+            xticks=marks,
             references={SOURCE: 0.0},
         )
-    for method in dict.fromkeys(row["method"] for row in result["tried"]):
+    tried = [row for row in result["tried"] if row["length"] > 0]
+    for method in dict.fromkeys(row["method"] for row in tried):
         lengths: dict[str, list[tuple[float, float]]] = {}
-        for row in sorted((row for row in result["tried"] if row["method"] == method), key=lambda row: row["length"]):
-            if row["length"] > 0:
+        for row in tried:
+            if row["method"] == method:
                 lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
-        if lengths:
-            plot_curves(
-                root / f"stability_{method}.png",
-                lengths,
-                title=f"{method}: accuracy against the length of an update",
-                subtitle="held-out corruptions; every point is one learning rate",
-                xlabel="mean L2 norm of an update (log scale)",
-                ylabel="mean accuracy over the stream",
-                xscale="log",
-            )
+        plot_curves(
+            root / f"stability_{method}.png",
+            {setting: sorted(points) for setting, points in lengths.items()},
+            title=f"{method}: accuracy against the length of an update",
+            subtitle="held-out corruptions; every point is one learning rate",
+            xlabel="mean L2 norm of an update (log scale)",
+            ylabel="mean accuracy over the stream",
+            xscale="log",
+        )
 
 
 def _descriptions(config: Any, methods: Mapping[str, Method], settings: Sequence[str]) -> str:

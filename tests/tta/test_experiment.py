@@ -66,7 +66,7 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
     )
     text = (root / "tables.md").read_text()
     assert text.count("## ") == 5 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
-    for name in ("by_epsilon.png", "stream_original.png", "stream_clipped.png", "stream_epsilon_5.png"):
+    for name in ("by_epsilon.png", "stream_original.png", "gain_clipped.png", "stream_epsilon_5.png"):
         assert (root / name).stat().st_size > 10_000
 
 
