@@ -2,7 +2,7 @@
 
 from jaxdp.recalibration.methods import AccBisection, AccT, Bracket, EceT, HistogramBinning, LogisticBinning, NllT
 from jaxdp.recalibration.metrics import brier, ece, nll, reliability
-from jaxdp.recalibration.protocol import Records, Source, play
+from jaxdp.recalibration.protocol import Conversation, Method, Records, Source, noise_scale, play
 from jaxdp.recalibration.recalibrate import (
     Recalibration,
     acc_t,
@@ -19,9 +19,11 @@ __all__ = [
     "AccBisection",
     "AccT",
     "Bracket",
+    "Conversation",
     "EceT",
     "HistogramBinning",
     "LogisticBinning",
+    "Method",
     "NllT",
     "Recalibration",
     "Records",
@@ -34,6 +36,7 @@ __all__ = [
     "logistic_binning",
     "nll",
     "nll_t",
+    "noise_scale",
     "none",
     "one_source",
     "play",

@@ -2,7 +2,7 @@
 
 In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond
 the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, as in the paper
-(a record zeroed out is the same), or for one replaced by another.
+(zeroed out is the same, if the null record is an invalid one such as label -1), or for one replaced by another.
 """
 
 import dataclasses
@@ -50,8 +50,9 @@ class Bracket:
     spacing: Literal["log", "linear"] = "log"
 
     def __post_init__(self) -> None:
-        if not 0 < self.low < self.high < math.inf:
-            raise ValueError(f"bracket must be (low, high) with 0 < low < high, got {(self.low, self.high)}.")
+        if not 0 < np.float32(self.low) < np.float32(self.high) < np.inf:
+            ends = (self.low, self.high)
+            raise ValueError(f"bracket must be (low, high) with 0 < low < high in float32, got {ends}.")
         if self.spacing not in ("log", "linear"):
             raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
 
@@ -369,9 +370,10 @@ class AccT(TemperatureSearch):
     """Acc-T (Section 4, Algorithm 1): the temperature at which mean confidence equals accuracy.
 
     Attributes:
-      split: whether accuracy is asked for once, in a round of its own, and confidence in the others. If records are
-        replaced that needs noise of ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon; if they
-        are added or removed, K + 2 instead of K + 1.
+      split: whether accuracy is asked for once, in a round of its own, and confidence in the others. The noise of an
+        answer is then ((K + 1) (1 - 1/m) + 1) / epsilon instead of (K + 1) (2 - 1/m) / epsilon if records are replaced,
+        (K + 2) (1 - 1/m) / epsilon instead of (K + 1) / epsilon if they are added or removed; but the objective has the
+        noise of two answers.
     """
 
     split: bool = False
@@ -462,7 +464,7 @@ class Logistic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogisticBinning(Binning):
-    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, a posteriori most likely under all noise.
+    """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, by penalised quasi-likelihood.
 
     Histogram binning believes every bin by itself. Here the bins vote on a straight line in log-odds (Platt 1999), each
     by how much it knows: its counts carry Laplace noise of known variance besides that of sampling. Log-odds have no

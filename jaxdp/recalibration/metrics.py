@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Binning = Literal["equal_width", "equal_mass"]
+_Binning = Literal["equal_width", "equal_mass"]
 
 
 class Reliability(NamedTuple):
@@ -35,7 +35,7 @@ def ece(
     correct: jax.Array,
     *,
     bins: int = 15,
-    binning: Binning = "equal_width",
+    binning: _Binning = "equal_width",
     debiased: bool = False,
     mask: jax.Array | None = None,
 ) -> jax.Array:

@@ -2,7 +2,12 @@
 
 A `Method` is the calibrator: what it asks in each round, and what it makes of the answers; `play` is the conversation.
 A `Source` is the other party: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
-account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them.
+account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them, as long as
+every source checks for itself that it has no more records than the public limit. Over a network:
+
+    talks = [source.begin(method, epsilon=1.0, ledger=its_ledger) for source in sources]  # at each source
+    scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
+    found = play(method, lambda k, t: sum(talk.answer(t) for talk in talks), scale.variance * len(talks))
 """
 
 import dataclasses
@@ -14,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.privacy import Ledger, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.transforms import noise
 
@@ -56,7 +62,12 @@ class Method(Protocol):
         """How many releases every source makes."""
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """L1 sensitivity of the sum of `summand` over a source's records."""
+        """L1 sensitivity of the sum of `summand` over a source's records.
+
+        It must hold for summands rounded to any power of two up to 2^-4, with 0, what an invalid record adds, among
+        them: either all s numbers are whole, or at most one of them is not 0 and its range, which has 0 in it, starts
+        or ends at a whole number.
+        """
 
     def init(self, variance: float | jax.Array) -> Any:
         """What the calibrator knows before the first round, a pytree; `variance` is that of the noise in an answer."""
@@ -77,14 +88,14 @@ class Method(Protocol):
         """The recalibrated confidence in the largest logit, float32 [n], for logits [n, m]."""
 
 
-def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: float | jax.Array = 0.0) -> Any:
+def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: float | jax.Array) -> Any:
     """The framework of Section 3.2, however the sources are reached.
 
     Args:
       method: the calibrator.
       ask: `ask(k, temperature) -> float32 [s]`, the sum over sources of their answers in round k. The paper takes the
         mean; no method depends on the factor.
-      variance: of the noise in each number of an answer, `Scale.variance` times the number of sources.
+      variance: of the noise in each number of an answer, `Scale.variance` times the number of sources; 0 without noise.
 
     Returns:
       The parameters of `method.confidence`.
@@ -108,7 +119,7 @@ class Scale(NamedTuple):
 
     @property
     def variance(self) -> float:
-        """Of the noise of one source in one number, in the method's units (for large scales, to 1 / (6 noise^2))."""
+        """Of the noise of one source in one number, in the method's units (relatively to 1 / (12 noise^2))."""
         return 2 * (self.noise * self.step) ** 2
 
 
@@ -116,7 +127,8 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     """The smallest noise that makes a source's answers in all rounds together epsilon-DP; None for epsilon = inf.
 
     It is the same in all rounds, the sum of their sensitivities over epsilon. A round is then (its sensitivity over
-    that scale)-DP whatever was answered before, and these add up to epsilon (Dwork and Roth 2014, Theorem 3.14).
+    that scale)-DP whatever was answered before, and these add up to epsilon, also where questions depend on earlier
+    answers (adaptive composition; Dwork and Roth 2014, appendix B).
 
     Raises:
       ValueError: epsilon is not positive, or so small that the noise leaves the range of exact sums, or a sensitivity
@@ -176,61 +188,93 @@ class Source:
     """One private source: logits of a public model on its records, and their labels.
 
     Attributes:
-      logits: floating point [n, m], n may be 0.
+      logits: floating point [n, m]; n may be 0, and is at most 131,072.
       labels: integers [n].
       account: its data set in the ledger, if there is one.
     """
 
     logits: np.ndarray = dataclasses.field(repr=False)
     labels: np.ndarray = dataclasses.field(repr=False)
-    account: str = "source"
+    account: str | None = None
 
     def __post_init__(self) -> None:
+        name = repr(self.account) if self.account else "a source"
         logits, labels = np.asarray(self.logits), np.asarray(self.labels)
         if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1]:
-            raise ValueError(
-                f"{self.account!r} must have logits [n, m] with m >= 2 classes and labels [n] of as many records."
-            )
+            raise ValueError(f"{name} must have logits [n, m] with m >= 2 classes and labels [n] of as many records.")
+        if len(labels) == 0:
+            labels = labels.astype(np.int32)  # an empty list has no integers
         if not jnp.issubdtype(logits.dtype, jnp.floating) or not np.issubdtype(labels.dtype, np.integer):
             raise TypeError(
-                f"{self.account!r} must have floating-point logits and integer labels, got {logits.dtype} and "
-                f"{labels.dtype}."
+                f"{name} must have floating-point logits and integer labels, got {logits.dtype} and {labels.dtype}."
             )
         if len(labels) > _MOST_RECORDS:
-            raise ValueError(f"{self.account!r} has more than {_MOST_RECORDS} records; divide it into several sources.")
+            raise ValueError(f"{name} has more than {_MOST_RECORDS} records; divide it into several sources.")
         with np.errstate(over="ignore"):  # A logit beyond float32 becomes infinite, so that its record is not valid.
             logits = logits.astype(np.float32, copy=False)
         labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])  # A label beyond int32 must not become a class.
         object.__setattr__(self, "logits", logits)
         object.__setattr__(self, "labels", labels.astype(np.int32))
 
-    def answer(
+    def check_account(self, ledger: Ledger, adjacency: Adjacency) -> None:
+        """ValueError if the source has no account in the ledger, or one with another adjacency."""
+        if self.account is None:
+            raise ValueError("a Source needs an account to pay from a ledger; give Source(..., account=...).")
+        if (registered := ledger.adjacency(self.account)) != adjacency:
+            raise ValueError(f"adjacency={adjacency!r}, but {self.account!r} is registered with {registered!r}.")
+
+    def begin(
         self,
         method: Method,
-        k: int,
-        temperature: float,
         *,
         epsilon: float,
-        key: jax.Array,
         adjacency: Adjacency = "add_remove",
-    ) -> np.ndarray:
-        """Answers round k of a conversation, for a source that is reached over a network.
+        ledger: Ledger | None = None,
+        key: jax.Array | None = None,
+    ) -> "Conversation":
+        """Pays for a conversation with a calibrator who is reached over a network, and begins it.
 
-        The source has to pay `PureDpEvent(epsilon)` from its account before round 0, to answer every round once, and
-        to use one key for the whole conversation that nobody else knows. Asked again about another temperature it
-        would add other noise, so that at least the difference hides something; but nobody has paid for that.
-
-        Returns:
-          float32 [s], the noisy sum.
+        Args:
+          method: the calibrator's, agreed upon beforehand.
+          epsilon: of all answers together, pure.
+          adjacency: of this source's data set.
+          ledger: this source's own, where it has its account; None records nothing.
+          key: typed key of the noise, never to be used again; drawn from the operating system's entropy if None.
 
         Raises:
-          ValueError: the method has no such round; as `noise_scale`.
+          ValueError: as `noise_scale`, or for an account that does not fit; before anything is spent.
+          BudgetExceeded: nothing is spent, nothing answered.
         """
-        if k not in range(method.rounds):
-            raise ValueError(f"k={k!r} is not a round of {method!r}, which has {method.rounds}, counted from 0.")
         scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
-        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
-        added = summands(method, k, records, jnp.float32(temperature))
-        exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)
-        asked = jax.lax.bitcast_convert_type(jnp.float32(temperature), jnp.uint32)
-        return np.asarray(release(jax.random.fold_in(jax.random.fold_in(key, k), asked), exact, scale)[0])
+        key = noise.stream(noise.new_seed(), "recalibration") if key is None else key
+        noise.check_key(key)
+        if ledger is not None:
+            self.check_account(ledger, adjacency)
+            event = NonPrivateDpEvent() if scale is None else PureDpEvent(epsilon)
+            with ledger.spend(str(self.account), event, label=type(method).__name__):
+                pass  # paid as a whole, before the first answer
+        return Conversation(self, method, scale, key)
+
+
+class Conversation:
+    """What a source answers in one conversation: every round once, in order, with noise of its own."""
+
+    def __init__(self, source: Source, method: Method, scale: Scale | None, key: jax.Array):
+        self._source, self._method, self._scale, self._key = source, method, scale, key
+        self._round = 0
+
+    def answer(self, temperature: Any) -> np.ndarray:
+        """The noisy sum of the next round, float32 [s], at the temperature that the calibrator asks about.
+
+        Raises:
+          RuntimeError: all rounds that were paid for are answered.
+        """
+        k, self._round = self._round, self._round + 1
+        if k >= self._method.rounds:
+            raise RuntimeError(
+                f"all {self._method.rounds} rounds are answered; begin, and pay for, another conversation."
+            )
+        records = Records(jnp.asarray(self._source.logits), jnp.asarray(self._source.labels))
+        added = summands(self._method, k, records, jnp.float32(temperature))
+        exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, self._scale)
+        return np.asarray(release(jax.random.fold_in(self._key, k), exact, self._scale)[0])

@@ -40,12 +40,12 @@ Sources = Sequence[Source | tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recalibration:
-    """What the calibrator found. It was made of noisy answers alone, so it is free to publish and to use.
+    """What the calibrator found; made of noisy answers alone, so free to publish unless `event` is not private.
 
     Attributes:
       method: the algorithm with its public constants.
       parameters: what it found, a pytree of NumPy arrays.
-      event: what every source paid: a person whose records are in one source has that much.
+      event: what every source paid for one of its records.
     """
 
     method: Method
@@ -107,7 +107,8 @@ def recalibrate(
         size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero
         to every answer.
       epsilon: of each source, pure; `math.inf` is the algorithm without noise.
-      key: typed key of the noise; drawn from the operating system's entropy if None.
+      key: typed key of the noise; drawn from the operating system's entropy if None. Who knows it can subtract the
+        noise, and two calls with one key and no ledger share it: for tests, and for secrets of your own.
       adjacency: which data sets of a source are neighbours. Under "replace_one" the sizes of the sources are public.
       ledger: where each source has an account, under its `Source.account` or else "source 0", "source 1", ...; all pay,
         or none and nothing is computed.
@@ -135,10 +136,9 @@ def recalibrate(
     if ledger is None:
         return Recalibration(method, _converse(method, parties, key, scale), event)
     for party in parties:
-        if (registered := ledger.adjacency(party.account)) != adjacency:
-            raise ValueError(f"adjacency={adjacency!r}, but {party.account!r} is registered with {registered!r}.")
-    with ledger.spend_all([(party.account, event) for party in parties], label=type(method).__name__) as spends:
-        # The number of the spend, so that two payments with one key never share noise.
+        party.check_account(ledger, adjacency)
+    with ledger.spend_all([(str(party.account), event) for party in parties], label=type(method).__name__) as spends:
+        # The number of the spend, so that two payments to one ledger never share noise.
         fresh = jax.random.fold_in(key, spends[0].id)
         return Recalibration(method, _converse(method, parties, fresh, scale), event)
 
@@ -203,8 +203,8 @@ def acc_t(
       bracket: public range of temperatures. Badly over-confident models need one beyond the published (0.5, 3).
       spacing: search over log T, or over T as published.
       search: "golden" is Algorithm 1; "bisection" needs less noise for a finer answer, see `AccBisection`.
-      split: ask for the accuracy once and for the confidence in the other rounds; by default where that needs less
-        noise, under "replace_one".
+      split: ask for the accuracy once and for the confidence in the other rounds; by default under "replace_one", where
+        that needs much less noise (see `AccT`).
     """
     if search not in ("golden", "bisection"):
         raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")

@@ -84,7 +84,7 @@ def reach(method: Any) -> Reach:
             asked.append(temperature)
             return jnp.full(width, script[k])
 
-        return asked, getattr(play(method, ask), "temperature", None)
+        return asked, getattr(play(method, ask, 0.0), "temperature", None)
 
     asked, ends = jax.jit(jax.vmap(one))(scripts)
     return Reach(tuple(np.unique(t) for t in asked), np.zeros(0, np.float32) if ends is None else np.unique(ends))
@@ -137,11 +137,11 @@ class Sums(NamedTuple):
         sums = _beginnings(table.reshape(len(table), -1), order.rows, order.ends)
         return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
 
-    def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Sums over a beginning and over all, [s] each, where one trial and beginning is left; NaN beside the table."""
+    def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Sums over a beginning and over all, [s] each, for one trial and beginning; and whether T is in the table."""
         nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
-        beside = jnp.abs(self.temperatures[nearest] / temperature - 1) > 1e-4
-        return jnp.where(beside, jnp.nan, self.beginnings[nearest]), self.everyone[nearest]
+        there = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
+        return self.beginnings[nearest], self.everyone[nearest], there
 
 
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
@@ -302,7 +302,17 @@ def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance:
     """The conversations of all trials."""
 
     def one(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
-        return play(method, lambda k, temperature: answers[k].at(temperature)[0] + drawn[k], variance)
+        tabulated = []
+
+        def ask(k: int, temperature: jax.Array) -> jax.Array:
+            exact, _, there = answers[k].at(temperature)
+            tabulated.append(there)
+            return exact + drawn[k]
+
+        found = play(method, ask, variance)
+        # A method that asks what `reach` did not find must not pass for one that was simulated.
+        known = jnp.stack(tabulated).all()
+        return jax.tree.map(lambda x: jnp.where(known, x, jnp.nan) if x.dtype == jnp.float32 else x, found)
 
     return jax.vmap(one, in_axes=(tuple(_ONE_TRIAL for _ in answers), 0))(answers, drawn)
 
@@ -319,8 +329,8 @@ def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
     """Sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
 
     def one(fits: Sums, temperature: jax.Array) -> jax.Array:
-        beginning, everyone = fits.at(temperature)
-        return everyone - beginning
+        beginning, everyone, there = fits.at(temperature)
+        return jnp.where(there, everyone - beginning, jnp.nan)
 
     return jax.vmap(one, in_axes=(_ONE_TRIAL, 0))(fits, temperatures)
 

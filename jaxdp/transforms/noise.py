@@ -25,7 +25,7 @@ computed in floating point. Both are outside what the (epsilon, delta) of the le
   al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and
   floating-point attacks", 2022). This is NOT mitigated: rounding values to a grid before the noise, as a proof
   needs, raises the sensitivity with the square root of the number of parameters. Publish at reduced precision
-  if the adversary reads raw bits.
+  if the adversary reads raw bits. `discrete_laplace` is the exception: integers added to integers.
 * *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when
   one example changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
 * *Time.* Noise takes the same operations for every key; nothing else about timing is promised.

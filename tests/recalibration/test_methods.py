@@ -102,7 +102,7 @@ def test_golden_section_is_algorithm_1_with_one_release_less(spacing, iterations
             (EceT(bracket=bracket, iterations=iterations), lambda t, f=f: [f(t), -1.0, 1.0]),  # sum of |v|
         ]:
             ask = Recorder(lambda k, t, answer=answer: answer(t))
-            found = play(method, ask)
+            found = play(method, ask, 0.0)
             assert len(ask.asked) == method.rounds == iterations + 1
             np.testing.assert_allclose(ask.asked, asked, rtol=2e-6)
             np.testing.assert_allclose(float(found.temperature), temperature, rtol=2e-6)
@@ -114,7 +114,7 @@ def test_golden_section_leaves_its_share_of_the_bracket_around_the_minimum(spaci
     bracket, iterations = Bracket(low=0.5, high=3.0, spacing=spacing), 15
     method = NllT(bracket=bracket, iterations=iterations)
     for best in (0.6, 1.0, 2.2):
-        found = play(method, lambda k, t, best=best: jnp.abs(jnp.log(t / best))[None])
+        found = play(method, lambda k, t, best=best: jnp.abs(jnp.log(t / best))[None], 0.0)
         width = 2.5 if spacing == "linear" else math.log(6.0) * best * 1.02
         assert abs(float(found.temperature) - best) <= width * RATIO**iterations / 2 + 1e-5
         assert not found.low and not found.high
@@ -125,7 +125,7 @@ def test_ties_move_the_left_end(spacing):
     bracket = Bracket(spacing=spacing)
     temperature, at, asked = searched(golden_section, lambda t: 1.0, bracket, 5)
     ask = Recorder(lambda k, t: [1.0])
-    found = play(AccT(bracket=bracket), ask)
+    found = play(AccT(bracket=bracket), ask, 0.0)
     np.testing.assert_allclose(ask.asked, asked, rtol=1e-6)
     np.testing.assert_allclose(float(found.temperature), temperature, rtol=1e-6)
     assert at == (False, True) == (bool(found.low), bool(found.high))
@@ -139,7 +139,7 @@ def test_an_end_that_was_never_left_is_reported(method):
         accuracy_first = signed and method.split
         ask = lambda k, t: jnp.where(accuracy_first and k == 0, 0.0, f(t))[None]  # noqa: E731, B023
         f = lambda t: jnp.log(t / best) if signed else jnp.abs(jnp.log(t / best))  # noqa: E731, B023
-        found = play(method, ask)
+        found = play(method, ask, 0.0)
         assert (bool(found.low), bool(found.high)) == (low is True, low is False)
 
 
@@ -153,13 +153,13 @@ def test_bisection_follows_signs(spacing, iterations):
         f = lambda t: up_and_down(t) - 2.0  # noqa: E731, B023
         temperature, at, asked = searched(bisection, f, bracket, iterations)
         ask = Recorder(lambda k, t, f=f: [f(t)])
-        found = play(method, ask)
+        found = play(method, ask, 0.0)
         assert len(ask.asked) == method.rounds == iterations
         np.testing.assert_allclose(ask.asked, asked, rtol=2e-6)
         np.testing.assert_allclose(float(found.temperature), temperature, rtol=2e-6)
         assert (bool(found.low), bool(found.high)) == at
     best = 1.7
-    found = play(method, lambda k, t: (t - best)[None])
+    found = play(method, lambda k, t: (t - best)[None], 0.0)
     assert abs(math.log(float(found.temperature) / best)) <= (math.log(32) if spacing == "log" else 32) / 2**iterations
 
 
@@ -170,7 +170,7 @@ def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(ki
     for seed in range(5):
         f = wave(seed)
         whole, parts = Recorder(lambda k, t, f=f: [2.0 - f(t)]), Recorder(lambda k, t, f=f: [-f(t) if k else 2.0])
-        assert play(joint, whole) == play(split, parts)
+        assert play(joint, whole, 0.0) == play(split, parts, 0.0)
         assert parts.asked[1:] == whole.asked
 
 
@@ -356,7 +356,7 @@ def test_histogram_binning_is_the_accuracy_of_each_bin_in_both_forms():
     expected = [0.75, 0.3, 1.0, 0.0, 0.5]  # a bin without records keeps its middle
     for form, other in (("split", wrong), ("published", right + wrong)):
         method = HistogramBinning(bins=5, form=form)
-        found = play(method, lambda k, t, other=other: jnp.asarray(np.concatenate([right, other]), jnp.float32))
+        found = play(method, lambda k, t, other=other: jnp.asarray(np.concatenate([right, other]), jnp.float32), 0.0)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         np.testing.assert_allclose(
             method.curve(found, jnp.array([0.0, 0.19, 0.2, 0.5, 0.99, 1.0])), [0.75, 0.75, 0.3, 1, 0.5, 0.5], rtol=1e-6

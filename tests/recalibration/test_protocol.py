@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Source, play, recalibrate
 from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, release, summands
 from jaxdp.transforms import noise
@@ -263,18 +264,15 @@ def test_values_beyond_32_bits_are_invalid_not_other_values():
 def test_answers_of_separate_sources_play_the_same_conversation(method):
     parties = [Source(*people(40, seed=i)) for i in range(3)] + [Source(*people(0))]
 
-    def ask(k, temperature, epsilon):
-        rows = [
-            party.answer(method, k, float(temperature), epsilon=epsilon, key=jax.random.fold_in(KEY, i))
-            for i, party in enumerate(parties)
-        ]
-        return jnp.asarray(np.sum(rows, 0))
+    def converse(epsilon, variance):
+        keys = jax.random.split(KEY, len(parties))
+        talks = [party.begin(method, epsilon=epsilon, key=key) for party, key in zip(parties, keys, strict=True)]
+        return play(method, lambda k, t: jnp.asarray(sum(talk.answer(float(t)) for talk in talks)), variance)
 
-    exact = play(method, lambda k, t: ask(k, t, math.inf))
+    exact = converse(math.inf, 0.0)
     together = recalibrate(method, parties, epsilon=math.inf).parameters
     np.testing.assert_allclose(np.hstack(exact), np.hstack(together), rtol=1e-5, atol=1e-5)
-    noisy = play(method, lambda k, t: ask(k, t, 1.0), scale_of(method, 1.0).variance * len(parties))
-    again = play(method, lambda k, t: ask(k, t, 1.0), scale_of(method, 1.0).variance * len(parties))
+    noisy, again = (converse(1.0, scale_of(method, 1.0).variance * len(parties)) for _ in range(2))
     assert np.isfinite(np.hstack(noisy)).all()
     assert (np.hstack(noisy) == np.hstack(again)).all()
     if isinstance(method, AccT):
@@ -283,24 +281,45 @@ def test_answers_of_separate_sources_play_the_same_conversation(method):
 
 def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
     source, method = Source(*people(60)), AccT()
-    exact = source.answer(method, 0, 1.5, epsilon=math.inf, key=KEY)
-    scale = scale_of(method, 1.0)
+    scale, exact, noisy = (
+        scale_of(method, 1.0),
+        source.begin(method, epsilon=math.inf),
+        source.begin(method, epsilon=1.0),
+    )
     drawn = []
-    for k in range(method.rounds):
-        answer = source.answer(method, k, 1.5, epsilon=1.0, key=KEY)
+    for _ in range(method.rounds):
+        answer = noisy.answer(1.5)
         assert answer.shape == (1,) and answer.dtype == np.float32
         assert (answer / scale.step == np.rint(answer / scale.step)).all()
-        assert (answer == source.answer(method, k, 1.5, epsilon=1.0, key=KEY)).all()  # a repetition tells nothing new
-        drawn.append(float((answer - exact)[0]))
+        drawn.append(float((answer - exact.answer(1.5))[0]))
     assert len(set(drawn)) == method.rounds and np.abs(drawn).max() < 40 * scale.noise * scale.step
+
+
+def test_a_conversation_is_paid_once_before_its_first_answer():
+    source, method = Source(*people(20), account="clinic"), AccT(iterations=2)
+    with Ledger.in_memory() as ledger:
+        ledger.register("clinic", adjacency="add_remove", unit="patient", epsilon=1.5, delta=0.0)
+        with pytest.raises(ValueError, match="registered with 'add_remove'"):
+            source.begin(method, epsilon=1.0, adjacency="replace_one", ledger=ledger)
+        with pytest.raises(ValueError, match="needs an account"):
+            Source(*people(20)).begin(method, epsilon=1.0, ledger=ledger)
+        assert ledger.epsilon("clinic") == 0.0
+        talk = source.begin(method, epsilon=1.0, ledger=ledger)
+        assert ledger.epsilon("clinic") == 1.0
+        other = Source(*people(20)).begin(method, epsilon=1.0)
+        assert talk.answer(1.0) != other.answer(1.0)  # without a key, noise of its own
+        with pytest.raises(BudgetExceeded):
+            source.begin(method, epsilon=1.0, ledger=ledger)
+        assert ledger.epsilon("clinic") == 1.0
 
 
 def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
     source, method = Source(*people(60)), AccT(iterations=2)
-    for k in (-1, 3, 1.5):
-        with pytest.raises(ValueError, match=f"k={k} is not a round of AccT.* has 3, counted from 0"):
-            source.answer(method, k, 1.0, epsilon=1.0, key=KEY)
-    for temperature in (math.nan, 0.0, -1.0, 1e-40, math.inf, -math.inf):
-        answer = source.answer(method, 0, temperature, epsilon=math.inf, key=KEY)
-        assert np.abs(answer).max() <= 60
-        assert np.isfinite(source.answer(method, 0, temperature, epsilon=1.0, key=KEY)).all()
+    for epsilon in (math.inf, 1.0):
+        strange = [math.nan, 0.0, -1.0, 1e-40, math.inf, -math.inf]
+        for first, second, third in (strange[:3], strange[3:]):
+            talk = source.begin(method, epsilon=epsilon)
+            answers = np.array([talk.answer(first), talk.answer(second), talk.answer(third)])
+            assert np.isfinite(answers).all() and (epsilon < math.inf or np.abs(answers).max() <= 60)
+            with pytest.raises(RuntimeError, match="all 3 rounds are answered"):
+                talk.answer(1.0)

@@ -1,0 +1,121 @@
+"""Simulated trials are the trials they stand for, and their noise is that of so many sources."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxdp.recalibration import (
+    AccBisection,
+    AccT,
+    Bracket,
+    EceT,
+    HistogramBinning,
+    LogisticBinning,
+    NllT,
+    Records,
+    ece,
+    play,
+    recalibrate,
+)
+from jaxdp.recalibration.protocol import Scale
+from jaxdp.recalibration.sweep import Order, Setting, _noise, _Trials, one_source, reach, simulate, unchanged
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+WIDE = Bracket(low=0.5, high=16.0)
+METHODS = [
+    AccT(bracket=WIDE, iterations=3),
+    AccT(bracket=WIDE, iterations=2, split=True),
+    AccBisection(bracket=WIDE, iterations=3),
+    NllT(bracket=WIDE, iterations=2),
+    EceT(bracket=WIDE, iterations=2),
+    HistogramBinning(),
+    LogisticBinning(),
+]
+SETTINGS = [Setting(4, 10, math.inf), Setting(3, 20, math.inf)]
+TRIALS = 3
+
+
+@pytest.fixture(scope="module")
+def records():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 5, 300)
+    logits = 4 * (rng.normal(size=(300, 5)) + 1.2 * np.eye(5)[labels])
+    return Records(jnp.asarray(logits, jnp.float32), jnp.asarray(labels, jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def order():
+    return Order.draw(7, records=300, trials=TRIALS, settings=SETTINGS)
+
+
+def judged(found, records, order, trial, setting):
+    """ECE and Brier score on the records that the trial did not use, from the public functions."""
+    used = np.asarray(order.rows[trial])[: setting.sources * setting.samples]
+    test = np.setdiff1d(np.arange(300), used)
+    confidence = np.float64(found.apply(records.logits[test]))
+    right = np.asarray(records.correct)[test]
+    return float(ece(jnp.asarray(confidence, jnp.float32), right)), np.mean((confidence - right) ** 2)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_without_noise_a_trial_is_a_call_on_its_sources(method, records, order):
+    outcomes = simulate(method, records, order, SETTINGS, key=jax.random.key(0))
+    alone = one_source(method, records, order, SETTINGS)
+    for setting, outcome, single in zip(SETTINGS, outcomes, alone, strict=True):
+        for trial in range(TRIALS):
+            rows = np.asarray(order.rows[trial])[: setting.sources * setting.samples].reshape(setting.sources, -1)
+            sources = [(np.asarray(records.logits)[r], np.asarray(records.labels)[r]) for r in rows]
+            found = recalibrate(method, sources, epsilon=math.inf)
+            expected = judged(found, records, order, trial, setting)
+            np.testing.assert_allclose((outcome.ece[trial], outcome.brier[trial]), expected, atol=2e-5)
+            expected = judged(recalibrate(method, sources[:1], epsilon=math.inf), records, order, trial, setting)
+            np.testing.assert_allclose((single.ece[trial], single.brier[trial]), expected, atol=2e-5)
+
+
+def test_without_recalibration_confidences_are_those_of_the_model(records, order):
+    outcome = unchanged(records, order, SETTINGS)[1]
+    top = np.asarray(jax.nn.softmax(records.logits).max(1), np.float64)
+    right = np.asarray(records.correct)
+    for trial in range(TRIALS):
+        test = np.setdiff1d(np.arange(300), np.asarray(order.rows[trial])[:60])
+        assert outcome.brier[trial] == pytest.approx(np.mean((top - right)[test] ** 2), abs=1e-5)
+
+
+@pytest.mark.parametrize("sources", [1, 5, 6])
+def test_noise_is_the_sum_of_the_noise_of_so_many_sources(sources):
+    # Against 40,000 sums drawn by NumPy; a false alarm has probability 1e-4, other scales are rejected.
+    drawn = np.asarray(_noise(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
+    rng = np.random.default_rng(1)
+    for scale, same in ((3.0, True), (0.7 * 3.0, False), (1.3 * 3.0, False)):
+        sums = rng.laplace(scale=scale, size=(40_000, sources)).sum(1)
+        assert (stats.ks_2samp(drawn, sums).pvalue > 1e-4) == same
+
+
+@pytest.mark.parametrize("method", METHODS[:5], ids=repr)
+def test_every_temperature_that_random_answers_lead_to_is_tabulated(method):
+    asked, ends = reach(method)
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        seen = []
+
+        def ask(k, temperature):
+            seen.append(float(temperature))  # noqa: B023
+            return jnp.asarray(
+                rng.normal(size=15 if isinstance(method, EceT) else 1) * 10.0 ** rng.normal(), jnp.float32
+            )
+
+        end = float(play(method, ask, 0.0).temperature)
+        for temperature, table in zip([*seen, end], [*asked, ends], strict=True):
+            assert np.abs(table / temperature - 1).min() < 1e-5
+
+
+def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order):
+    trials = _Trials.of(METHODS[0], records, order)
+    moved = [sums._replace(temperatures=sums.temperatures * 1.01) for sums in trials.answers]
+    trials = _Trials(trials.method, records, order, tuple(moved), trials.fits)
+    outcome = trials.run(SETTINGS[0], 40, trials.noise(jax.random.key(0), 4, None), 0.0)
+    assert np.isnan(outcome.ece).all()
