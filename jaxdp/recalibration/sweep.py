@@ -211,16 +211,15 @@ def simulate(
     trials = _Trials.of(method, records, order)
     for index, setting in enumerate(settings):
         scale = noise_scale(method, epsilon=setting.epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
-        drawn = trials.noise(jax.random.fold_in(key, index), setting.sources, scale)
-        variance = 0.0 if scale is None else scale.variance * setting.sources
-        outcomes.append(trials.run(setting, setting.sources * setting.samples, drawn, variance))
+        asked = setting.sources * setting.samples
+        outcomes.append(trials.run(setting, asked=asked, key=jax.random.fold_in(key, index), scale=scale))
     return outcomes
 
 
 def one_source(method: Method, records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
     """The baseline of the first source alone, without noise, judged as in `simulate`."""
     trials = _Trials.of(method, records, order)
-    return [trials.run(setting, setting.samples, trials.noise(jax.random.key(0), 0, None), 0.0) for setting in settings]
+    return [trials.run(setting, asked=setting.samples) for setting in settings]
 
 
 def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
@@ -263,14 +262,13 @@ class _Trials:
         )
         return cls(method, records, order, answers, Sums.of(_fit_at, records, ends, order) if ends.size else None)
 
-    def noise(self, key: jax.Array, sources: int, scale: Scale | None) -> jax.Array:
-        """The sum over sources of their noise in all rounds, float32 [trials, rounds, s]."""
-        width = self.answers[0].everyone.shape[1]
-        shape = (len(self.order.rows), self.method.rounds, width)
-        return jnp.zeros(shape) if scale is None else _noise(key, shape, sources, scale)
-
-    def run(self, setting: Setting, asked: int, drawn: jax.Array, variance: float | jax.Array) -> Outcome:
-        """One setting, with answers from the first `asked` records of each trial."""
+    def run(self, setting: Setting, *, asked: int, key: jax.Array | None = None, scale: Scale | None = None) -> Outcome:
+        """One setting, with answers from the first `asked` records of each trial; without a scale there is no noise."""
+        shape = (len(self.order.rows), self.method.rounds, self.answers[0].everyone.shape[1])
+        drawn: jax.Array = jnp.zeros(shape)
+        variance = 0.0
+        if scale is not None:
+            drawn, variance = _noise(key, shape, setting.sources, scale), scale.variance * setting.sources
         now = tuple(s._replace(beginnings=s.beginnings[:, self.order.ends.index(asked)]) for s in self.answers)
         found = _play(self.method, now, drawn, variance)
         if self.fits is not None:

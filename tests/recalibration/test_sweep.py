@@ -117,5 +117,5 @@ def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order):
     trials = _Trials.of(METHODS[0], records, order)
     moved = [sums._replace(temperatures=sums.temperatures * 1.01) for sums in trials.answers]
     trials = _Trials(trials.method, records, order, tuple(moved), trials.fits)
-    outcome = trials.run(SETTINGS[0], 40, trials.noise(jax.random.key(0), 4, None), 0.0)
+    outcome = trials.run(SETTINGS[0], asked=40)
     assert np.isnan(outcome.ece).all()
