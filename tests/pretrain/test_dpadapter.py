@@ -1,0 +1,371 @@
+"""Algorithm 1 against an independent computation in NumPy, SAM against optax, and what must hold of every step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdp.pretrain import amp, dpadapter, sam
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+RNG = np.random.default_rng(0)
+GAMMA = {"global": 0.6, "per_tensor": 0.35}
+SIZES = {"w1": (4, 5), "b1": (5,), "w2": (5, 3)}
+PARAMS = {name: RNG.normal(size=shape) for name, shape in SIZES.items()}
+
+
+def batch(size):
+    return {"x": RNG.normal(size=(size, 4)), "y": RNG.integers(0, 3, size)}
+
+
+BATCHES = [(batch(24), batch(6)) for _ in range(4)]
+
+
+def forward(params, x):
+    return jnp.tanh(x @ params["w1"] + params["b1"][None]) @ params["w2"]
+
+
+def mean_loss(params, batch):
+    logits = forward(params, jnp.asarray(batch["x"], params["w1"].dtype))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def optimizer(rate=0.3, momentum=0.9, decay=0.05):
+    return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=momentum))
+
+
+def float32(tree):
+    return jax.tree.map(jnp.float32, tree)
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)))
+
+
+def run(trainer, batches=BATCHES):
+    state, rows = trainer.init(float32(PARAMS)), []
+    for first, second in batches:
+        state, row = trainer.step(state, first, second)
+        rows.append(row)
+    return state, rows
+
+
+# --- Algorithm 1 by hand, in float64 ---------------------------------------------------------------------------------
+
+
+def numpy_gradient(params, batch):
+    """Loss and gradient of a mean cross entropy behind one tanh layer, by hand."""
+    x, y = batch["x"], batch["y"]
+    hidden = np.tanh(x @ params["w1"] + params["b1"])
+    logits = hidden @ params["w2"]
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    probability = shifted / shifted.sum(1, keepdims=True)
+    loss = -np.mean(np.log(probability[np.arange(len(y)), y]))
+    back = (probability - np.eye(3)[y]) / len(y)
+    inner = (back @ params["w2"].T) * (1 - hidden**2)
+    return loss, {"w1": x.T @ inner, "b1": inner.sum(0), "w2": hidden.T @ back}
+
+
+def numpy_run(gamma, rate, steps, ball, rule, learning_rate=0.3, momentum=0.9, decay=0.05):
+    params = {name: value.copy() for name, value in PARAMS.items()}
+    velocity = {name: np.zeros(shape) for name, shape in SIZES.items()}
+    rows = []
+    for first, second in BATCHES:
+        delta = {name: np.zeros(shape) for name, shape in SIZES.items()}
+        for _ in range(steps):
+            _, gradient = numpy_gradient({n: params[n] + delta[n] for n in SIZES}, first)
+            delta = {n: delta[n] + rate * gradient[n] for n in SIZES}
+            for group in [list(SIZES)] if ball == "global" else [[n] for n in SIZES]:
+                length = np.sqrt(sum((delta[n] ** 2).sum() for n in group))
+                if rule == "normalise" or length > gamma:
+                    delta |= {n: gamma / length * delta[n] for n in group}
+        loss, gradient = numpy_gradient({n: params[n] + delta[n] for n in SIZES}, second)
+        for n in SIZES:
+            velocity[n] = momentum * velocity[n] + gradient[n] + decay * params[n]
+            params[n] = params[n] - learning_rate * velocity[n]
+        rows.append((loss, norm(delta)))
+    return params, rows
+
+
+@pytest.mark.parametrize("ball", ["global", "per_tensor"])
+@pytest.mark.parametrize("rule", ["project", "normalise"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_four_steps_are_those_of_algorithm_1(ball, rule, steps):
+    trainer = dpadapter(
+        mean_loss, optimizer(), gamma=GAMMA[ball], ascent_rate=1.5, ascent_steps=steps, ball=ball, rule=rule
+    )
+    state, rows = run(trainer)
+    params, expected = numpy_run(GAMMA[ball], 1.5, steps, ball, rule)
+    for name in SIZES:
+        np.testing.assert_allclose(state.params[name], params[name], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose([(row["loss"], row["perturbation_norm"]) for row in rows], expected, rtol=2e-5)
+    assert int(state.step) == len(BATCHES)
+
+
+def test_the_cases_above_are_different_ones():
+    runs = [
+        numpy_run(GAMMA[ball], 1.5, steps, ball, rule)[0]
+        for steps in (1, 2)
+        for ball in ("global", "per_tensor")
+        for rule in ("project", "normalise")
+    ]
+    for i, first in enumerate(runs):
+        for second in runs[:i]:
+            assert norm({n: first[n] - second[n] for n in SIZES}) > 20 * 2e-5 * norm(first)
+    # Projection is active in some steps and idle in others.
+    lengths = np.array([length for _, length in numpy_run(GAMMA["global"], 1.5, 1, "global", "project")[1]])
+    assert (lengths < GAMMA["global"] - 1e-9).any() and (lengths > GAMMA["global"] - 1e-9).any()
+
+
+def test_the_perturbation_is_in_the_ball():
+    for ball, bound in (("global", 0.12), ("per_tensor", 0.12 * np.sqrt(3))):
+        state, rows = run(dpadapter(mean_loss, optimizer(), gamma=0.12, ascent_rate=100.0, ball=ball))
+        assert all(float(row["perturbation_norm"]) <= bound * (1 + 1e-6) for row in rows)
+        assert norm(state.perturbation) == pytest.approx(bound, rel=1e-6)
+        if ball == "per_tensor":
+            assert [norm(leaf) for leaf in state.perturbation.values()] == pytest.approx([0.12] * 3, rel=1e-6)
+
+
+def test_an_infinite_ball_is_equation_6():
+    state, rows = run(dpadapter(mean_loss, optimizer(), gamma=np.inf, ascent_rate=0.7), BATCHES[:1])
+    _, gradient = numpy_gradient(PARAMS, BATCHES[0][0])
+    for name in SIZES:
+        np.testing.assert_allclose(state.perturbation[name], 0.7 * gradient[name], rtol=1e-5, atol=1e-7)
+    assert float(rows[0]["ascent_gradient_norm"]) == pytest.approx(norm(gradient), rel=1e-5)
+
+
+# --- Relatives -------------------------------------------------------------------------------------------------------
+
+
+def test_sam_is_that_of_optax():
+    rho, both = 0.1, BATCHES[0][0]
+    ours, _ = run(sam(mean_loss, optax.sgd(0.3, momentum=0.9), gamma=rho), [(both, both)])
+    theirs = optax.contrib.sam(
+        optax.sgd(0.3, momentum=0.9), optax.chain(optax.contrib.normalize(), optax.sgd(rho)), opaque_mode=True
+    )
+    params = float32(PARAMS)
+    state = theirs.init(params)
+    grad_fn = jax.jit(jax.grad(mean_loss))
+    updates, _ = theirs.update(grad_fn(params, both), state, params, grad_fn=lambda p, _: grad_fn(p, both))
+    expected = optax.apply_updates(params, updates)
+    for name in SIZES:
+        np.testing.assert_allclose(ours.params[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_amp_is_dpadapter_with_one_batch():
+    same = [(second, second) for _, second in BATCHES]
+    ours, _ = run(amp(mean_loss, optimizer(), gamma=0.3), same)
+    general, _ = run(dpadapter(mean_loss, optimizer(), gamma=0.3), same)
+    jax.tree.map(np.testing.assert_array_equal, ours, general)
+
+
+def plain_training(batches):
+    params, method = float32(PARAMS), optimizer()
+    state, grad_fn = method.init(params), jax.jit(jax.grad(mean_loss))
+    for _, second in batches:
+        updates, state = method.update(grad_fn(params, second), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def test_without_a_ball_or_without_ascent_it_is_plain_training():
+    expected = plain_training(BATCHES)
+    for trainer, batches in (
+        (dpadapter(mean_loss, optimizer(), gamma=0.0), BATCHES),
+        (sam(mean_loss, optimizer(), gamma=0.0), BATCHES),
+        (dpadapter(mean_loss, optimizer()), [(None, second) for _, second in BATCHES]),
+    ):
+        state, rows = run(trainer, batches)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected)
+        assert all(set(row) == {"loss", "perturbation_norm"} and row["perturbation_norm"] == 0 for row in rows)
+
+
+def test_between_ascents_the_perturbation_stays():
+    (first, second), (_, third) = BATCHES[:2]
+    state, rows = run(dpadapter(mean_loss, optimizer(), gamma=0.2), [(first, second), (None, third)])
+    before, _ = run(dpadapter(mean_loss, optimizer(), gamma=0.2), [(first, second)])
+    jax.tree.map(np.testing.assert_array_equal, state.perturbation, before.perturbation)
+    shifted = jax.tree.map(jnp.add, before.params, before.perturbation)
+    assert float(rows[1]["loss"]) == pytest.approx(float(mean_loss(shifted, third)), rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [dpadapter, sam, amp])
+@pytest.mark.parametrize("ball", ["global", "per_tensor"])
+def test_a_zero_gradient_is_no_perturbation(make, ball):
+    def flat(params, batch):
+        return 0.0 * jnp.sum(params["w1"]) + batch["x"].astype(jnp.float32).mean()
+
+    trainer = make(flat, optax.sgd(0.1), gamma=0.5, ball=ball)
+    state, rows = run(trainer, BATCHES[:1])
+    assert rows[0]["perturbation_norm"] == rows[0]["ascent_gradient_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, float32(PARAMS))
+
+
+def test_one_dead_tensor_does_not_hurt_the_others():
+    def partly(params, batch):
+        return mean_loss({**params, "b1": 0 * params["b1"]}, batch)
+
+    state, _ = run(sam(partly, optax.sgd(0.1), gamma=0.5, ball="per_tensor"), BATCHES[:1])
+    assert [norm(state.perturbation[name]) for name in ("w1", "b1", "w2")] == pytest.approx([0.5, 0, 0.5], rel=1e-6)
+
+
+# --- Microbatches, devices, compilation ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run(dpadapter(mean_loss, optimizer(), gamma=0.2))
+
+
+@pytest.mark.parametrize("microbatch_size", [6, 100])
+def test_microbatches_change_nothing(microbatch_size, whole):
+    parts, others = run(dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, whole, (parts, others))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 8])
+def test_batches_over_several_devices_change_nothing(microbatch_size, whole):
+    devices = jax.devices()[:4]
+    assert len(devices) == 4
+    mesh = Mesh(np.array(devices), "data")
+    over, copied = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    trainer = dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size)
+    state = jax.device_put(trainer.init(float32(PARAMS)), copied)
+    for first, second in BATCHES:
+        state, _ = trainer.step(state, jax.device_put(first, over), jax.device_put(second, copied))
+    expected, _ = whole
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, state, expected)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+
+
+def test_a_second_step_compiles_nothing():
+    traces = []
+
+    def traced(params, batch):
+        traces.append(len(batch["y"]))
+        return mean_loss(params, batch)
+
+    trainer = dpadapter(traced, optimizer(), gamma=0.2, ascent_steps=2, microbatch_size=8)
+    state = trainer.init({name: 1.0 * value.astype(np.float32) for name, value in PARAMS.items()})
+    for first, second in BATCHES:
+        state, _ = trainer.step(state, first, second)
+    assert sorted(traces) == [6, 8]
+    sizes = [function._cache_size() for function in (trainer.gradient, trainer.ascend, trainer.descend)]
+    assert sizes == [2, 1, 1]
+    state, _ = trainer.step(state, None, BATCHES[0][1])
+    assert [f._cache_size() for f in (trainer.gradient, trainer.ascend, trainer.descend)] == sizes
+
+
+def test_nothing_moves_between_host_and_device_by_itself():
+    trainer = dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=8)
+    state = trainer.init(float32(PARAMS))
+    first, second = jax.device_put(BATCHES[0])
+    with jax.transfer_guard("disallow"):
+        trainer.step(state, first, second)
+
+
+def test_bfloat16_parameters_keep_their_dtype_and_a_precise_perturbation():
+    def loss(params, batch):
+        return mean_loss(float32(params), batch)
+
+    trainer = dpadapter(loss, optimizer(), gamma=0.2)
+    state = trainer.init(jax.tree.map(jnp.bfloat16, PARAMS))
+    traces = []
+    for first, second in BATCHES[:2]:
+        state, _ = trainer.step(state, first, second)
+        traces.append(trainer.descend._cache_size())
+    assert traces == [1, 1]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
+    assert norm(state.perturbation) == pytest.approx(0.2, rel=1e-5)
+
+
+# --- Running statistics ----------------------------------------------------------------------------------------------
+
+
+def with_statistics(params, stats, batch):
+    """A loss whose statistic is a sum over the passes of the mean of the hidden layer, which depends on params."""
+    hidden = jnp.tanh(batch["x"].astype(jnp.float32) @ params["w1"] + params["b1"][None])
+    return mean_loss(params, batch), {"mean": 0.5 * stats["mean"] + hidden.mean(0), "passes": stats["passes"] + 1}
+
+
+def statistics(trainer, batches):
+    state = trainer.init(float32(PARAMS), {"mean": np.zeros(5, np.float32), "passes": np.int32(0)})
+    for first, second in batches:
+        before = state
+        state, _ = trainer.step(state, first, second)
+    return before, state
+
+
+def hidden_mean(params, batch):
+    return np.tanh(batch["x"] @ np.asarray(params["w1"]) + np.asarray(params["b1"])).mean(0)
+
+
+@pytest.mark.parametrize("ascent_steps", [1, 3])
+@pytest.mark.parametrize("microbatch_size", [None, 6])
+def test_statistics_are_of_the_clean_pass(ascent_steps, microbatch_size):
+    trainer = dpadapter(
+        with_statistics,
+        optimizer(),
+        gamma=0.5,
+        ascent_steps=ascent_steps,
+        stateful=True,
+        microbatch_size=microbatch_size,
+    )
+    before, after = statistics(trainer, BATCHES[:2])
+    expected = 0.5 * hidden_mean(PARAMS, BATCHES[0][0]) + hidden_mean(before.params, BATCHES[1][0])
+    np.testing.assert_allclose(after.stats["mean"], expected, rtol=1e-4, atol=1e-5)
+    assert after.stats["passes"].dtype == jnp.int32 and int(after.stats["passes"]) == 2
+
+
+def test_without_ascent_statistics_are_of_the_update_if_it_is_not_perturbed():
+    trainer = dpadapter(with_statistics, optimizer(), gamma=0.5, stateful=True)
+    _, warm = statistics(trainer, [(None, BATCHES[0][1])])
+    np.testing.assert_allclose(warm.stats["mean"], hidden_mean(PARAMS, BATCHES[0][1]), rtol=1e-4, atol=1e-5)
+    before, after = statistics(trainer, [BATCHES[0], (None, BATCHES[1][1])])
+    jax.tree.map(np.testing.assert_array_equal, before.stats, after.stats)
+
+
+def test_statistics_and_stateful_belong_together():
+    with pytest.raises(ValueError, match="stats must be given: stateful=True"):
+        dpadapter(with_statistics, optimizer(), stateful=True).init(float32(PARAMS))
+    with pytest.raises(ValueError, match="stats must be None: stateful=False"):
+        dpadapter(mean_loss, optimizer()).init(float32(PARAMS), {"mean": jnp.zeros(5)})
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": -0.1}, "gamma must be at least 0, got -0.1; 0 is training without"),
+        ({"gamma": float("nan")}, "gamma must be at least 0, got nan"),
+        ({"gamma": float("inf"), "rule": "normalise"}, "gamma must be finite with rule='normalise', got inf"),
+        ({"ascent_rate": 0.0}, "ascent_rate must be positive and finite, got 0.0; gamma=0"),
+        ({"ascent_rate": -1.0}, "ascent_rate must be positive and finite, got -1.0"),
+        ({"ascent_rate": float("nan")}, "ascent_rate must be positive and finite, got nan"),
+        ({"ascent_steps": 0}, "ascent_steps must be at least 1, got 0"),
+        ({"ball": "tensor"}, "ball must be 'global' or 'per_tensor', got 'tensor'"),
+        ({"rule": "clip"}, "rule must be 'project' or 'normalise', got 'clip'"),
+        ({"microbatch_size": 0}, "microbatch_size must be at least 1 or None, got 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dpadapter(mean_loss, optimizer(), **arguments)
+
+
+def test_batches_that_cannot_be_are_refused():
+    trainer = dpadapter(mean_loss, optimizer(), microbatch_size=5)
+    state, (first, second) = trainer.init(float32(PARAMS)), BATCHES[0]
+    with pytest.raises(ValueError, match="microbatch_size must divide the 24 examples of perturbation_batch, got 5"):
+        trainer.step(state, first, second)
+    empty = {"x": np.zeros((0, 4)), "y": np.zeros(0, np.int64)}
+    with pytest.raises(ValueError, match=r"update_batch must be arrays .* got lengths \[0\]"):
+        trainer.step(state, None, empty)
+    with pytest.raises(ValueError, match=r"perturbation_batch must be arrays .* got lengths \[6, 24\]"):
+        trainer.step(state, {"x": first["x"], "y": second["y"]}, second)
