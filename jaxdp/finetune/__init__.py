@@ -1,18 +1,39 @@
 """Fine-tuning on private data."""
 
-from jaxdp.finetune.dp_sgd import PrivateTrainer, TrainState, dp_sgd
+from jaxdp.finetune.adp_alloc import (
+    adp_alloc,
+    calibrate_schedule,
+    constant_noise,
+    exponential_noise,
+    polynomial_noise,
+    step_noise,
+    time_based_noise,
+)
+from jaxdp.finetune.adp_clip import adp_clip
+from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.evaluate import accuracy, charged_accuracy
 from jaxdp.finetune.experiment import run
+from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
+from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.models.training import train_without_privacy
 
 __all__ = [
     "PrivateTrainer",
     "TrainState",
     "accuracy",
+    "adp_alloc",
+    "adp_clip",
+    "calibrate_schedule",
     "charged_accuracy",
+    "constant_noise",
     "dp_sgd",
+    "exponential_noise",
     "fit",
+    "gep",
+    "polynomial_noise",
     "run",
+    "step_noise",
+    "time_based_noise",
     "train_without_privacy",
 ]

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp import data, models
-from jaxdp.finetune.dp_sgd import PrivateTrainer, dp_sgd
+from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
+from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.training import train_without_privacy
 from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import format_table, plot_training, read_metrics

@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxdp.data import Source
-from jaxdp.finetune.dp_sgd import PrivateTrainer, TrainState
+from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.report import MetricsWriter, read_metrics
@@ -58,7 +58,7 @@ def fit(
     """Runs `steps` steps of private training, or what is left of them after a crash.
 
     Args:
-      trainer: from `jaxdp.finetune.dp_sgd`.
+      trainer: from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
       params: parameters to start from; read only when the run starts for the first time.
       source: the private examples; `len(source)` must be the sampler's `num_examples`.
       steps: total number of steps.
@@ -209,7 +209,7 @@ class _Run:
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in ("step", "params", "opt_state", "ema")}
+    return {name: getattr(state, name) for name in ("step", "params", "opt_state", "ema", "carried", "released")}
 
 
 def _derive(seed: bytes, purpose: bytes) -> bytes:
@@ -272,6 +272,7 @@ def _identity(trainer: PrivateTrainer, state: TrainState, source: Source) -> byt
     facts = {
         "program": hashlib.sha256(trainer.lowered_text(state, source).encode()).hexdigest(),
         "data": source.fingerprint,
+        "public": _digest(trainer.query.public).hex(),
         "sampler": repr(trainer.sampler),
         "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__, sampling],
         "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, *_processor()],

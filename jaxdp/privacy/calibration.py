@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable
 
-from jaxdp.privacy.accounting import Adjacency, check_rules, epsilon_of_counts, rdp_epsilon_of_counts
+from jaxdp.privacy.accounting import Adjacency, Method, check_rules, epsilon_of_counts, rdp_epsilon_of_counts
 from jaxdp.privacy.events import DpEvent, composition
 
 _LARGEST = 2.0**40
@@ -19,6 +19,7 @@ def calibrate_noise(
     epsilon: float,
     delta: float,
     adjacency: Adjacency = "add_remove",
+    method: Method = "auto",
     tol: float = 1e-4,
 ) -> float:
     """Returns the smallest noise multiplier whose epsilon is at most the target.
@@ -30,6 +31,7 @@ def calibrate_noise(
         epsilon: the target, > 0 and finite.
         delta: the target's delta, in [0, 1); 0 only for releases that are all pure.
         adjacency: "add_remove", "replace_one" or "zero_out".
+        method: as in `epsilon`; "rdp" asks for more noise than "auto", which a comparison with older work may need.
         tol: relative tolerance, in (0, 0.1]. The result is at most (1 + tol) times the smallest feasible multiplier.
 
     Returns:
@@ -47,13 +49,13 @@ def calibrate_noise(
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
 
-    check_rules(composition(make_event(1.0)), adjacency=adjacency, method="auto")
+    check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
     @functools.cache
     def cost(multiplier: float) -> float:
         counts = composition(make_event(multiplier))
-        costs[multiplier] = epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method="auto")
+        costs[multiplier] = epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
         _check_monotone(costs)
         return costs[multiplier]
 

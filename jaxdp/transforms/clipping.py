@@ -58,6 +58,19 @@ class ClippedSum:
     nonfinite: jax.Array
 
 
+class PerExampleGrads(NamedTuple):
+    """What `ClippedGrad.per_example` returns: private, and bounded by nothing.
+
+    Attributes:
+      grads: like params with a leading axis B, float32 or wider; None at frozen leaves. Zero where an example is masked
+        or its gradient is not finite.
+      nonfinite: int32, how many unmasked examples had a NaN or infinite gradient.
+    """
+
+    grads: Any
+    nonfinite: jax.Array
+
+
 class _PerExample(NamedTuple):
     """One engine's pass over a batch, before the clip factors are known."""
 
@@ -103,6 +116,15 @@ class ClippedGrad:
         kept = [leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True)]
         return jax.tree.unflatten(structure, kept)
 
+    def per_example(
+        self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
+    ) -> PerExampleGrads:
+        """The gradients themselves, not clipped: B x P memory, for rules that `clipped_grad` does not have.
+
+        Arguments and errors are those of a call; `engine`, `clip_rule` and `microbatch_size` do not apply.
+        """
+        return _per_example_grads(self, *self._arguments(params, batch, mask, key))
+
     def __call__(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
     ) -> ClippedSum:
@@ -119,6 +141,10 @@ class ClippedGrad:
           ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
           TypeError: mask is not boolean, or key is not a typed key.
         """
+        return _clipped_sum(self, *self._arguments(params, batch, mask, key), self.clip_norm)
+
+    def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
+        """Checked arguments of the compiled functions: what is static first."""
         size = self._check(batch, mask, key)
         trainable = self._trainable(params)
         if not any(trainable):
@@ -131,7 +157,7 @@ class ClippedGrad:
         leaves, structure = jax.tree.flatten(params)
         arrays = [x if _is_array(x) else None for x in leaves]
         static = tuple(None if _is_array(x) else x for x in leaves)
-        return _clipped_sum(self, structure, static, tuple(trainable), arrays, batch, mask, key, self.clip_norm)
+        return structure, static, tuple(trainable), arrays, batch, mask, key
 
     def _trainable(self, params: Any) -> list[bool]:
         predicate = self.trainable or (lambda path, leaf: True)
@@ -245,6 +271,42 @@ def _clipped_sum(
     key: jax.Array | None,
     clip_norm: Any,
 ) -> ClippedSum:
+    loss, moving, batch, unmasked = _prepared(f, structure, static, trainable, arrays, batch, mask, key)
+    size = len(unmasked)
+    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm)
+    if f.microbatch_size is None or f.microbatch_size >= size:
+        sums, per_example, nonfinite = step(batch, unmasked)
+    else:
+        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size)
+    norms, losses, aux = per_example
+    return ClippedSum(_restored(sums, structure, trainable), norms, losses, aux, nonfinite)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _per_example_grads(
+    f: ClippedGrad, structure: Any, static: tuple[Any, ...], trainable: tuple[bool, ...], *args: Any
+) -> PerExampleGrads:
+    loss, moving, batch, unmasked = _prepared(f, structure, static, trainable, *args)
+    if len(unmasked):
+        _, _, grads = _stacked_grads(loss, moving, batch)
+    else:
+        grads = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving]
+    finite = jnp.isfinite(_sum_of_squares(grads))
+    grads = [_keep_rows(g, unmasked & finite) for g in grads]
+    return PerExampleGrads(_restored(grads, structure, trainable), (unmasked & ~finite).sum(dtype=jnp.int32))
+
+
+def _prepared(
+    f: ClippedGrad,
+    structure: Any,
+    static: tuple[Any, ...],
+    trainable: tuple[bool, ...],
+    arrays: list[Any],
+    batch: Any,
+    mask: jax.Array,
+    key: jax.Array | None,
+) -> tuple[Callable[..., Any], list[Any], Any, jax.Array]:
+    """(loss of one example as a function of the trainable leaves, these leaves, batch with keys, [B] mask)."""
     leaves = [s if a is None else a for s, a in zip(static, arrays, strict=True)]
     moving = [x for x, t in zip(leaves, trainable, strict=True) if t]
 
@@ -253,19 +315,15 @@ def _clipped_sum(
         params = jax.tree.unflatten(structure, [next(rest) if t else x for x, t in zip(leaves, trainable, strict=True)])
         return _group_loss(f, params, example, present, key) if f.group else _loss(f, params, example, key)
 
-    size = len(mask)
-    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(size))
-    batch = (batch, mask if mask.ndim == 2 else None, keys)
+    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(mask)))
     unmasked = mask.any(1) if mask.ndim == 2 else mask
-    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm)
-    if f.microbatch_size is None or f.microbatch_size >= size:
-        sums, per_example, nonfinite = step(batch, unmasked)
-    else:
-        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size)
-    rest = iter(sums)
-    grads = jax.tree.unflatten(structure, [next(rest) if t else None for t in trainable])
-    norms, losses, aux = per_example
-    return ClippedSum(grads, norms, losses, aux, nonfinite)
+    return loss, moving, (batch, mask if mask.ndim == 2 else None, keys), unmasked
+
+
+def _restored(values: Sequence[Any], structure: Any, trainable: Sequence[bool]) -> Any:
+    """A tree like params from one value per trainable leaf; None at the others."""
+    rest = iter(values)
+    return jax.tree.unflatten(structure, [next(rest) if t else None for t in trainable])
 
 
 def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -371,12 +429,17 @@ def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     return _total([jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads))
 
 
-def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
+def _stacked_grads(loss: Callable[..., Any], moving: list[Any], batch: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
+    """(losses [B], aux, gradients [B, ...] per leaf), float32 or wider."""
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
     refuse_batch_norm(jax.make_jaxpr(loss)(moving, *one).jaxpr)
     gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
     (losses, aux), grads = gradient(moving, *batch)
-    grads = [g.astype(sites.wide_dtype(g)) for g in grads]
+    return losses, aux, [g.astype(sites.wide_dtype(g)) for g in grads]
+
+
+def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
+    losses, aux, grads = _stacked_grads(loss, moving, batch)
     return _PerExample(losses, aux, _sum_of_squares(grads), lambda c, keep: [_contract_rows(g, c, keep) for g in grads])
 
 

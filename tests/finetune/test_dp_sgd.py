@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 
 from jaxdp import data, finetune
 from jaxdp.privacy import Ledger, epsilon
+from jaxdp.privacy.events import composition
 from jaxdp.transforms import losses, noise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -240,7 +241,7 @@ def test_noise_schedule_and_its_events():
         # The standard error of a standard deviation from 2e5 values is 0.16 %.
         assert mean.std() * 0.25 * N / CLIP == pytest.approx(schedule(step), rel=0.01)
     singles = [dp_event.PoissonSampledDpEvent(0.25, dp_event.GaussianDpEvent(schedule(t))) for t in range(4)]
-    assert trainer.event(1, 4) == dp_event.ComposedDpEvent(singles[1:])
+    assert composition(trainer.event(1, 4)) == composition(dp_event.ComposedDpEvent(singles[1:]))
     assert trainer.event(2, 2) == dp_event.ComposedDpEvent([])
 
 

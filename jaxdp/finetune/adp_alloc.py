@@ -1,0 +1,196 @@
+"""AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section V).
+
+The schedules are sigma_t as a function of the epoch t = 0, 1, ... and of the first noise multiplier sigma_0:
+
+    time-based    sigma_0 / (1 + k t)
+    step          sigma_0 k^floor(t / period)
+    exponential   sigma_0 exp(-k t)
+    polynomial    (sigma_0 - sigma_end) (1 - min(t, period) / period)^power + sigma_end
+
+All are public. The paper's fifth rule, which lowers the noise when the accuracy on held-out records stops rising, asks
+private data a question in every epoch and is not offered.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import optax
+
+from jaxdp.data import PoissonSampler
+from jaxdp.finetune.dp_sgd import dp_sgd
+from jaxdp.finetune.trainer import Options, PrivateTrainer
+from jaxdp.privacy import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    SelfComposedDpEvent,
+    calibrate_noise,
+    epsilon,
+)
+from jaxdp.privacy.accounting import Adjacency, Method
+
+NoiseSchedule = Callable[[float, Any], Any]
+"""sigma_t from (sigma_0, epoch t); t is an int, or a traced int32 scalar."""
+
+# More than any rounding of a schedule in float32: what is added is never less than what is charged.
+_ROUNDED_UP = 1 + 2.0**-17
+_LARGEST = 2.0**40
+
+
+def constant_noise() -> NoiseSchedule:
+    """The same noise in every epoch: DP-SGD."""
+    return lambda sigma_0, epoch: sigma_0 + 0 * epoch
+
+
+def time_based_noise(rate: float) -> NoiseSchedule:
+    """sigma_0 / (1 + rate * epoch), with rate >= 0."""
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, or the noise would rise or turn negative")
+    return lambda sigma_0, epoch: sigma_0 / (1 + rate * epoch)
+
+
+def step_noise(factor: float, period: int) -> NoiseSchedule:
+    """sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
+    _check("factor", factor, 0 < factor <= 1, "in (0, 1], or the noise would rise or turn negative")
+    _check("period", period, period >= 1, "at least 1 epoch")
+    return lambda sigma_0, epoch: sigma_0 * factor ** (epoch // period)
+
+
+def exponential_noise(rate: float) -> NoiseSchedule:
+    """sigma_0 * exp(-rate * epoch), with rate >= 0; Yu et al. found it the best on average."""
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, or the noise would rise")
+    return lambda sigma_0, epoch: sigma_0 * math.exp(-rate) ** epoch
+
+
+def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
+    """From sigma_0 to `end` > 0 as (1 - epoch / period)^power, and `end` from epoch `period` on.
+
+    `end` does not move with sigma_0: the epochs from `period` on have a price that no sigma_0 changes.
+    """
+    _check("end", end, 0 < end < math.inf, "finite and positive: a step without noise has no privacy")
+    _check("power", power, 0 < power < math.inf, "finite and positive")
+    _check("period", period, period >= 1, "at least 1 epoch")
+
+    def schedule(sigma_0: float, epoch: Any) -> Any:
+        left = (period - epoch) * (epoch < period) / period
+        return (sigma_0 - end) * left**power + end
+
+    return schedule
+
+
+def calibrate_schedule(
+    schedule: NoiseSchedule,
+    sampler: PoissonSampler,
+    *,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency = "add_remove",
+    method: Method = "auto",
+) -> float:
+    """The smallest sigma_0 with which all steps together cost at most the target.
+
+    Every epoch is accounted with its own noise; nothing is averaged. With some hundred different epochs this takes
+    up to a minute.
+
+    Args:
+      schedule: such as `exponential_noise(0.01)`.
+      sampler: of the run; an epoch is ceil(1 / q) steps.
+      steps: of the whole run.
+      epsilon, delta, adjacency, method: as in `jaxdp.privacy.calibrate_noise`.
+
+    Raises:
+      ValueError: no sigma_0 meets the target; the message gives the epsilon that the schedule can reach.
+    """
+
+    def event(sigma_0: float) -> DpEvent:
+        return schedule_event(schedule, sigma_0, sampler, steps)
+
+    floor = _epsilon(event(_LARGEST), delta, adjacency, method)
+    if floor > epsilon:
+        worst = min(schedule(_LARGEST, epoch) for epoch in range(math.ceil(steps / _epoch(sampler))))
+        raise ValueError(
+            f"epsilon={epsilon} is below what the schedule can reach: whatever sigma_0 is, some epochs have a noise "
+            f"multiplier of {worst:.4g}, and the run costs at least {floor:.4g} at delta={delta:g}. Raise the noise "
+            "that does not depend on sigma_0, reach it later or train for fewer steps; or take a larger epsilon."
+        )
+    return calibrate_noise(event, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
+
+
+def schedule_event(schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int) -> DpEvent:
+    """The event of the first `steps` steps; an epoch without positive noise is `NonPrivateDpEvent`."""
+    length = _epoch(sampler)
+    parts = []
+    for epoch, first in enumerate(range(0, steps, length)):
+        sigma = float(schedule(sigma_0, epoch))
+        mechanism = GaussianDpEvent(sigma) if sigma > 0 else NonPrivateDpEvent()
+        parts.append(SelfComposedDpEvent(sampler.event(mechanism), min(length, steps - first)))
+    return ComposedDpEvent(parts)
+
+
+def adp_alloc(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float,
+    noise_multiplier: float,
+    schedule: NoiseSchedule,
+    **options: Unpack[Options],
+) -> PrivateTrainer:
+    """DP-SGD with noise that falls from epoch to epoch.
+
+        schedule = jaxdp.finetune.exponential_noise(0.01)
+        sigma_0 = jaxdp.finetune.calibrate_schedule(schedule, sampler, steps=1000, epsilon=4.0, delta=1e-5)
+        trainer = jaxdp.finetune.adp_alloc(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
+                                           noise_multiplier=sigma_0, schedule=schedule, physical_batch_size=256)
+
+    Args:
+      loss_fn, optimizer, clip_norm, options: as in `dp_sgd`.
+      noise_multiplier: sigma_0, of the first epoch.
+      schedule: how it falls; public. It must not depend on private data.
+
+    Raises:
+      ValueError: as `dp_sgd`; when an event is asked for, an epoch whose noise is negative or not finite.
+
+    Formal guarantees:
+      As `dp_sgd`, with step t of epoch e charged PoissonSampled(q, Gaussian(sigma_e)); an epoch is ceil(1 / q) steps.
+    """
+    if not 0 < noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
+    return dp_sgd(
+        loss_fn,
+        optimizer,
+        clip_norm=clip_norm,
+        noise_multiplier=_Steps(schedule, noise_multiplier, _epoch(options["sampler"])),
+        **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """A schedule over epochs as one over steps."""
+
+    schedule: NoiseSchedule
+    sigma_0: float
+    length: int
+
+    def __call__(self, step: Any) -> Any:
+        sigma = self.schedule(self.sigma_0, step // self.length)
+        return sigma * _ROUNDED_UP if isinstance(step, jax.Array) else sigma
+
+
+def _epoch(sampler: PoissonSampler) -> int:
+    """Steps in which every example is expected to take part about once."""
+    return math.ceil(1 / sampler.sampling_probability)
+
+
+def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method) -> float:
+    return epsilon(event, delta=delta, adjacency=adjacency, method=method)
+
+
+def _check(name: str, value: float, good: bool, needs: str) -> None:
+    if not good:
+        raise ValueError(f"{name} must be {needs}; got {value}.")

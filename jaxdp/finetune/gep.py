@@ -1,0 +1,338 @@
+"""GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1): noise where public gradients point.
+
+Before a step (from public data only):
+
+    A = gradients of the anchors, one row per example                          m x p, never formed whole
+    L ~ N(0, I), then `power_iterations` times L <- orthonormal(A^T (A L))     p x k, the anchor subspace B
+
+One step, with g_i the gradient of private example i:
+
+    w_i = B^T g_i                           its embedding, in k dimensions
+    r_i = g_i - B w_i                       the residual
+    w~ = (sum_i clip(w_i, C_0) + sigma C_0 N(0, I)) / (q n)
+    r~ = (sum_i clip(r_i, C_1) + sigma C_1 N(0, I)) / (q n)
+    g~ = B w~ + r~
+
+Embedding and residual come from the SAME sampled batch. An example moves (w / C_0, r / C_1) by at most sqrt(2), so a
+step is one Gaussian of multiplier z = sigma / sqrt(2) on one Poisson sample. Adding up the Renyi divergences of two
+separately sampled Gaussians, as the published code does, under-counts.
+
+The trainable parameters are cut into groups of whole leaves, with a basis each of k_g ~ sqrt(p_g) directions.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer, moving_params
+from jaxdp.transforms.clipping import paths_of
+
+_PUBLIC_KEY = 0  # of the random start of the power iteration, which hides nothing
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+class _Contribution(NamedTuple):
+    embeddings: list[jax.Array]  # [k_g] per group
+    residual: Any  # like the trainable parameters; None if it is dropped
+
+
+class _Layout(NamedTuple):
+    """How the trainable leaves are cut into groups; static."""
+
+    structure: Any
+    shapes: list[tuple[int, ...]]  # of each leaf
+    owner: list[int]  # the group of each leaf
+    widths: list[int]  # k_g of each group
+    names: list[str]  # of each group, for messages
+
+    def together(self, leaves: list[jax.Array], group: int) -> list[jax.Array]:
+        """Those of one value per leaf that belong to a group."""
+        return [leaf for leaf, g in zip(leaves, self.owner, strict=True) if g == group]
+
+    def embed(self, rows: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
+        """B^T g for rows of g [B, p_leaf] per leaf: [B, k_g] per group."""
+        parts = [_dot(x, b) for x, b in zip(rows, basis, strict=True)]
+        return [sum(self.together(parts, group)) for group in range(len(self.widths))]  # type: ignore[misc]
+
+    def lift(self, embeddings: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
+        """B w for w [..., k_g] per group: [..., p_leaf] per leaf."""
+        return [_dot(embeddings[group], b.T) for group, b in zip(self.owner, basis, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class GradientEmbedding(Query):
+    """The query of GEP. Carried: the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf.
+
+    An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1: its norm is at most 1.
+    """
+
+    basis_size: int
+    residual_clip_norm: float
+    residual_share: float
+    groups: int | Callable[[str], Hashable]
+    power_iterations: int
+    basis_every: int
+    chunk: int
+    stochastic: bool
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """(a, b): the parts of the contribution's norm that belong to embedding and residual."""
+        return math.sqrt(1 - self.residual_share), math.sqrt(self.residual_share)
+
+    def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
+        """1, by the choice of the weights."""
+        return 1.0
+
+    def init(self, params: Any) -> list[jax.Array] | None:
+        """No basis yet: step 0 makes one. It is kept after a step only if another step will use it.
+
+        Raises:
+          ValueError: the anchors' gradients at `params` have fewer dimensions than the basis.
+        """
+        layout, random = self._layout(params), self._random(params, jnp.int32(0))
+        images = [_project(self, params, random, rows) for rows in self._chunks(self.public)]
+        for group, (width, name) in enumerate(zip(layout.widths, layout.names, strict=True)):
+            image = np.concatenate([part[group] for part in images])
+            sizes = np.linalg.svd(image, compute_uv=False)
+            rank = int((sizes > sizes.max() * max(image.shape) * np.finfo(np.float32).eps).sum())
+            if rank < width:
+                raise ValueError(
+                    f"basis_size={self.basis_size} gives {width} directions to {name}, but the anchors' gradients "
+                    f"there span only {rank} (at these parameters). Take a smaller basis_size, more or other anchors, "
+                    "or other groups."
+                )
+        return [jnp.zeros_like(leaf) for leaf in random] if self.basis_every > 1 else None
+
+    def refreshes(self, step: int) -> bool:
+        """Every `basis_every` steps."""
+        return step % self.basis_every == 0
+
+    def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> list[jax.Array]:
+        """An orthonormal basis of where the anchors' gradients point."""
+        basis = self._random(params, step)
+        for _ in range(self.power_iterations):
+            image = [jnp.zeros_like(leaf) for leaf in basis]
+            for rows in self._chunks(public):
+                image = _add_power(self, params, basis, image, rows)
+            basis = _orthonormal(self, params, image)
+        return basis
+
+    def zeros(self, params: Any) -> _Contribution:
+        """The sum over no examples."""
+        moving = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
+        dtype = jnp.result_type(*jax.tree.leaves(moving))
+        embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
+        return _Contribution(embeddings, moving if self.residual_share else None)
+
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> _Contribution:
+        """Weighted clipped embeddings and residuals, summed."""
+        layout, (a, b) = self._layout(params), self.weights
+        g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
+        w = layout.embed(g, carried)
+        factors = a / self.gradient.clip_norm * _clip_factors(w, self.gradient.clip_norm)
+        embeddings = [_weighted(factors, part) for part in w]
+        if not self.residual_share:
+            return _Contribution(embeddings, None)
+        # Formed, not inferred from ||g||^2 - ||w||^2: rounding there could let a large residual pass unclipped.
+        r = [g_leaf - lifted for g_leaf, lifted in zip(g, layout.lift(w, carried), strict=True)]
+        factors = b / self.residual_clip_norm * _clip_factors(r, self.residual_clip_norm)
+        return _Contribution(embeddings, _unflatten(layout, [_weighted(factors, part) for part in r]))
+
+    def read(self, params: Any, carried: Any, mean: _Contribution) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """g~ = B w~ + r~."""
+        layout, (a, b) = self._layout(params), self.weights
+        lifted = layout.lift([w * (self.gradient.clip_norm / a) for w in mean.embeddings], carried)
+        gradient = _unflatten(layout, lifted)
+        if self.residual_share:
+            scale = self.residual_clip_norm / b
+            gradient = jax.tree.map(lambda bw, r: bw + scale * r, gradient, mean.residual)
+        return gradient, carried if self.basis_every > 1 else None, {}
+
+    def _layout(self, params: Any) -> _Layout:
+        moving = self.gradient.trainable_params(params)
+        leaves, structure = jax.tree.flatten(moving)
+        paths, sizes = [path for path, _ in paths_of(moving)], [leaf.size for leaf in leaves]
+        if callable(self.groups):
+            keys = [self.groups(path) for path in paths]
+        else:  # contiguous, and cut where the leaf's middle passes an equal share
+            middles = np.cumsum(sizes) - np.asarray(sizes) / 2
+            keys = [int(middle * self.groups / sum(sizes)) for middle in middles]
+        names = list(dict.fromkeys(keys))
+        owner = [names.index(key) for key in keys]
+        totals = [sum(size for size, g in zip(sizes, owner, strict=True) if g == group) for group in range(len(names))]
+        roots = np.sqrt(totals)
+        # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)); a little more, so that a whole number is not rounded down
+        widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
+        members = [[path for path, g in zip(paths, owner, strict=True) if g == group] for group in range(len(names))]
+        texts = [f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}" for part in members]
+        anchors = len(jax.tree.leaves(self.public)[0])
+        for width, total, text in zip(widths, totals, texts, strict=True):
+            if not 1 <= width <= min(anchors, total):
+                raise ValueError(
+                    f"basis_size={self.basis_size} over {len(widths)} groups gives {width} directions to {text}, which "
+                    f"needs 1 to {min(anchors, total)}: a gradient there has {total} entries, and there are {anchors} "
+                    "anchors. Change basis_size, the number of anchors, or groups."
+                )
+        return _Layout(structure, [leaf.shape for leaf in leaves], owner, widths, texts)
+
+    def _random(self, params: Any, step: Any) -> list[jax.Array]:
+        """L before the first power iteration."""
+        layout, key = self._layout(params), jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
+        leaves = jax.tree.leaves(moving_params(self.gradient, params))
+        return [
+            jax.random.normal(jax.random.fold_in(key, i), (leaf.size, layout.widths[group]), leaf.dtype)
+            for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True))
+        ]
+
+    def _chunks(self, public: Any) -> Iterator[Any]:
+        count = len(jax.tree.leaves(public)[0])
+        for rows in (slice(first, first + self.chunk) for first in range(0, count, self.chunk)):
+            yield jax.tree.map(operator.itemgetter(rows), public)
+
+    def _anchor_gradients(self, params: Any, rows: Any) -> list[jax.Array]:
+        if self.gradient.group:  # an anchor is a group of one view
+            rows = jax.tree.map(lambda x: x[:, None], rows)
+        key = jax.random.key(_PUBLIC_KEY) if self.stochastic else None
+        return _rows(self.gradient.per_example(params, rows, key=key).grads)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _project(query: GradientEmbedding, params: Any, basis: list[jax.Array], rows: Any) -> list[jax.Array]:
+    """A L for some rows of A: [m, k_g] per group."""
+    return query._layout(params).embed(query._anchor_gradients(params, rows), basis)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _add_power(
+    query: GradientEmbedding, params: Any, basis: list[jax.Array], image: list[jax.Array], rows: Any
+) -> list[jax.Array]:
+    """image + A^T (A L), with the rows of A that belong to some anchors."""
+    layout, a = query._layout(params), query._anchor_gradients(params, rows)
+    al = layout.embed(a, basis)
+    return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _orthonormal(query: GradientEmbedding, params: Any, image: list[jax.Array]) -> list[jax.Array]:
+    """Orthonormal columns in every group; by QR, since Gram-Schmidt in float32 is not orthogonal enough."""
+    layout, basis = query._layout(params), list(image)
+    for group in range(len(layout.widths)):
+        members = [i for i, owner in enumerate(layout.owner) if owner == group]
+        q, _ = jnp.linalg.qr(jnp.concatenate([image[i] for i in members]))
+        cuts = np.cumsum([len(image[i]) for i in members])[:-1]
+        for i, part in zip(members, jnp.split(q, cuts), strict=True):
+            basis[i] = part
+    return basis
+
+
+def _rows(grads: Any) -> list[jax.Array]:
+    """[B, p_leaf] per trainable leaf."""
+    return [g.reshape(len(g), -1) for g in jax.tree.leaves(grads)]
+
+
+def _unflatten(layout: _Layout, leaves: list[jax.Array]) -> Any:
+    shaped = [leaf.reshape(shape) for leaf, shape in zip(leaves, layout.shapes, strict=True)]
+    return jax.tree.unflatten(layout.structure, shaped)
+
+
+def _clip_factors(parts: list[jax.Array], clip_norm: float) -> jax.Array:
+    """[B] factors min(1, C / norm) of the concatenation of the parts."""
+    norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
+    return clip_norm / jnp.maximum(norms, clip_norm)
+
+
+def _weighted(factors: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.einsum("b,bp->p", factors, rows, precision=_PRECISION)
+
+
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=_PRECISION)
+
+
+def gep(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float,
+    residual_clip_norm: float,
+    noise_multiplier: float | Callable[[Any], Any],
+    anchors: Any,
+    basis_size: int,
+    groups: int | Callable[[str], Hashable] = 3,
+    power_iterations: int = 1,
+    basis_every: int = 1,
+    residual_share: float = 0.5,
+    **options: Unpack[Options],
+) -> PrivateTrainer:
+    """DP-SGD in which embeddings of gradients in a public subspace, and what is left of them, get noise of their own.
+
+    Args:
+      loss_fn, optimizer, options: as in `dp_sgd`; `engine` does not apply. A physical batch needs memory for its
+        per-example gradients, twice.
+      clip_norm: C_0, of the embedding. Yu et al. use 5, and 2 for C_1.
+      residual_clip_norm: C_1, of the residual.
+      noise_multiplier: z of the whole step, or a public schedule; Yu et al.'s sigma is z sqrt(2) with equal shares.
+      anchors: PUBLIC examples, a pytree with leading axis [m] of what `loss_fn` takes. They must share no record with
+        private or test data. Labels may be random: Yu et al. draw them.
+      basis_size: k, directions in total; group g gets floor(k sqrt(p_g) / sum_h sqrt(p_h)).
+      groups: number of groups of consecutive leaves, or a function from a leaf's path to its group.
+      power_iterations: passes over the anchors per basis.
+      basis_every: steps between new bases; 1 as published. A basis that is kept is part of every checkpoint.
+      residual_share: b^2, the part of the step's privacy that the residual gets; 0.5 is the same multiplier for both,
+        0 drops the residual (B-GEP).
+
+    Raises:
+      ValueError: an argument is out of range; no anchors; a basis larger than the rank of the anchors' gradients
+        (in `init`).
+
+    Formal guarantees:
+      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)), on one sample for embedding and residual together. The
+      basis is a function of the anchors, public randomness and the parameters: post-processing. That B is orthonormal
+      matters for utility only, not for the guarantee.
+    """
+    leaves = jax.tree.leaves(anchors)
+    if not leaves or any(jnp.ndim(x) == 0 for x in leaves) or len({len(x) for x in leaves}) != 1 or not len(leaves[0]):
+        shapes = [jnp.shape(x) for x in leaves]
+        raise ValueError(
+            f"anchors must be public examples with a leading axis [m], m >= 1, the same for all leaves; got shapes "
+            f"{shapes}. Without public data use dp_sgd."
+        )
+    for name, value in {"clip_norm": clip_norm, "residual_clip_norm": residual_clip_norm}.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}.")
+    counts = {"basis_size": basis_size, "power_iterations": power_iterations, "basis_every": basis_every}
+    if not callable(groups):
+        counts["groups"] = groups
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}.")
+    if not 0 <= residual_share < 1:
+        raise ValueError(f"residual_share must be in [0, 1), got {residual_share}; 0 drops the residual.")
+    return make_trainer(
+        lambda gradient: GradientEmbedding(
+            gradient=gradient,
+            public=jax.tree.map(jnp.asarray, anchors),
+            basis_size=basis_size,
+            residual_clip_norm=residual_clip_norm,
+            residual_share=residual_share,
+            groups=groups,
+            power_iterations=power_iterations,
+            basis_every=basis_every,
+            chunk=options["physical_batch_size"],
+            stochastic=options.get("stochastic", False),
+        ),
+        loss_fn,
+        optimizer,
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        **options,
+    )

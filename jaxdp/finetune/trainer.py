@@ -1,0 +1,322 @@
+"""The step that all methods of this package share, and the part in which they differ: their `Query`.
+
+One step:
+
+    1. L_t: every example joins with probability q, independently                  `PoissonSampler`
+    2. each example contributes a vector of L2 norm at most S, summed over L_t     `Query.sums`
+    3. add noise sigma S N(0, I), divide by the public number q n                  `privatize`
+    4. read the gradient from the noisy mean                                       `Query.read`, post-processing
+    5. theta <- optimizer(theta, gradient); moving average of theta                post-processing
+
+Whatever the query, a step is the event PoissonSampled(q, Gaussian(sigma)).
+"""
+
+import abc
+import collections
+import dataclasses
+import hmac
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Required, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp.data import PoissonSampler, Source, pad_to_physical
+from jaxdp.privacy import DpEvent, SelfComposedDpEvent
+from jaxdp.privacy.events import compose
+from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
+from jaxdp.transforms.noise import Privatizer, PrivatizeState, new_seed, privatize, stream
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Query(abc.ABC):
+    """What a method asks of every batch, and how it reads the noisy answer.
+
+    A method's guarantee rests on `sums` alone: it adds up one term per unmasked example, of L2 norm at most
+    `sensitivity("add_remove")`, each a function of that example, the parameters and `carried`. All else sees only
+    what was released and public data.
+
+    Attributes:
+      gradient: the clipped gradient function that it is made of.
+      public: pytree of public arrays that `refresh` reads; or None.
+    """
+
+    gradient: ClippedGrad
+    public: Any = None
+
+    @abc.abstractmethod
+    def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
+        """L2 norm that no example's contribution exceeds."""
+
+    def init(self, params: Any) -> Any:
+        """What is carried from step to step: `carried`, a function of released values and public data, or None."""
+        return None
+
+    def refreshes(self, step: int) -> bool:
+        """Whether `refresh` comes before step number `step`; public."""
+        return False
+
+    def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> Any:
+        """A new `carried`."""
+        return carried
+
+    @abc.abstractmethod
+    def zeros(self, params: Any) -> Any:
+        """The sum over no examples."""
+
+    @abc.abstractmethod
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+        """The sum of the contributions of the unmasked examples of a batch."""
+
+    @abc.abstractmethod
+    def read(self, params: Any, carried: Any, mean: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """(gradient like the trainable parameters, new `carried`, metrics) from the noisy mean of contributions."""
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes.
+
+    Attributes:
+      step: int32 scalar, steps done.
+      params: current parameters.
+      opt_state: of the optimizer.
+      ema: moving average of params, in float32 or wider; or None.
+      carried: what the method's query carries; or None.
+      released: the last step's gradient, along which `ascent_radius` goes; or None.
+      noise: key and step of the noise stream, from which batches are drawn too. Secret: who learns the key can
+        subtract the noise.
+      key: of augmentation and stochastic losses.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    ema: Any
+    carried: Any
+    released: Any
+    noise: PrivatizeState
+    key: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrivateTrainer:
+    """Private training as pure steps; made by `dp_sgd`, which documents it, and the other methods."""
+
+    query: Query
+    privatizer: Privatizer
+    optimizer: optax.GradientTransformation
+    sampler: PoissonSampler
+    physical_batch_size: int
+    augment: Callable[[jax.Array, Any], Any] | None
+    augmult: int
+    ema_decay: float | None
+    ascent_radius: float
+    stochastic: bool
+    zeros: Any = dataclasses.field(init=False)  # compiled `Query.zeros`, `_accumulate` and `_update`
+    accumulate: Any = dataclasses.field(init=False)
+    update: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # A repeated step must give the same bits, or the same noise would fall on another gradient. XLA's GPU backend
+        # promises that on request only; the others always do.
+        options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
+        object.__setattr__(self, "zeros", jax.jit(self.query.zeros))
+        object.__setattr__(self, "accumulate", jax.jit(self._accumulate, compiler_options=options))
+        object.__setattr__(self, "update", jax.jit(self._update, compiler_options=options))
+
+    def init(self, params: Any) -> TrainState:
+        """The state before the first step, with noise and augmentation keys from OS entropy.
+
+        Raises:
+          TypeError: a leaf of params is not an array.
+          ValueError: params do not suit the method's query.
+        """
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise TypeError(
+                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {name!r}; close loss_fn over it "
+                    "instead (Equinox: eqx.partition(model, eqx.is_array), NNX: nnx.split)."
+                )
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # no weak types: they would retrace
+        moving = moving_params(self.query.gradient, params)
+        key = stream(new_seed(), "augmentation", impl="threefry2x32")
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=self.optimizer.init(moving),
+            ema=jax.tree.map(_wide, params) if self.ema_decay is not None else None,
+            carried=self.query.init(params),
+            released=jax.tree.map(jnp.zeros_like, moving) if self.ascent_radius else None,
+            noise=self.privatizer.init(moving),
+            key=key,
+        )
+
+    def drawn(self, state: TrainState) -> np.ndarray:
+        """The examples of the next step, [B] indices; private.
+
+        They depend on the run's noise key and the step only, not on the sampler's own seed: two runs that shared their
+        batches would cost more than the ledger's composition of independently sampled steps.
+        """
+        step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
+        seed = hmac.digest(words.tobytes(), b"jaxdp sampling", "sha256")[:16]
+        return dataclasses.replace(self.sampler, seed=seed).batch(int(step))
+
+    def step(self, state: TrainState, source: Source) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step on a batch of `source`.
+
+        The metrics are functions of what is released: they cost nothing beyond the step's event.
+        """
+        if self.query.refreshes(int(state.step)):
+            carried = self.query.refresh(state.params, state.carried, state.step, self.query.public)
+            state = state._replace(carried=carried)
+        indices, masks = pad_to_physical(self.drawn(state), self.physical_batch_size)
+        sums = self.zeros(state.params)
+        for part, (rows, mask) in enumerate(zip(indices, masks, strict=True)):
+            batch = jax.device_put((source.gather(rows), mask, np.uint32(part)))
+            sums = self.accumulate(state, sums, *batch)
+        return self.update(state, sums)
+
+    def event(self, first: int, last: int) -> DpEvent:
+        """The privacy event of steps first, ..., last - 1."""
+        if not 0 <= first <= last:
+            raise ValueError(f"event needs 0 <= first <= last, got first={first}, last={last}.")
+        if not callable(self.privatizer.noise_multiplier):
+            return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
+        counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
+        return compose({self.sampler.event(event): count for event, count in counts.items()})
+
+    def lowered_text(self, state: TrainState, source: Source) -> str:
+        """The compiled steps as StableHLO: equal text, data and keys give equal results on equal devices."""
+        rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
+        batch = (source.gather(rows[0]), masks[0], np.uint32(0))
+        sums = jax.eval_shape(self.zeros, state.params)
+        texts = []
+        if self.query.refreshes(0):
+            args = (state.params, state.carried, state.step, self.query.public)
+            texts.append(jax.jit(self.query.refresh).lower(*args).as_text())
+            state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
+        texts += [self.accumulate.lower(state, sums, *batch).as_text(), self.update.lower(state, sums).as_text()]
+        return "".join(texts)
+
+    def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
+        augment_key, loss_key = jax.random.split(key)
+        if self.augment is not None:
+            batch = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), batch)
+        params = _ascended(state.params, state.released, self.ascent_radius) if self.ascent_radius else state.params
+        added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
+        return jax.tree.map(jnp.add, sums, added)
+
+    def _views(self, key: jax.Array, example: Any) -> Any:
+        assert self.augment is not None
+        return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), example)
+
+    def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        mean, noise = self.privatizer.update(sums, state.noise)
+        gradient, carried, metrics = self.query.read(state.params, state.carried, mean)
+        moving = moving_params(self.query.gradient, state.params)
+        updates, opt_state = self.optimizer.update(gradient, state.opt_state, moving)
+        params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
+        ema = state.ema
+        if self.ema_decay is not None:
+            # De et al. 2022, appendix C: the average forgets its start, decay_t = min(decay, (1 + t) / (10 + t)).
+            t = state.step.astype(jnp.float32)
+            decay = jnp.minimum(self.ema_decay, (1 + t) / (10 + t))
+            # In this form frozen parameters stay as they are, to the bit.
+            ema = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old) if _floating(new) else new, ema, params)
+        released = gradient if self.ascent_radius else None
+        metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
+        return TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key), metrics
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments that every method takes; `dp_sgd` documents them."""
+
+    sampler: Required[PoissonSampler]
+    physical_batch_size: Required[int]
+    augment: Callable[[jax.Array, Any], Any] | None
+    augmult: int
+    ema_decay: float | None
+    ascent_radius: float
+    stochastic: bool
+    engine: Engine
+    trainable: Callable[[str, Any], bool] | None
+
+
+def make_trainer(
+    make_query: Callable[[ClippedGrad], Query],
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    clip_norm: float,
+    noise_multiplier: float | Callable[[Any], Any],
+    sampler: PoissonSampler,
+    physical_batch_size: int,
+    augment: Callable[[jax.Array, Any], Any] | None = None,
+    augmult: int = 1,
+    ema_decay: float | None = None,
+    ascent_radius: float = 0.0,
+    stochastic: bool = False,
+    engine: Engine = "auto",
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> PrivateTrainer:
+    """A trainer from the query that a method makes of a clipped gradient function; see `dp_sgd` for the arguments."""
+    if physical_batch_size < 1:
+        raise ValueError(f"physical_batch_size must be at least 1, got {physical_batch_size}.")
+    if augmult < 1 or (augment is None and augmult != 1):
+        raise ValueError(f"augmult must be at least 1, and 1 without augment; got {augmult}.")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay must be in [0, 1) or None, got {ema_decay}.")
+    if not 0 <= ascent_radius < math.inf:
+        raise ValueError(f"ascent_radius must be at least 0 and finite, got {ascent_radius}; 0 turns the ascent off.")
+    if not math.isfinite(clip_norm):
+        raise ValueError(f"clip_norm must be finite, got {clip_norm}: noise cannot hide an unbounded gradient.")
+    gradient = clipped_grad(loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None)
+    query = make_query(gradient)
+    privatizer = privatize(query, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
+    return PrivateTrainer(
+        query,
+        privatizer,
+        optimizer,
+        sampler,
+        physical_batch_size,
+        augment,
+        augmult,
+        ema_decay,
+        ascent_radius,
+        stochastic,
+    )
+
+
+def moving_params(gradient: ClippedGrad, params: Any) -> Any:
+    """What the optimizer sees of the parameters: those that are trained, as wide as their gradients."""
+    return jax.tree.map(_wide, gradient.trainable_params(params))
+
+
+def _ascended(params: Any, direction: Any, radius: float) -> Any:
+    """params + radius * direction / ||direction||; params where the direction is zero, as before the first step.
+
+    DP-SAT (Park et al. 2023, "Differentially private sharpness-aware training"): the direction was released one step
+    ago, so the ascent costs no privacy and no second gradient.
+    """
+    norm = optax.tree.norm(direction)
+    scale = radius / jnp.where(norm > 0, norm, 1)
+    return jax.tree.map(
+        lambda p, d: p if d is None else (p + scale * d).astype(p.dtype), params, direction, is_leaf=lambda x: x is None
+    )
+
+
+def _apply(param: Any, update: Any) -> Any:
+    return param if update is None else (param + update).astype(jnp.result_type(param))
+
+
+def _floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype)) if _floating(x) else x
