@@ -1,11 +1,17 @@
 """Pre-training on public data so that the noise of private fine-tuning hurts less."""
 
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
+from jaxdp.pretrain.loop import fit
+from jaxdp.pretrain.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
 
 __all__ = [
+    "ParameterRobustness",
     "SharpnessState",
     "SharpnessTrainer",
     "amp",
     "dpadapter",
+    "fit",
+    "parameter_robustness",
+    "robust_accuracy",
     "sam",
 ]
