@@ -142,16 +142,23 @@ class SharpnessTrainer:
         state, norm = self.descend(state._replace(perturbation=perturbation, stats=stats), gradient)  # lines 11-12
         return state, {"loss": loss, "perturbation_norm": norm, **metrics}
 
+    def microbatches(self, name: str, size: int) -> int:
+        """Into how many microbatches a batch of this size is cut; the name is for the error.
+
+        Raises:
+          ValueError: microbatch_size does not divide a larger size.
+        """
+        micro = min(size, self.microbatch_size or size)
+        if size % micro:
+            raise ValueError(f"microbatch_size must divide the {size} examples of {name}, got {micro}.")
+        return size // micro
+
     def _mean(self, name: str, params: Any, perturbation: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Mean loss, gradient and statistics over a batch, a microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"{name} must be arrays [m, ...] of one length m >= 1, got lengths {sorted(lengths)}.")
-        (size,) = lengths
-        micro = min(size, self.microbatch_size or size)
-        if size % micro:
-            raise ValueError(f"microbatch_size must divide the {size} examples of {name}, got {micro}.")
-        parts = size // micro
+        parts = self.microbatches(name, *lengths)
         # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on CPUs.
         total = self.gradient(params, perturbation, stats, batch, jax.device_put(np.int32(0)), parts=parts)
         for part in range(1, parts):

@@ -1,0 +1,243 @@
+"""The pre-training loop: batches, warm-up, checkpoints. For PUBLIC data: nothing here asks a ledger."""
+
+import dataclasses
+import hmac
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from jaxdp.data import FixedBatchSampler, Source
+from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
+from jaxdp.report import MetricsWriter
+from jaxdp.report.workdir import write_json
+from jaxdp.transforms.noise import stream
+
+
+def fit(
+    trainer: SharpnessTrainer,
+    params: Any,
+    source: Source,
+    *,
+    steps: int,
+    perturbation_batch_size: int,
+    update_batch_size: int,
+    seed: bytes,
+    shared_batch: bool = False,
+    warmup_steps: int = 0,
+    ascent_every: int = 1,
+    augment: Callable[[jax.Array, Any], Any] | None = None,
+    stats: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+    evaluate: Callable[[SharpnessState], dict[str, float]] | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 1000,
+    label: str = "pre-training",
+    progress: bool = True,
+) -> SharpnessState:
+    """Runs `steps` steps of sharpness-aware training on PUBLIC data, or what is left of them after a crash.
+
+    What is drawn at a step depends on the seed and the step only. Where the device is deterministic (a GPU is not
+    unless told so), a run that is killed and resumed ends bit-identical to one that is not.
+
+    Args:
+      trainer: from `dpadapter`, `sam` or `amp`.
+      params: parameters to start from; read only when the run starts for the first time.
+      source: PUBLIC examples. Training on private ones would be a release that no ledger has paid for.
+      steps: total number of updates.
+      perturbation_batch_size, update_batch_size: m1 and m2. B1 and B2 come from two independent shuffles of the source.
+      seed: 16 bytes that fix the batches and the augmentation. It protects nobody.
+      shared_batch: B1 is B2, augmented the same, as in SAM and AMP; then m1 = m2.
+      warmup_steps: steps of plain training before the first ascent (the paper's step 1).
+      ascent_every: k to compute the perturbation at every k-th step only, and keep it in between.
+      augment: `augment(key, example) -> example`, jittable, one view per example and step.
+      stats: running statistics to start from, for a stateful trainer.
+      devices: to spread B1 over, whose number divides m1 and microbatch_size; the rest is copied to each of them.
+      evaluate: `evaluate(state) -> {name: number}`, every checkpoint_every steps.
+      workdir: directory of checkpoints and metrics.jsonl. None keeps nothing and cannot resume.
+      checkpoint_every: steps between checkpoints.
+      label, progress: of the progress bar on stderr.
+
+    Returns:
+      The state after the last step.
+
+    Raises:
+      ValueError: an argument is out of range, or the workdir holds another run; before anything is computed.
+    """
+    plan = _Plan(
+        len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
+    )
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}.")
+    trainer.microbatches("the perturbation batch", perturbation_batch_size)
+    trainer.microbatches("the update batch", update_batch_size)
+    if devices is not None and perturbation_batch_size % len(devices):
+        raise ValueError(
+            f"perturbation_batch_size must be a multiple of {len(devices)} devices, got {perturbation_batch_size}."
+        )
+    spread, copied = (None, None) if devices is None else _shardings(devices)
+    key = jax.device_put(stream(seed, "augmentation", impl="threefry2x32"), copied)
+
+    @jax.jit
+    def views(key: jax.Array, step: jax.Array, number: jax.Array, examples: Any) -> Any:
+        key = jax.random.fold_in(jax.random.fold_in(key, step), number)
+        assert augment is not None
+        return jax.vmap(augment)(jax.random.split(key, len(examples["label"])), examples)
+
+    def batch(indices: np.ndarray, step: int, number: int, place: Any) -> Any:
+        examples = jax.device_put(source.gather(indices), place)
+        if augment is None:
+            return examples
+        return views(key, *jax.device_put((np.uint32(step), np.uint32(number)), copied), examples)
+
+    with _Run(workdir, trainer, plan, source) as run:
+        state, first = run.restore(jax.device_put(trainer.init(params, stats), copied), copied)
+        rows: list[dict[str, Any]] = []
+        with tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress) as bar:
+            for step in range(first, steps):
+                perturbing, updating = plan.batches(step)
+                second = batch(updating, step, 1, copied)
+                if perturbing is None or plan.shared_batch:
+                    ascent = None if perturbing is None else second
+                else:
+                    ascent = batch(perturbing, step, 0, spread)
+                state, row = trainer.step(state, ascent, second)
+                rows.append(row)
+                bar.update()
+                if len(rows) > 2:
+                    jax.block_until_ready(rows[-3])  # do not fill the device's memory with batches that wait
+                if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
+                    rows = [{name: float(value) for name, value in row.items()} for row in jax.device_get(rows)]
+                    if evaluate is not None:
+                        rows[-1] |= evaluate(state)
+                    run.save(step + 1, rows, state)
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in rows[-1].items()})
+                    rows = []
+    return state
+
+
+def _shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """Along the first axis, and a copy on each device."""
+    mesh = Mesh(np.array(devices), "examples")
+    return NamedSharding(mesh, PartitionSpec("examples")), NamedSharding(mesh, PartitionSpec())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which examples each step sees; checks that there are such."""
+
+    num_examples: int
+    steps: int
+    perturbation_batch_size: int
+    update_batch_size: int
+    shared_batch: bool
+    warmup_steps: int
+    ascent_every: int
+    seed: bytes = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.num_examples:
+            raise ValueError("source has no examples; give public examples to train on.")
+        for name in ("perturbation_batch_size", "update_batch_size"):
+            size = getattr(self, name)
+            if not 1 <= size <= self.num_examples:
+                raise ValueError(
+                    f"{name} must be in 1..{self.num_examples}, the number of examples in source, got {size}."
+                )
+        if self.shared_batch and self.perturbation_batch_size != self.update_batch_size:
+            raise ValueError(
+                "perturbation_batch_size must equal update_batch_size with shared_batch=True, got "
+                f"{self.perturbation_batch_size} and {self.update_batch_size}; shared_batch=False draws two batches."
+            )
+        if self.steps < 0:
+            raise ValueError(f"steps must be at least 0, got {self.steps}.")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"warmup_steps must be in 0..{self.steps}, the number of steps, got {self.warmup_steps}.")
+        if self.ascent_every < 1:
+            raise ValueError(f"ascent_every must be at least 1, got {self.ascent_every}.")
+        if not isinstance(self.seed, bytes) or len(self.seed) != 16:
+            raise ValueError(f"seed must be 16 bytes, got {self.seed!r}; for example (0).to_bytes(16, 'little').")
+
+    def batches(self, step: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """Indices of B1, None where there is no ascent, and of B2."""
+        updating = self._sampler("update", self.update_batch_size).batch(step)
+        if step < self.warmup_steps or (step - self.warmup_steps) % self.ascent_every:
+            return None, updating
+        if self.shared_batch:
+            return updating, updating
+        return self._sampler("perturbation", self.perturbation_batch_size).batch(step), updating
+
+    def _sampler(self, purpose: str, batch_size: int) -> FixedBatchSampler:
+        seed = hmac.digest(self.seed, f"{purpose} batches".encode(), "sha256")[:16]
+        return FixedBatchSampler(self.num_examples, batch_size, seed=seed)
+
+
+class _Run:
+    """What a run keeps on disk, if it has a workdir: what it is, checkpoints, metrics."""
+
+    def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: _Plan, source: Source):
+        self._manager: Any = None
+        if workdir is None:
+            return
+        import orbax.checkpoint as ocp
+
+        root = pathlib.Path(workdir)
+        options = ("gamma", "ascent_rate", "ascent_steps", "ball", "rule", "microbatch_size", "stateful")
+        identity = {
+            **{name: getattr(trainer, name) for name in options},
+            **{name: value for name, value in vars(plan).items() if name not in ("seed", "steps")},
+            "seed": plan.seed.hex(),
+            "data": source.fingerprint,
+        }
+        path = root / "run.json"
+        stored = json.loads(path.read_text()) if path.exists() else identity
+        if stored != identity:
+            names = sorted(name for name in identity if stored.get(name) != identity[name])
+            raise ValueError(f"{root} holds a run with another {', '.join(names)}; use a new workdir.")
+        write_json(path, identity)
+        self._steps = plan.steps
+        self._metrics = MetricsWriter(root / "metrics.jsonl")
+        self._manager = ocp.CheckpointManager(
+            (root / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
+        )
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._manager is not None:
+            self._manager.close()
+            self._metrics.close()
+
+    def restore(self, state: SharpnessState, copied: Any) -> tuple[SharpnessState, int]:
+        """The newest checkpoint, placed as `copied` says, or `state`; and the number of steps done."""
+        if self._manager is None:
+            return state, 0
+        import orbax.checkpoint as ocp
+
+        step = self._manager.latest_step() or 0
+        if step > self._steps:
+            raise ValueError(f"workdir holds a run of {step} steps, more than steps={self._steps}; use a new workdir.")
+        self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
+        if not step:
+            return state, 0
+        saved = self._manager.restore(step, args=ocp.args.StandardRestore(state._asdict()))
+        # To the host and back: Orbax binds arrays to a device, and the steps would compile anew.
+        return SharpnessState(**jax.device_put(jax.device_get(saved), copied)), step
+
+    def save(self, step: int, rows: list[dict[str, Any]], state: SharpnessState) -> None:
+        """Makes metrics and state after `step` steps durable."""
+        if self._manager is None:
+            return
+        import orbax.checkpoint as ocp
+
+        for number, row in enumerate(rows, step + 1 - len(rows)):
+            self._metrics.write(number, **row)
+        self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))

@@ -1,0 +1,195 @@
+"""How much a model's answers move when its parameters do: robust accuracy and rho (Wang et al. 2024, section 2.3).
+
+Both read data without paying: it must be public, or held out and never used for a decision that is claimed private.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp.data import Source, pad_to_physical
+
+Predict = Callable[[Any, jax.Array], jax.Array]
+
+
+def robust_accuracy(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    std: float | Sequence[float] = 0.1,
+    draws: int = 10,
+    relative: bool = False,
+    seed: int = 0,
+    batch_size: int = 500,
+    draws_per_call: int | None = None,
+) -> np.ndarray:
+    """Accuracy after Gaussian noise on every parameter, for several draws of the noise.
+
+    The paper writes N(0, 0.1). Read as a standard deviation, as here, that noise is about as long as the weights of a
+    trained ResNet-20 and leaves little of it; read as a variance (std 0.316), nothing. So look at a sweep, from 0.001
+    or so, and at noise relative to each tensor, on which models of different scales can be compared: a layer followed
+    by a normalisation computes the same with larger weights, which the same noise hurts less.
+
+    Args:
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
+      params: of `predict`, floating-point arrays.
+      source: PUBLIC or held-out examples with an "image" or "features", and a "label". Nothing is charged.
+      std: standard deviation of the noise, or S of them. All see the same draws, scaled.
+      draws: D. A draw is one noise vector, the same for all examples.
+      relative: noise on each array is std times its root mean square.
+      seed: of the noise, which protects nobody.
+      batch_size: examples per call.
+      draws_per_call: noisy models evaluated by one call, by `jax.vmap`. By default all of them, on a CPU one: mapped
+        kernels become grouped convolutions there, which took ResNet-20 five times as long as one model after another.
+
+    Returns:
+      float64 [D], or [S, D] if std is a sequence.
+
+    Raises:
+      ValueError: source is empty, a std is negative or not finite, or draws or draws_per_call are below 1.
+    """
+    if not len(source):
+        raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
+    stds = np.atleast_1d(np.asarray(std, np.float32))
+    if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
+        raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
+    if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
+        raise ValueError(f"draws and draws_per_call must be at least 1, got {draws} and {draws_per_call}.")
+    at_once = draws_per_call or (1 if jax.default_backend() == "cpu" else draws)
+    numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
+    correct = np.zeros((len(stds), *numbers.shape), np.int64)
+    key = jax.random.key(seed)
+    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True):
+        batch = jax.device_put((source.gather(rows), mask))
+        for i, scale in enumerate(stds):
+            for j, group in enumerate(numbers):
+                noise = jax.device_put((group.astype(np.uint32), scale))
+                correct[i, j] += np.asarray(_correct(predict, relative, params, key, *noise, *batch))
+    found = correct.reshape(len(stds), -1)[:, :draws] / len(source)  # without what padded the last call
+    return found if np.ndim(std) else found[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _correct(
+    predict: Predict,
+    relative: bool,
+    params: Any,
+    key: jax.Array,
+    draws: jax.Array,
+    std: jax.Array,
+    batch: Any,
+    mask: jax.Array,
+) -> jax.Array:
+    """Correct answers [D] of the models perturbed by the given draws."""
+    inputs = batch["image"] if "image" in batch else batch["features"]
+
+    def one(draw: jax.Array) -> jax.Array:
+        noise = _gaussian(jax.random.fold_in(key, draw), params, relative)
+        logits = predict(jax.tree.map(lambda p, z: (p + std * z).astype(p.dtype), params, noise), inputs)
+        return ((logits.argmax(-1) == batch["label"]) & mask).sum()
+
+    return jax.vmap(one)(draws)
+
+
+def _gaussian(key: jax.Array, params: Any, relative: bool) -> Any:
+    """Standard normal noise like params, in float32, or with the root mean square of each array."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    noise = [jax.random.normal(k, p.shape, jnp.float32) for k, p in zip(keys, leaves, strict=True)]
+    if relative:
+        noise = [z * jnp.sqrt(jnp.mean(jnp.square(p.astype(jnp.float32)))) for z, p in zip(noise, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, noise)
+
+
+class ParameterRobustness(NamedTuple):
+    """Two estimates from below of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||; small is robust.
+
+    Attributes:
+      random: the largest ratio among random Gaussian Delta. In P dimensions a random direction has a share of about
+        1 / sqrt(P) of the worst one, so this says how random noise moves the logits, not how the worst one does.
+      local: the limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta. It says
+        nothing about perturbations beyond the linear range.
+    """
+
+    random: float
+    local: float
+
+
+def parameter_robustness(
+    predict: Predict,
+    params: Any,
+    inputs: Any,
+    *,
+    std: float = 0.01,
+    draws: int = 10,
+    iterations: int = 20,
+    seed: int = 0,
+    batch_size: int = 32,
+) -> ParameterRobustness:
+    """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 / ||Delta||_2 (section 2.3).
+
+    The true maximum over all x, theta and Delta cannot be computed for a network (and is infinite for most): both
+    estimates are at the given theta, over the given inputs, and from below.
+
+    Args:
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
+      params: theta, floating-point arrays.
+      inputs: [n, ...], PUBLIC or held out. Nothing is charged.
+      std, draws: of the Gaussian Delta; each is used for all inputs.
+      iterations: of the power method on J J^T, which converges to the spectral norm from below.
+      seed: of the noise and of the power method's start.
+      batch_size: inputs per call; the power method keeps that many gradients.
+
+    Raises:
+      ValueError: there are no inputs, std is not positive and finite, or draws, iterations or batch_size are below 1.
+    """
+    if not len(inputs):
+        raise ValueError("inputs has no examples: there is no robustness.")
+    if not 0 < std < math.inf:
+        raise ValueError(f"std must be positive and finite, got {std}.")
+    if min(draws, iterations, batch_size) < 1:
+        raise ValueError(
+            f"draws, iterations and batch_size must be at least 1, got {draws}, {iterations} and {batch_size}."
+        )
+    ratios, norms = [], []
+    for rows in pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[0]:  # padded by repetition
+        x = jax.device_put(np.asarray(inputs)[rows])
+        for draw in range(draws):
+            key = jax.random.fold_in(jax.random.key(seed), draw)
+            ratios.append(_ratio(predict, params, x, key, jnp.float32(std)))
+        direction = jax.random.normal(jax.random.key(seed), jax.eval_shape(predict, params, x).shape)
+        for _ in range(iterations):  # in Python: convolutions are slow in a compiled loop on CPUs
+            direction, norm = _power_step(predict, params, x, direction)
+        norms.append(norm)
+    return ParameterRobustness(float(np.max(jax.device_get(ratios))), float(np.max(jax.device_get(norms))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ratio(predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array) -> jax.Array:
+    moved = jax.tree.map(lambda p, z: (p + std * z).astype(p.dtype), params, _gaussian(key, params, False))
+    delta = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), moved, params)
+    change = jnp.linalg.norm(predict(moved, inputs) - predict(params, inputs), axis=-1).max()
+    return change / optax.tree.norm(delta)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _power_step(predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """J J^T u for every input's Jacobian J and unit u = direction / ||direction||, and the largest ||J^T u||."""
+
+    def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        length = jnp.linalg.norm(direction)
+        unit = jnp.where(length > 0, direction / length, 0)
+        logits, pull = jax.vjp(lambda p: predict(p, x[None])[0], params)
+        (gradient,) = pull(unit.astype(logits.dtype))
+        _, pushed = jax.jvp(lambda p: predict(p, x[None])[0], (params,), (gradient,))
+        return pushed, optax.tree.norm(gradient)
+
+    directions, norms = jax.vmap(one)(inputs, directions)
+    return directions, norms.max()

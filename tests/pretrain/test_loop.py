@@ -1,0 +1,236 @@
+"""`fit`: what every step sees, resumption after a crash, and what is refused."""
+
+import itertools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdp import data
+from jaxdp.pretrain import dpadapter, fit, sam
+from jaxdp.pretrain.loop import _Plan
+from jaxdp.report import read_metrics
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SEED = bytes(range(16))
+SOURCE = data.bundled("blobs").take(np.arange(60))
+PARAMS = {"w": np.zeros((2, 4), np.float32), "b": np.zeros(4, np.float32)}
+SIZES = {"perturbation_batch_size": 20, "update_batch_size": 6, "seed": SEED, "progress": False}
+
+
+def mean_loss(params, batch):
+    logits = batch["features"] @ params["w"] + params["b"][None]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def trainer(**options):
+    return dpadapter(mean_loss, optax.sgd(0.1, momentum=0.9), **options)
+
+
+def jitter(key, example):
+    return {**example, "features": example["features"] + 0.1 * jax.random.normal(key, (2,))}
+
+
+class Recorder:
+    """A trainer that notes the batches it is given."""
+
+    def __init__(self, inner):
+        self.inner, self.seen = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, state, first, second):
+        self.seen.append(tuple(None if b is None else np.asarray(b["features"]) for b in (first, second)))
+        return self.inner.step(state, first, second)
+
+
+def rows_of(features):
+    stored = SOURCE.gather(np.arange(len(SOURCE)))["features"]
+    return [int(np.flatnonzero((stored == row).all(1))[0]) for row in features]
+
+
+def test_the_loop_is_the_steps_on_two_shuffles(tmp_path):
+    recorder = Recorder(trainer())
+    state = fit(recorder, PARAMS, SOURCE, steps=9, workdir=tmp_path, checkpoint_every=4, **SIZES)
+    first, second = ([rows_of(pair[i]) for pair in recorder.seen] for i in (0, 1))
+    assert [len(rows) for rows in first] == [20] * 9 and [len(rows) for rows in second] == [6] * 9
+    for k in range(3):  # an epoch of B1 has three batches
+        assert sorted(itertools.chain(*first[3 * k : 3 * k + 3])) == list(range(60))
+    assert len(set(itertools.chain(*second))) == 54
+    assert not set(second[0]) <= set(first[0])
+    assert first[0] != first[3]
+    expected = recorder.inner.init(PARAMS)
+    for one, two in zip(first, second, strict=True):
+        expected, row = recorder.inner.step(expected, SOURCE.gather(np.array(one)), SOURCE.gather(np.array(two)))
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    assert rows[-1]["loss"] == pytest.approx(float(row["loss"]), rel=1e-6)
+
+
+def test_a_shared_batch_is_augmented_once():
+    recorder = Recorder(sam(mean_loss, optax.sgd(0.1)))
+    sizes = {**SIZES, "perturbation_batch_size": 6}
+    fit(recorder, PARAMS, SOURCE, steps=3, shared_batch=True, augment=jitter, **sizes)
+    for first, second in recorder.seen:
+        np.testing.assert_array_equal(first, second)
+    drawn = _Plan(60, 3, 6, 6, True, 0, 1, SEED).batches(0)[1]
+    moved = recorder.seen[0][1] - SOURCE.gather(drawn)["features"]
+    assert 0.03 < moved.std() < 0.3 and len(np.unique(moved)) == moved.size
+
+
+def test_augmentation_differs_between_batches_and_steps():
+    recorder = Recorder(trainer())
+    noise = {"augment": lambda key, example: {**example, "features": jax.random.normal(key, (2,))}}
+    fit(recorder, PARAMS, SOURCE, steps=3, **noise, **SIZES)
+    values = np.concatenate([part.ravel() for pair in recorder.seen for part in pair])
+    assert len(np.unique(values)) == len(values)
+
+
+def test_warm_up_and_ascent_every_few_steps():
+    recorder = Recorder(trainer())
+    fit(recorder, PARAMS, SOURCE, steps=9, warmup_steps=3, ascent_every=2, **SIZES)
+    assert [first is not None for first, _ in recorder.seen] == [s in (3, 5, 7) for s in range(9)]
+    plain = fit(trainer(gamma=0.0), PARAMS, SOURCE, steps=9, **SIZES)
+    warm = fit(trainer(), PARAMS, SOURCE, steps=9, warmup_steps=9, **SIZES)
+    jax.tree.map(np.testing.assert_array_equal, plain.params, warm.params)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
+    options = {"steps": 10, "augment": jitter, "checkpoint_every": 3, **SIZES}
+    whole = fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "whole", **options)
+
+    def interrupt(state):
+        if int(state.step) == 6:
+            raise KeyboardInterrupt
+        return {"evaluated": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", evaluate=interrupt, **options)
+    recorder = Recorder(trainer())
+    wrong = jax.tree.map(lambda x: x + 1, PARAMS)  # not read any more
+    resumed = fit(recorder, wrong, SOURCE, workdir=tmp_path / "run", **options)
+    assert len(recorder.seen) == 7
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    assert recorder.descend._cache_size() == 1
+    without_time = [
+        [{k: v for k, v in row.items() if k not in ("time", "evaluated")} for row in read_metrics(path)]
+        for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
+    ]
+    assert without_time[0] == without_time[1]
+    again = fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", **options)
+    jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+
+PROGRAM = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("test_loop", {path!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.long_run({workdir!r}, pause=0.2)
+"""
+
+
+def long_run(workdir, pause=0.0):
+    def evaluate(state):
+        time.sleep(pause)
+        return {}
+
+    options = {**SIZES, "steps": 60, "checkpoint_every": 5, "augment": jitter, "evaluate": evaluate}
+    return fit(trainer(), PARAMS, SOURCE, workdir=workdir, **options)
+
+
+def test_a_killed_process_goes_on_to_the_same_end(tmp_path):
+    program = PROGRAM.format(path=str(pathlib.Path(__file__)), workdir=str(tmp_path / "run"))
+    process = subprocess.Popen([sys.executable, "-c", program])
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    done = read_metrics(metrics)[-1]["step"]
+    assert 5 <= done < 60
+    resumed, whole = long_run(tmp_path / "run"), long_run(None)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    assert [row["step"] for row in read_metrics(metrics)] == list(range(1, 61))
+
+
+def test_a_stateful_trainer_keeps_its_statistics(tmp_path):
+    def with_count(params, stats, batch):
+        return mean_loss(params, batch), {"passes": stats["passes"] + 1}
+
+    made = dpadapter(with_count, optax.sgd(0.1), stateful=True)
+    options = {"stats": {"passes": np.float32(0)}, "workdir": tmp_path, "checkpoint_every": 2, **SIZES}
+    fit(made, PARAMS, SOURCE, steps=4, **options)
+    assert float(fit(made, PARAMS, SOURCE, steps=6, **options).stats["passes"]) == 6
+
+
+def test_the_large_batch_over_several_devices():
+    options = {"steps": 4, "augment": jitter, **SIZES}
+    over = fit(trainer(microbatch_size=10), PARAMS, SOURCE, devices=jax.devices()[:4], **options)
+    alone = fit(trainer(), PARAMS, SOURCE, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), over, alone)
+    assert len(over.params["w"].sharding.device_set) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"perturbation_batch_size": 0}, r"perturbation_batch_size must be in 1..60, .*, got 0"),
+        ({"perturbation_batch_size": 61}, r"perturbation_batch_size must be in 1..60, .*, got 61"),
+        ({"update_batch_size": 0}, r"update_batch_size must be in 1..60"),
+        ({"shared_batch": True}, r"must equal update_batch_size with shared_batch=True, got 20 and 6"),
+        ({"warmup_steps": 5}, r"warmup_steps must be in 0..4, the number of steps, got 5"),
+        ({"steps": -1}, r"steps must be at least 0, got -1"),
+        ({"ascent_every": 0}, r"ascent_every must be at least 1, got 0"),
+        ({"checkpoint_every": 0}, r"checkpoint_every must be at least 1, got 0"),
+        ({"devices": [None] * 3}, r"perturbation_batch_size must be a multiple of 3 devices, got 20"),
+        ({"seed": b"short"}, r"seed must be 16 bytes, got b'short'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_done(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", **{"steps": 4, **SIZES, **arguments})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_microbatch_that_does_not_divide_is_refused_before_anything_is_done(tmp_path):
+    for size, batch in ((7, "20 examples of the perturbation batch"), (4, "6 examples of the update batch")):
+        with pytest.raises(ValueError, match=f"microbatch_size must divide the {batch}, got {size}"):
+            fit(trainer(microbatch_size=size), PARAMS, SOURCE, workdir=tmp_path / "run", steps=1, **SIZES)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_examples_are_refused():
+    with pytest.raises(ValueError, match="source has no examples; give public examples"):
+        fit(trainer(), PARAMS, SOURCE.take(np.zeros(0, np.int64)), steps=1, **SIZES)
+
+
+def test_another_run_in_the_workdir_is_refused(tmp_path):
+    options = {"workdir": tmp_path, **SIZES}
+    fit(trainer(), PARAMS, SOURCE, steps=4, **options)
+    for other, changed, message in (
+        (trainer(gamma=1.0), {}, "another gamma;"),
+        (trainer(), {"update_batch_size": 7, "seed": bytes(16)}, "another seed, update_batch_size;"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(other, PARAMS, SOURCE, steps=4, **{**options, **changed})
+    with pytest.raises(ValueError, match="another data;"):
+        fit(trainer(), PARAMS, data.bundled("blobs").take(np.arange(1, 61)), steps=4, **options)
+    with pytest.raises(ValueError, match="holds a run of 4 steps, more than steps=3"):
+        fit(trainer(), PARAMS, SOURCE, steps=3, **options)
+    assert json.loads((tmp_path / "run.json").read_text())["gamma"] == 2.0
+
+
+def test_no_step_at_all_is_the_start():
+    state = fit(trainer(), PARAMS, SOURCE, steps=0, **SIZES)
+    jax.tree.map(np.testing.assert_array_equal, state.params, jax.tree.map(jnp.asarray, PARAMS))
