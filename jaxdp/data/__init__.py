@@ -13,6 +13,7 @@ from jaxdp.data.corruptions import (
     imagenet_r_classes,
     restrict_classes,
 )
+from jaxdp.data.images import fit_images
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, from_arrays, from_tfds
 
@@ -26,6 +27,7 @@ __all__ = [
     "bundled",
     "corrupt",
     "corrupted_tfds",
+    "fit_images",
     "from_arrays",
     "from_tfds",
     "imagenet_r_classes",
