@@ -1,8 +1,9 @@
 """Pre-training on public data so that the noise of private fine-tuning hurts less."""
 
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
+from jaxdp.pretrain.experiment import run
 from jaxdp.pretrain.loop import fit
-from jaxdp.pretrain.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
+from jaxdp.models.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
 
 __all__ = [
     "ParameterRobustness",
@@ -13,5 +14,6 @@ __all__ = [
     "fit",
     "parameter_robustness",
     "robust_accuracy",
+    "run",
     "sam",
 ]

@@ -70,13 +70,12 @@ def fit(
     Raises:
       ValueError: an argument is out of range, or the workdir holds another run; before anything is computed.
     """
-    plan = _Plan(
+    plan = Plan(
         len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
     )
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}.")
-    trainer.microbatches("the perturbation batch", perturbation_batch_size)
-    trainer.microbatches("the update batch", update_batch_size)
+    plan.check_microbatches(trainer)
     if devices is not None and perturbation_batch_size % len(devices):
         raise ValueError(
             f"perturbation_batch_size must be a multiple of {len(devices)} devices, got {perturbation_batch_size}."
@@ -129,8 +128,8 @@ def _shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedShard
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Which examples each step sees; checks that there are such."""
+class Plan:
+    """Which examples each step sees; ValueError if there are no such. The fields are arguments of `fit`."""
 
     num_examples: int
     steps: int
@@ -164,6 +163,11 @@ class _Plan:
         if not isinstance(self.seed, bytes) or len(self.seed) != 16:
             raise ValueError(f"seed must be 16 bytes, got {self.seed!r}; for example (0).to_bytes(16, 'little').")
 
+    def check_microbatches(self, trainer: SharpnessTrainer) -> None:
+        """ValueError if the trainer cannot cut the batches into microbatches."""
+        trainer.microbatches("the perturbation batch", self.perturbation_batch_size)
+        trainer.microbatches("the update batch", self.update_batch_size)
+
     def batches(self, step: int) -> tuple[np.ndarray | None, np.ndarray]:
         """Indices of B1, None where there is no ascent, and of B2."""
         updating = self._sampler("update", self.update_batch_size).batch(step)
@@ -181,7 +185,7 @@ class _Plan:
 class _Run:
     """What a run keeps on disk, if it has a workdir: what it is, checkpoints, metrics."""
 
-    def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: _Plan, source: Source):
+    def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Plan, source: Source):
         self._manager: Any = None
         if workdir is None:
             return
