@@ -36,7 +36,8 @@ from jaxdp.privacy.accounting import Adjacency, Method
 NoiseSchedule = Callable[[float, Any], Any]
 """sigma_t from (sigma_0, epoch t); t is an int, or a traced int32 scalar."""
 
-# More than any rounding of a schedule in float32: what is added is never less than what is charged.
+# More than any rounding of a schedule in float32: what is added is never less than what is charged. The schedules below
+# take powers of e only, because the rounding of another base would grow with every epoch.
 _ROUNDED_UP = 1 + 2.0**-17
 _LARGEST = 2.0**40
 
@@ -56,13 +57,13 @@ def step_noise(factor: float, period: int) -> NoiseSchedule:
     """sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
     _check("factor", factor, 0 < factor <= 1, "in (0, 1], or the noise would rise or turn negative")
     _check("period", period, period >= 1, "at least 1 epoch")
-    return lambda sigma_0, epoch: sigma_0 * factor ** (epoch // period)
+    return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
 
 
 def exponential_noise(rate: float) -> NoiseSchedule:
     """sigma_0 * exp(-rate * epoch), with rate >= 0; Yu et al. found it the best on average."""
     _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, or the noise would rise")
-    return lambda sigma_0, epoch: sigma_0 * math.exp(-rate) ** epoch
+    return lambda sigma_0, epoch: sigma_0 * math.e ** (-rate * epoch)
 
 
 def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
@@ -126,8 +127,8 @@ def schedule_event(schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSamp
     parts = []
     for epoch, first in enumerate(range(0, steps, length)):
         sigma = float(schedule(sigma_0, epoch))
-        mechanism = GaussianDpEvent(sigma) if sigma > 0 else NonPrivateDpEvent()
-        parts.append(SelfComposedDpEvent(sampler.event(mechanism), min(length, steps - first)))
+        step = sampler.event(GaussianDpEvent(sigma)) if sigma > 0 else NonPrivateDpEvent()
+        parts.append(SelfComposedDpEvent(step, min(length, steps - first)))
     return ComposedDpEvent(parts)
 
 
@@ -184,7 +185,7 @@ class _Steps:
 
 def _epoch(sampler: PoissonSampler) -> int:
     """Steps in which every example is expected to take part about once."""
-    return math.ceil(1 / sampler.sampling_probability)
+    return math.ceil((1 - 1e-12) / sampler.sampling_probability)  # 1 / (1 / 49) is a little more than 49
 
 
 def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method) -> float:
