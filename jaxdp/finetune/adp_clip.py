@@ -21,9 +21,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer, moving_params
-
-_SMALLEST, _LARGEST = 1e-8, 1e8  # of the clip norm: far from where float32 squares underflow or overflow
+from jaxdp.finetune.trainer import (
+    CLIP_NORMS,
+    Options,
+    PrivateTrainer,
+    Query,
+    check_clip_norm,
+    make_trainer,
+    moving_params,
+)
 
 
 class _Contribution(NamedTuple):
@@ -84,7 +90,7 @@ class QuantileClipping(Query):
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
         updated = carried * jnp.exp(-self.clip_learning_rate * (fraction - self.quantile))
         metrics = {"clip_norm": carried, "fraction_below": fraction}
-        return gradient, jnp.clip(updated, _SMALLEST, _LARGEST), metrics
+        return gradient, jnp.clip(updated, *CLIP_NORMS), metrics
 
 
 def adp_clip(
@@ -103,10 +109,10 @@ def adp_clip(
 
     Args:
       loss_fn, optimizer, options: as in `dp_sgd`.
-      clip_norm: C_0, where the clip norm starts.
+      clip_norm: C_0, where the clip norm starts; it stays between 1e-8 and 1e8.
       noise_multiplier: z, of the whole step; the gradient gets the larger z_Delta, which pays for the count.
       quantile: gamma in [0, 1], the fraction of examples whose gradients are to stay unclipped.
-      clip_learning_rate: eta_C > 0.
+      clip_learning_rate: eta_C, in (0, 100].
       count_noise: sigma_b > z / 2, the standard deviation of the noise on the count; default B / 20.
       unit_norm: divide the gradient by C_t, so that a changing clip norm does not change the step size; the optimizer's
         learning rate then means a step per gradient of norm 1. False is the published method.
@@ -119,14 +125,13 @@ def adp_clip(
       C_0 only. Under replace-one gradient and count move by twice as much, both, as the accountant assumes.
     """
     batch_size = options["sampler"].expected_batch_size
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}; it is where the clip norm starts.")
+    check_clip_norm("clip_norm", clip_norm)
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be a positive finite number, got {noise_multiplier}.")
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must be in [0, 1], got {quantile}; 0.5 is the median.")
-    if not 0 < clip_learning_rate < math.inf:
-        raise ValueError(f"clip_learning_rate must be positive and finite, got {clip_learning_rate}.")
+    if not 0 < clip_learning_rate <= 100:
+        raise ValueError(f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}; 0.2 is usual.")
     sigma_b = batch_size / 20 if count_noise is None else count_noise
     if not noise_multiplier < 2 * sigma_b < math.inf:
         raise ValueError(

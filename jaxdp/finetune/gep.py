@@ -21,10 +21,8 @@ The trainable parameters are cut into groups of whole leaves, with a basis each 
 """
 
 import dataclasses
-import functools
 import math
-import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -32,8 +30,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer, moving_params
-from jaxdp.transforms.clipping import paths_of
+from jaxdp.finetune.trainer import (
+    Options,
+    PrivateTrainer,
+    Query,
+    check_clip_norm,
+    make_trainer,
+    moving_params,
+    repeatable,
+)
+from jaxdp.transforms.clipping import ClippedGrad, paths_of
 
 _PUBLIC_KEY = 0  # of the random start of the power iteration, which hides nothing
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -71,6 +77,8 @@ class _Layout(NamedTuple):
 class GradientEmbedding(Query):
     """The query of GEP. Carried: the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf.
 
+    Public are the anchors, a list of chunks that are worked on one at a time.
+
     An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1: its norm is at most 1.
     """
 
@@ -79,9 +87,11 @@ class GradientEmbedding(Query):
     residual_share: float
     groups: int | Callable[[str], Hashable]
     power_iterations: int
-    basis_every: int
-    chunk: int
     stochastic: bool
+
+    def __post_init__(self) -> None:
+        for name in ("_random", "_zeros", "_project", "_add_power", "_orthonormal"):
+            object.__setattr__(self, name, _top_level(getattr(self, name)))
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -99,7 +109,7 @@ class GradientEmbedding(Query):
           ValueError: the anchors' gradients at `params` have fewer dimensions than the basis.
         """
         layout, random = self._layout(params), self._random(params, jnp.int32(0))
-        images = [_project(self, params, random, rows) for rows in self._chunks(self.public)]
+        images = [self._project(params, random, chunk) for chunk in self.public]
         for group, (width, name) in enumerate(zip(layout.widths, layout.names, strict=True)):
             image = np.concatenate([part[group] for part in images])
             sizes = np.linalg.svd(image, compute_uv=False)
@@ -110,20 +120,16 @@ class GradientEmbedding(Query):
                     f"there span only {rank} (at these parameters). Take a smaller basis_size, more or other anchors, "
                     "or other groups."
                 )
-        return [jnp.zeros_like(leaf) for leaf in random] if self.basis_every > 1 else None
-
-    def refreshes(self, step: int) -> bool:
-        """Every `basis_every` steps."""
-        return step % self.basis_every == 0
+        return self._zeros(random) if self.refresh_every > 1 else None
 
     def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> list[jax.Array]:
         """An orthonormal basis of where the anchors' gradients point."""
         basis = self._random(params, step)
         for _ in range(self.power_iterations):
-            image = [jnp.zeros_like(leaf) for leaf in basis]
-            for rows in self._chunks(public):
-                image = _add_power(self, params, basis, image, rows)
-            basis = _orthonormal(self, params, image)
+            image = self._zeros(basis)
+            for chunk in public:
+                image = self._add_power(params, basis, image, chunk)
+            basis = self._orthonormal(params, image)
         return basis
 
     def zeros(self, params: Any) -> _Contribution:
@@ -155,7 +161,7 @@ class GradientEmbedding(Query):
         if self.residual_share:
             scale = self.residual_clip_norm / b
             gradient = jax.tree.map(lambda bw, r: bw + scale * r, gradient, mean.residual)
-        return gradient, carried if self.basis_every > 1 else None, {}
+        return gradient, carried if self.refresh_every > 1 else None, {}
 
     def _layout(self, params: Any) -> _Layout:
         moving = self.gradient.trainable_params(params)
@@ -174,7 +180,7 @@ class GradientEmbedding(Query):
         widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
         members = [[path for path, g in zip(paths, owner, strict=True) if g == group] for group in range(len(names))]
         texts = [f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}" for part in members]
-        anchors = len(jax.tree.leaves(self.public)[0])
+        anchors = sum(len(jax.tree.leaves(chunk)[0]) for chunk in self.public)
         for width, total, text in zip(widths, totals, texts, strict=True):
             if not 1 <= width <= min(anchors, total):
                 raise ValueError(
@@ -193,45 +199,47 @@ class GradientEmbedding(Query):
             for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True))
         ]
 
-    def _chunks(self, public: Any) -> Iterator[Any]:
-        count = len(jax.tree.leaves(public)[0])
-        for rows in (slice(first, first + self.chunk) for first in range(0, count, self.chunk)):
-            yield jax.tree.map(operator.itemgetter(rows), public)
+    def _zeros(self, basis: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.zeros_like(leaf) for leaf in basis]
 
-    def _anchor_gradients(self, params: Any, rows: Any) -> list[jax.Array]:
+    def _anchor_gradients(self, params: Any, chunk: Any) -> list[jax.Array]:
         if self.gradient.group:  # an anchor is a group of one view
-            rows = jax.tree.map(lambda x: x[:, None], rows)
+            chunk = jax.tree.map(lambda x: x[:, None], chunk)
         key = jax.random.key(_PUBLIC_KEY) if self.stochastic else None
-        return _rows(self.gradient.per_example(params, rows, key=key).grads)
+        return _rows(self.gradient.per_example(params, chunk, key=key).grads)
+
+    def _project(self, params: Any, basis: list[jax.Array], chunk: Any) -> list[jax.Array]:
+        """A L for the rows of A that belong to a chunk: [m, k_g] per group."""
+        return self._layout(params).embed(self._anchor_gradients(params, chunk), basis)
+
+    def _add_power(self, params: Any, basis: list[jax.Array], image: list[jax.Array], chunk: Any) -> list[jax.Array]:
+        """image + A^T (A L), with the rows of A that belong to a chunk."""
+        layout, a = self._layout(params), self._anchor_gradients(params, chunk)
+        al = layout.embed(a, basis)
+        return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
+
+    def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
+        """Orthonormal columns in every group; by QR, since Gram-Schmidt in float32 is not orthogonal enough."""
+        layout, basis = self._layout(params), list(image)
+        for group in range(len(layout.widths)):
+            members = [i for i, owner in enumerate(layout.owner) if owner == group]
+            q, _ = jnp.linalg.qr(jnp.concatenate([image[i] for i in members]))
+            q = jnp.where(jnp.isfinite(q), q, 0)  # powers that overflow: NaN in some leaves would show empty batches
+            cuts = np.cumsum([len(image[i]) for i in members])[:-1]
+            for i, part in zip(members, jnp.split(q, cuts), strict=True):
+                basis[i] = part
+        return basis
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _project(query: GradientEmbedding, params: Any, basis: list[jax.Array], rows: Any) -> list[jax.Array]:
-    """A L for some rows of A: [m, k_g] per group."""
-    return query._layout(params).embed(query._anchor_gradients(params, rows), basis)
+def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`repeatable`, which cannot be nested; inside another program, plainly a part of it."""
+    jitted = repeatable(function)
 
+    def call(*args: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return function(*args) if traced else jitted(*args)
 
-@functools.partial(jax.jit, static_argnums=0)
-def _add_power(
-    query: GradientEmbedding, params: Any, basis: list[jax.Array], image: list[jax.Array], rows: Any
-) -> list[jax.Array]:
-    """image + A^T (A L), with the rows of A that belong to some anchors."""
-    layout, a = query._layout(params), query._anchor_gradients(params, rows)
-    al = layout.embed(a, basis)
-    return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _orthonormal(query: GradientEmbedding, params: Any, image: list[jax.Array]) -> list[jax.Array]:
-    """Orthonormal columns in every group; by QR, since Gram-Schmidt in float32 is not orthogonal enough."""
-    layout, basis = query._layout(params), list(image)
-    for group in range(len(layout.widths)):
-        members = [i for i, owner in enumerate(layout.owner) if owner == group]
-        q, _ = jnp.linalg.qr(jnp.concatenate([image[i] for i in members]))
-        cuts = np.cumsum([len(image[i]) for i in members])[:-1]
-        for i, part in zip(members, jnp.split(q, cuts), strict=True):
-            basis[i] = part
-    return basis
+    return call
 
 
 def _rows(grads: Any) -> list[jax.Array]:
@@ -306,9 +314,8 @@ def gep(
             f"anchors must be public examples with a leading axis [m], m >= 1, the same for all leaves; got shapes "
             f"{shapes}. Without public data use dp_sgd."
         )
-    for name, value in {"clip_norm": clip_norm, "residual_clip_norm": residual_clip_norm}.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}.")
+    check_clip_norm("clip_norm", clip_norm)
+    check_clip_norm("residual_clip_norm", residual_clip_norm)
     counts = {"basis_size": basis_size, "power_iterations": power_iterations, "basis_every": basis_every}
     if not callable(groups):
         counts["groups"] = groups
@@ -317,19 +324,24 @@ def gep(
             raise ValueError(f"{name} must be at least 1, got {count}.")
     if not 0 <= residual_share < 1:
         raise ValueError(f"residual_share must be in [0, 1), got {residual_share}; 0 drops the residual.")
-    return make_trainer(
-        lambda gradient: GradientEmbedding(
+
+    def make_query(gradient: ClippedGrad) -> GradientEmbedding:
+        size = options["physical_batch_size"]
+        starts = range(0, len(leaves[0]), size)
+        return GradientEmbedding(
             gradient=gradient,
-            public=jax.tree.map(jnp.asarray, anchors),
+            public=[jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + size]), anchors) for i in starts],
+            refresh_every=basis_every,
             basis_size=basis_size,
             residual_clip_norm=residual_clip_norm,
             residual_share=residual_share,
             groups=groups,
             power_iterations=power_iterations,
-            basis_every=basis_every,
-            chunk=options["physical_batch_size"],
             stochastic=options.get("stochastic", False),
-        ),
+        )
+
+    return make_trainer(
+        make_query,
         loss_fn,
         optimizer,
         clip_norm=clip_norm,

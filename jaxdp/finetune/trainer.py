@@ -30,6 +30,8 @@ from jaxdp.privacy.events import compose
 from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, new_seed, privatize, stream
 
+CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Query(abc.ABC):
@@ -42,10 +44,12 @@ class Query(abc.ABC):
     Attributes:
       gradient: the clipped gradient function that it is made of.
       public: pytree of public arrays that `refresh` reads; or None.
+      refresh_every: `refresh` comes before every so many steps, step 0 included; 0 for never. Public.
     """
 
     gradient: ClippedGrad
     public: Any = None
+    refresh_every: int = 0
 
     @abc.abstractmethod
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
@@ -54,10 +58,6 @@ class Query(abc.ABC):
     def init(self, params: Any) -> Any:
         """What is carried from step to step: `carried`, a function of released values and public data, or None."""
         return None
-
-    def refreshes(self, step: int) -> bool:
-        """Whether `refresh` comes before step number `step`; public."""
-        return False
 
     def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> Any:
         """A new `carried`."""
@@ -120,12 +120,9 @@ class PrivateTrainer:
     update: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # A repeated step must give the same bits, or the same noise would fall on another gradient. XLA's GPU backend
-        # promises that on request only; the others always do.
-        options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
-        object.__setattr__(self, "zeros", jax.jit(self.query.zeros))
-        object.__setattr__(self, "accumulate", jax.jit(self._accumulate, compiler_options=options))
-        object.__setattr__(self, "update", jax.jit(self._update, compiler_options=options))
+        object.__setattr__(self, "zeros", repeatable(self.query.zeros))
+        object.__setattr__(self, "accumulate", repeatable(self._accumulate))
+        object.__setattr__(self, "update", repeatable(self._update))
 
     def init(self, params: Any) -> TrainState:
         """The state before the first step, with noise and augmentation keys from OS entropy.
@@ -170,7 +167,8 @@ class PrivateTrainer:
 
         The metrics are functions of what is released: they cost nothing beyond the step's event.
         """
-        if self.query.refreshes(int(state.step)):
+        every = self.query.refresh_every
+        if every and int(jax.device_get(state.step)) % every == 0:
             carried = self.query.refresh(state.params, state.carried, state.step, self.query.public)
             state = state._replace(carried=carried)
         indices, masks = pad_to_physical(self.drawn(state), self.physical_batch_size)
@@ -194,8 +192,8 @@ class PrivateTrainer:
         rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
         batch = (source.gather(rows[0]), masks[0], np.uint32(0))
         sums = jax.eval_shape(self.zeros, state.params)
-        texts = []
-        if self.query.refreshes(0):
+        texts = [f"refresh_every={self.query.refresh_every}\n"]
+        if self.query.refresh_every:
             args = (state.params, state.carried, state.step, self.query.public)
             texts.append(jax.jit(self.query.refresh).lower(*args).as_text())
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
@@ -290,6 +288,24 @@ def make_trainer(
         ascent_radius,
         stochastic,
     )
+
+
+def check_clip_norm(name: str, value: float) -> None:
+    """Raises ValueError for a clip norm by which a contribution cannot be divided in float32."""
+    least, most = CLIP_NORMS
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name} must be between {least:g} and {most:g}, got {value}: float32 squares must not overflow."
+        )
+
+
+def repeatable(function: Callable[..., Any]) -> Any:
+    """`jax.jit` for what a repeated step computes: the same bits, or the same noise would fall on another gradient.
+
+    XLA's GPU backend promises that on request only; the others always do.
+    """
+    options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
+    return jax.jit(function, compiler_options=options)
 
 
 def moving_params(gradient: ClippedGrad, params: Any) -> Any:
