@@ -1,9 +1,9 @@
 """Pre-training on public data so that the noise of private fine-tuning hurts less."""
 
+from jaxdp.models.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
 from jaxdp.pretrain.experiment import run
 from jaxdp.pretrain.loop import fit
-from jaxdp.models.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
 
 __all__ = [
     "ParameterRobustness",

@@ -1,0 +1,33 @@
+"""DPAdapter on scikit-learn's bundled digits: runs anywhere, without data or network.
+
+    python -m launch.pretrain --config configs/pretrain/digits.py --workdir workdir/pretrain_digits
+
+Trains on the half of the digits that is public here; configs/pretrain/digits.py:standard, :sam and :amp are the methods
+to compare with.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.pretrain import cifar100
+
+
+def get_config(method: str = "dpadapter") -> ConfigDict:
+    config = cifar100.get_config(method)
+    config.data = {
+        "source": "bundled",
+        "name": "digits",
+        "public_fraction": 0.5,
+        "test_fraction": 0.3,
+        "split_seed": 0,
+        "size": 0,
+        "channels": 0,
+        "mean": 0.3,
+        "std": 0.4,
+        "crop_padding": 1,
+        "flip": False,
+    }
+    config.model = {"name": "cnn", "options": {"widths": (16, 32), "dense": 0, "norm": "group"}}
+    config.train.update({"steps": 400, "batch_size": 32, "checkpoint_every": 100})
+    config.ascent.update({"batch_size": 400, "microbatch_size": 200})
+    config.method.dpadapter.gamma = 0.5
+    return config
