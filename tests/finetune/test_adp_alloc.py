@@ -1,0 +1,271 @@
+"""AdpAlloc: schedules against their formulas, what is added and charged in each epoch, and the calibrated run."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.pld import PLDAccountant
+
+from jaxdp import data, finetune
+from jaxdp.finetune.adp_alloc import schedule_event
+from jaxdp.privacy import epsilon
+from jaxdp.privacy.events import composition
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+N, CLIP = 40, 1.5
+
+# Each schedule with its formula, in float64 and in the order of the docstring of `adp_alloc`.
+SCHEDULES = {
+    "constant": (finetune.constant_noise(), lambda s, t: s),
+    "time": (finetune.time_based_noise(0.0285), lambda s, t: s / (1 + 0.0285 * t)),
+    "step": (finetune.step_noise(0.6, 10), lambda s, t: s * np.power(0.6, np.floor(t / 10))),
+    "short steps": (finetune.step_noise(0.99, 1), lambda s, t: s * np.power(0.99, t)),
+    "exponential": (finetune.exponential_noise(0.01), lambda s, t: s * np.exp(-0.01 * t)),
+    "fast": (finetune.exponential_noise(0.03), lambda s, t: s * np.exp(-0.03 * t)),
+    "polynomial": (
+        finetune.polynomial_noise(2.0, 3.0, 100),
+        lambda s, t: (s - 2) * np.maximum(1 - t / 100, 0) ** 3 + 2,
+    ),
+    "root": (
+        finetune.polynomial_noise(0.5, 0.9549, 60),
+        lambda s, t: (s - 0.5) * np.maximum(1 - t / 60, 0) ** 0.9549 + 0.5,
+    ),
+}
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
+
+
+def nothing(params, example):
+    return 0.0 * params["w"].sum() * example["label"]
+
+
+def trainer_of(sampler, schedule, noise_multiplier, **kwargs):
+    arguments = {"clip_norm": CLIP, "physical_batch_size": 8, "loss_fn": nothing, **kwargs}
+    loss_fn = arguments.pop("loss_fn")
+    return finetune.adp_alloc(
+        loss_fn, optax.sgd(1.0), sampler=sampler, schedule=schedule, noise_multiplier=noise_multiplier, **arguments
+    )
+
+
+def gaussians(sigmas, q):
+    """The charge of one Poisson-sampled step per noise multiplier, {event: times}."""
+    steps = [dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(float(s))) for s in sigmas]
+    return composition(dp_event.ComposedDpEvent(steps))
+
+
+def multipliers(event):
+    """{noise multiplier: steps} of a composition of sampled Gaussians."""
+    return {step.event.noise_multiplier: count for step, count in composition(event).items()}
+
+
+@every_schedule
+def test_schedules_are_the_formulas(name):
+    schedule, formula = SCHEDULES[name]
+    epochs = np.arange(200)
+    np.testing.assert_allclose([schedule(10.34, int(t)) for t in epochs], formula(10.34, epochs + 0.0), rtol=1e-12)
+    # DPMLBench's time-based schedule rises.
+    assert (np.diff([schedule(10.34, int(t)) for t in epochs]) <= 0).all()
+
+
+@every_schedule
+def test_the_noise_added_is_never_less_than_what_is_charged(name):
+    schedule, _ = SCHEDULES[name]
+    length, epochs = 7, np.concatenate([np.arange(1200), 100 * np.arange(12, 20)])
+    trainer = trainer_of(data.PoissonSampler(N, 1 / length), schedule, 10.34)
+    steps = epochs * length + length - 1
+    charged = np.array([trainer.privatizer.event_at(int(t)).noise_multiplier for t in steps])
+    added = jax.jit(jax.vmap(trainer.privatizer.noise_multiplier))(jnp.asarray(steps, jnp.int32))
+    ratio = np.asarray(added, np.float64) / charged
+    meaningful = charged > 1e-20
+    assert ratio[meaningful].min() >= 1
+    assert ratio[meaningful].max() < 1 + 3e-5
+    assert meaningful.sum() > 900
+
+
+def noise_of_epochs(scale, epochs=3, length=3, size=20_000):
+    """Return the noise [epochs * length, size] of a run of zero gradients, over what the schedule asks for.
+
+    The run's noise is `scale` times the right one: the test below must tell these apart.
+    """
+    sampler = data.PoissonSampler(N, 0.35)  # ceil(1 / 0.35) = 3 steps
+    trainer = trainer_of(sampler, finetune.exponential_noise(0.5), scale * 3.0)
+    state, source = trainer.init({"w": jnp.zeros(size)}), digits_like()
+    noises = []
+    for step in range(epochs * length):
+        before = np.asarray(state.params["w"], np.float64)
+        state, _ = trainer.step(state, source)
+        sigma = 3.0 * math.exp(-0.5 * (step // length))
+        noises.append((before - np.asarray(state.params["w"], np.float64)) * 0.35 * N / (sigma * CLIP))
+    return np.stack(noises)
+
+
+def digits_like():
+    return data.from_arrays(features=np.zeros((N, 1), np.float32), label=np.arange(N) % 2, num_classes=2)
+
+
+def test_the_noise_of_every_epoch_has_its_own_scale_and_wrong_scales_are_rejected():
+    # Parameters of size 1 hold the last epoch's noise to 1e-7; failing a right variance has probability below 1e-6.
+    def right(sample):
+        return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / sample.size)
+
+    noises = noise_of_epochs(1.0)
+    assert all(map(right, noises))
+    assert np.abs(np.corrcoef(noises) - np.eye(len(noises))).max() < 5.2 / math.sqrt(noises.shape[1])
+    for scale in (0.7, 1.3):
+        assert not any(map(right, noise_of_epochs(scale)))
+
+
+@every_schedule
+def test_each_step_is_charged_the_noise_of_its_epoch(name):
+    schedule, formula = SCHEDULES[name]
+    q, steps = 0.3, 4 * 12 + 2  # an epoch is four steps; the last one is cut short
+    trainer = trainer_of(data.PoissonSampler(N, q), schedule, 2.5)
+    expected = {}
+    for step in range(steps):
+        sigma = float(formula(2.5, float(step // 4)))
+        expected[sigma] = expected.get(sigma, 0) + 1
+    for event in (trainer.event(0, steps), schedule_event(schedule, 2.5, data.PoissonSampler(N, q), steps)):
+        found = multipliers(event)
+        assert sum(found.values()) == steps
+        for sigma, count in expected.items():
+            near = sum(c for s, c in found.items() if s == pytest.approx(sigma, rel=1e-12))
+            assert near == sum(c for s, c in expected.items() if s == pytest.approx(sigma, rel=1e-12)) >= count
+    # Chunks of any length compose to the run.
+    parts = dp_event.ComposedDpEvent([trainer.event(0, 5), trainer.event(5, 6), trainer.event(6, steps)])
+    assert composition(parts) == composition(trainer.event(0, steps))
+    assert composition(trainer.event(3, 5)) == gaussians([schedule(2.5, 0), schedule(2.5, 1)], q)
+
+
+@pytest.mark.parametrize("size", [*range(2, 110), 196, 197, 392])
+def test_an_epoch_is_the_steps_in_which_every_example_is_expected_once(size):
+    # 1 / (1 / 49) is above 49 in float64.
+    sampler = data.PoissonSampler(size, 1 / size)
+    found = multipliers(schedule_event(finetune.step_noise(0.5, 1), 1.0, sampler, size + 1))
+    assert found == {1.0: size, 0.5: 1}
+
+
+def test_an_epoch_of_a_broken_number_of_steps_is_rounded_up():
+    sampler = data.PoissonSampler(50_000, 256 / 50_000)
+    assert multipliers(schedule_event(finetune.step_noise(0.5, 1), 1.0, sampler, 197)) == {1.0: 196, 0.5: 1}
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "steps", "sigma_0", "last", "target", "loss"),
+    [
+        (50_000, 1000, 5000, 10.34, 3.84, 1.0, 0.914),  # CIFAR-10
+    ],
+)
+def test_known_runs(size, batch, steps, sigma_0, last, target, loss):
+    """100 epochs with k = 0.01 at delta 1e-5: sigma_0 by RDP, and the tighter epsilon by PLD."""
+    event = schedule_event(finetune.exponential_noise(0.01), sigma_0, data.PoissonSampler(size, batch / size), steps)
+    assert len(multipliers(event)) == 100
+    assert min(multipliers(event)) == pytest.approx(last, abs=0.006)
+    assert epsilon(event, delta=1e-5, method="rdp") == pytest.approx(target, abs=2e-3)
+    assert epsilon(event, delta=1e-5) == pytest.approx(loss, abs=2e-3)
+
+
+def test_a_calibrated_run_meets_its_target_and_less_noise_does_not():
+    schedule, q, steps, target = finetune.polynomial_noise(9.0, 2.0, 2), 0.25, 4 * 3, 1.2
+    sampler = data.PoissonSampler(N, q)
+    sigma_0 = finetune.calibrate_schedule(schedule, sampler, steps=steps, epsilon=target, delta=1e-5)
+
+    def cost(sigma_0):
+        accountant = PLDAccountant()
+        for step in range(steps):
+            sigma = (sigma_0 - 9) * (1 - min(step // 4, 2) / 2) ** 2 + 9
+            accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(sigma)))
+        return accountant.get_epsilon(1e-5)
+
+    run = trainer_of(sampler, schedule, sigma_0).event(0, steps)
+    assert target * 0.999 < epsilon(run, delta=1e-5) <= target
+    assert cost(sigma_0) == pytest.approx(target, rel=2e-3)
+    assert cost(0.99 * sigma_0) > target * 1.001
+
+
+def test_calibration_by_renyi_divergences_asks_for_more_noise():
+    sampler, schedule = data.PoissonSampler(N, 1.0), finetune.exponential_noise(0.3)
+    arguments = {"steps": 4, "epsilon": 1.0, "delta": 1e-5}
+    rdp = finetune.calibrate_schedule(schedule, sampler, method="rdp", **arguments)
+    pld = finetune.calibrate_schedule(schedule, sampler, **arguments)
+    assert 1.02 * pld < rdp < 1.2 * pld
+    other = finetune.calibrate_schedule(schedule, sampler, adjacency="replace_one", **arguments)
+    assert other == pytest.approx(2 * pld, rel=1e-3)
+
+
+# --- What cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_below_what_the_schedule_reaches_says_what_it_reaches():
+    q, schedule, sampler = 0.2, finetune.polynomial_noise(1.0, 2.0, 2), data.PoissonSampler(N, 0.2)
+    arguments = {"steps": 20, "delta": 1e-5}
+    with pytest.raises(ValueError, match="below what the schedule can reach") as caught:
+        finetune.calibrate_schedule(schedule, sampler, epsilon=0.5, **arguments)
+    message = str(caught.value)
+    reachable = float(re.search(r"costs at least ([\d.]+)", message)[1])
+    # Epochs 2 and 3 have noise 1 whatever sigma_0 is, epochs 0 and 1 cost nothing in the limit.
+    accountant = PLDAccountant()
+    accountant.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1.0)), 10)
+    assert reachable == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+    assert "a noise multiplier of 1," in message
+    sigma_0 = finetune.calibrate_schedule(schedule, sampler, epsilon=1.01 * reachable, **arguments)
+    event = schedule_event(schedule, sigma_0, sampler, 20)
+    assert epsilon(event, delta=1e-5) <= 1.01 * reachable
+
+
+@pytest.mark.parametrize("truncated", [None, 30])
+def test_a_schedule_that_turns_negative_is_no_privacy(truncated):
+    def falling(sigma_0, epoch):
+        return sigma_0 - 1.0 * epoch
+
+    sampler = data.PoissonSampler(N, 0.5, truncated_batch_size=truncated)
+    trainer = trainer_of(sampler, falling, 1.5)
+    assert composition(trainer.event(0, 4)) == composition(schedule_event(falling, 1.5, sampler, 4))
+    with pytest.raises(ValueError, match=r"noise_multiplier\(4\)=-0.5"):
+        trainer.event(0, 5)
+    for steps in (5, 7):
+        assert epsilon(schedule_event(falling, 1.5, sampler, steps), delta=1e-5) == math.inf
+    assert epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf  # no noise at all
+
+
+def test_calibration_keeps_noise_in_every_epoch():
+    def falling(sigma_0, epoch):
+        return sigma_0 - 1.0 * epoch
+
+    sigma_0 = finetune.calibrate_schedule(
+        falling, data.PoissonSampler(N, 0.5), steps=6, epsilon=3.0, delta=1e-5, method="rdp"
+    )
+    assert sigma_0 > 2.5
+
+
+@pytest.mark.parametrize("schedule", [lambda s, t: -s, lambda s, t: math.nan * s, lambda s, t: 0.0 * s])
+def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
+    with pytest.raises(ValueError, match="below what the schedule can reach"):
+        finetune.calibrate_schedule(schedule, data.PoissonSampler(N, 0.5), steps=6, epsilon=3.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: finetune.time_based_noise(-0.1), "rate must be finite and at least 0.*got -0.1"),
+        (lambda: finetune.time_based_noise(math.inf), "rate must be finite"),
+        (lambda: finetune.exponential_noise(-1.0), "rate must be finite and at least 0"),
+        (lambda: finetune.exponential_noise(math.nan), "rate must be finite"),
+        (lambda: finetune.step_noise(1.5, 10), r"factor must be in \(0, 1\].*got 1.5"),
+        (lambda: finetune.step_noise(0.0, 10), r"factor must be in \(0, 1\]"),
+        (lambda: finetune.step_noise(0.5, 0), "period must be at least 1 epoch; got 0"),
+        (lambda: finetune.polynomial_noise(0.0, 1.0, 10), "end must be finite and positive"),
+        (lambda: finetune.polynomial_noise(-1.0, 1.0, 10), "end must be finite and positive.*got -1"),
+        (lambda: finetune.polynomial_noise(1.0, 0.0, 10), "power must be finite and positive"),
+        (lambda: finetune.polynomial_noise(1.0, 1.0, 0), "period must be at least 1 epoch"),
+        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), 0.0), "noise_multiplier must be"),
+        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), -1.0), "noise_multiplier must be"),
+        (lambda: trainer_of(data.PoissonSampler(N, 0.5), finetune.constant_noise(), math.nan), "noise_multiplier"),
+    ],
+)
+def test_impossible_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
