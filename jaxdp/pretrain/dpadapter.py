@@ -159,6 +159,7 @@ class SharpnessTrainer:
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"{name} must be arrays [m, ...] of one length m >= 1, got lengths {sorted(lengths)}.")
         parts = self.microbatches(name, *lengths)
+        batch = jax.device_put(batch)  # once, not with every microbatch
         # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on CPUs.
         total = self.gradient(params, perturbation, stats, batch, jax.device_put(np.int32(0)), parts=parts)
         for part in range(1, parts):

@@ -263,7 +263,7 @@ def test_a_second_step_compiles_nothing():
 def test_nothing_moves_between_host_and_device_by_itself():
     trainer = dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=8)
     state = trainer.init(float32(PARAMS))
-    first, second = jax.device_put(BATCHES[0])
+    first, second = BATCHES[0]
     with jax.transfer_guard("disallow"):
         trainer.step(state, first, second)
 
