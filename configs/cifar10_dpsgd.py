@@ -14,6 +14,8 @@ prepared TFDS data; without it TFDS's usual one is read.
 
 from ml_collections import ConfigDict
 
+from configs.method_options import METHOD_OPTIONS
+
 
 def get_config(size: str = "paper") -> ConfigDict:
     if size not in ("paper", "cpu"):
@@ -39,6 +41,9 @@ def get_config(size: str = "paper") -> ConfigDict:
             "pretrain": {"weights": "", "new_head": True, "steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "private": {
+                "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
+                "method_options": METHOD_OPTIONS,
+                "accountant": "auto",  # PLD; "rdp" as in older work
                 "epsilon": 1.0,
                 "delta": 1e-5,
                 "batch_size": 4096,
@@ -50,6 +55,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "schedule": "constant",
                 "augmult": 16,
                 "ema_decay": 0.999,
+                "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 25,
             },
         }

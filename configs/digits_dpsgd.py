@@ -8,6 +8,8 @@ public pre-training on 90 digits, 0.92 private at epsilon 4, 0.96 without privac
 
 from ml_collections import ConfigDict
 
+from configs.method_options import METHOD_OPTIONS
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -29,6 +31,9 @@ def get_config() -> ConfigDict:
             "pretrain": {"weights": "", "new_head": False, "steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "no_privacy": {"steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "private": {
+                "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
+                "method_options": METHOD_OPTIONS,
+                "accountant": "auto",  # PLD; "rdp" as in older work
                 "epsilon": 4.0,
                 "delta": 1e-5,
                 "batch_size": 192,  # expected size of a Poisson-sampled batch
@@ -40,6 +45,7 @@ def get_config() -> ConfigDict:
                 "schedule": "cosine",
                 "augmult": 4,
                 "ema_decay": 0.0,
+                "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 10,
             },
         }

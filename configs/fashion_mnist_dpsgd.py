@@ -9,6 +9,8 @@ Test accuracy: about 0.855 at epsilon 3, 0.90 without privacy.
 
 from ml_collections import ConfigDict
 
+from configs.method_options import METHOD_OPTIONS
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -32,6 +34,9 @@ def get_config() -> ConfigDict:
             "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 4000, "batch_size": 128, "learning_rate": 2e-3},
             "private": {
+                "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
+                "method_options": METHOD_OPTIONS,
+                "accountant": "auto",  # PLD; "rdp" as in older work
                 "epsilon": 3.0,
                 "delta": 1e-5,
                 "batch_size": 1024,
@@ -43,6 +48,7 @@ def get_config() -> ConfigDict:
                 "schedule": "cosine",
                 "augmult": 0,
                 "ema_decay": 0.0,
+                "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 50,
             },
         }

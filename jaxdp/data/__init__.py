@@ -4,7 +4,7 @@ Importing this package imports neither TensorFlow Datasets nor scikit-learn nor 
 corruptions (OpenCV, numba); they load on use.
 """
 
-from jaxdp.data.augment import augment, normalise, random_crop, random_flip
+from jaxdp.data.augment import augment, augmentation, normalise, random_crop, random_flip
 from jaxdp.data.corruptions import (
     CORRUPTIONS,
     HELD_OUT_CORRUPTIONS,
@@ -24,6 +24,7 @@ __all__ = [
     "PoissonSampler",
     "Source",
     "augment",
+    "augmentation",
     "bundled",
     "corrupt",
     "corrupted_tfds",

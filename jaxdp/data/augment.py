@@ -5,7 +5,8 @@ whose gradients are averaged BEFORE clipping, so the views cost no privacy. Each
 [H, W, C] to one of the same shape and dtype and is meant to be used under `jax.vmap` and `jax.jit`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,22 @@ def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
     """
     crop_key, flip_key = jax.random.split(key)
     return random_flip(flip_key, random_crop(crop_key, image, padding=padding))
+
+
+def augmentation(config: Any) -> Callable[[jax.Array, Any], Any] | None:
+    """The augmentation of one example that the `data` part of an experiment's config asks for.
+
+    Args:
+      config: an `ml_collections.ConfigDict` with crop_padding, pixels as in `random_crop`, and flip, whether a mirrored
+        image means the same.
+
+    Returns:
+      `augment(key, example) -> example`, which changes the "image" of an example; None if nothing is asked for.
+    """
+    if not (config.crop_padding or config.flip):
+        return None
+    crop, padding = (augment if config.flip else random_crop), config.crop_padding
+    return lambda key, example: {**example, "image": crop(key, example["image"], padding=padding)}
 
 
 def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequence[float]) -> jax.Array:

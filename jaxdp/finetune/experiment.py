@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp import data, models
-from jaxdp.finetune.dp_sgd import dp_sgd
+from jaxdp.finetune.configured import configured_trainer
 from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.training import train_without_privacy
-from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_training, read_metrics
 from jaxdp.report.workdir import check_same_config, write_json
 from jaxdp.transforms import losses
@@ -133,7 +133,8 @@ def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) 
         **references,
         "epsilon": ledger.epsilon(account, delta=config.private.delta),
         "delta": config.private.delta,
-        "noise_multiplier": trainer.privatizer.noise_multiplier,
+        "method": config.private.method,
+        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
         "steps": config.private.steps,
         "dataset": account,
     }
@@ -173,48 +174,19 @@ def _without_privacy(config: Any, task: _Task, params: Params, source: data.Sour
         steps=how.steps,
         batch_size=how.batch_size,
         seed=config.init_seed.to_bytes(16, "little"),
-        augment=_augment(config.data),
+        augment=data.augmentation(config.data),
         label=label,
     )
 
 
-def _augment(config: Any) -> Callable[[jax.Array, Any], Any] | None:
-    """Random crops after padding, and flips where the config says that they mean the same."""
-    if not (config.crop_padding or config.flip):
-        return None
-
-    def augment(key: jax.Array, example: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        crop = data.augment if config.flip else data.random_crop
-        return {**example, "image": crop(key, example["image"], padding=config.crop_padding)}
-
-    return augment
-
-
 def _trainer(config: Any, task: _Task) -> PrivateTrainer:
-    """DP-SGD with the smallest noise with which all steps cost at most the target epsilon."""
-    private, n = config.private, len(task.private)
-    sampler = data.PoissonSampler(n, private.batch_size / n)
-
-    def event(noise_multiplier: float) -> Any:
-        return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), private.steps)
-
-    schedules = {
-        "constant": optax.constant_schedule(private.learning_rate),
-        "cosine": optax.cosine_decay_schedule(private.learning_rate, private.steps),
-    }
-    if private.schedule not in schedules:
-        raise ValueError(f"config.private.schedule must be one of {sorted(schedules)}, got {private.schedule!r}.")
-    augment = _augment(config.data) if private.augmult else None
-    return dp_sgd(
+    return configured_trainer(
+        config.private,
         task.loss,
-        optax.sgd(schedules[private.schedule], momentum=private.momentum or None),
-        sampler=sampler,
-        clip_norm=private.clip_norm,
-        noise_multiplier=calibrate_noise(event, epsilon=private.epsilon, delta=private.delta),
-        physical_batch_size=private.physical_batch_size,
-        augment=augment,
-        augmult=private.augmult or 1,
-        ema_decay=private.ema_decay or None,
+        len(task.private),
+        augment=data.augmentation(config.data),
+        public=task.public,
+        num_classes=task.private.num_classes,
     )
 
 

@@ -14,7 +14,6 @@ chunk was charged, so that a run that is resumed with another ledger charges tha
 """
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import importlib.metadata
@@ -22,8 +21,8 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jaxlib
@@ -35,6 +34,7 @@ from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.report.workdir import locked
 from jaxdp.transforms.noise import PrivatizeState, new_seed, stream
 from jaxdp.version import __version__
 
@@ -147,7 +147,7 @@ class _Run:
 
         workdir.mkdir(parents=True, exist_ok=True)
         with self._opened as opened:  # closes what is open if the rest fails
-            opened.enter_context(_locked(workdir / "lock"))
+            opened.enter_context(_alone(workdir))
             self._seed = _stored_seed(workdir / "secret_seed", seed)
             self._workdir = workdir
             self._charges = opened.enter_context(MetricsWriter(workdir / "charges.jsonl", fsync=True))
@@ -231,15 +231,15 @@ def _stored_seed(path: pathlib.Path, seed: bytes | None) -> bytes:
     return stored
 
 
-def _locked(path: pathlib.Path) -> TextIO:
-    """An open file that only one process can hold; the system lets go of it when the process dies."""
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ValueError(f"another process is running in {path.parent}; wait for it or use a new workdir.") from error
-    return file
+@contextlib.contextmanager
+def _alone(workdir: pathlib.Path) -> Iterator[None]:
+    """Refuses a workdir in which another process is running."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(workdir / "lock"))
+        except BlockingIOError as error:
+            raise ValueError(f"another process is running in {workdir}; wait for it or use a new workdir.") from error
+        yield
 
 
 def _digest(tree: Any) -> bytes:

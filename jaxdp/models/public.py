@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,7 +24,7 @@ def public_model(config: Any) -> Pretrained:
 
     Args:
       config: an `ml_collections.ConfigDict` with
-        name, num_classes, options  as in `create`; an activation is named as in `flax.linen`
+        name, num_classes, options  as in `create`
         checkpoint, naming          as in `load_checkpoint`; "" is a model that is still to be trained
         preprocessing               fields of a `Preprocessing`; needed without a checkpoint
 
@@ -36,10 +35,7 @@ def public_model(config: Any) -> Pretrained:
       ValueError: the parts do not fit.
       FileNotFoundError: there is no such checkpoint.
     """
-    options = dict(config.options)
-    if "activation" in options:
-        options["activation"] = getattr(nn, options["activation"])
-    model = create(config.name, num_classes=config.num_classes, **options)
+    model = create(config.name, num_classes=config.num_classes, **dict(config.options))
     preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
     if config.checkpoint:
         return load_checkpoint(config.checkpoint, model=model, naming=config.naming, preprocessing=preprocessing)

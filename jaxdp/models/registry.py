@@ -65,7 +65,7 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
         "_distilled", "convnext_tiny", "convnext_small", "convnext_base", "convnext_large".
       num_classes: number of logits, at least 2.
       **kwargs: attributes of the model's class, overriding those the name implies, for example
-        `patch_size=2`.
+        `patch_size=2`. An activation may be the name of a function in `flax.linen`, as in a config.
 
     Returns:
       A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]; a single example is
@@ -84,4 +84,6 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     unknown = sorted(set(kwargs) - known)
     if unknown:
         raise TypeError(f"model {name!r} has no {', '.join(unknown)}; its attributes are {', '.join(sorted(known))}")
+    if isinstance(kwargs.get("activation"), str):
+        kwargs["activation"] = getattr(nn, kwargs["activation"])
     return family(num_classes=num_classes, **{**defaults, **kwargs})

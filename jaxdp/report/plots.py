@@ -229,6 +229,56 @@ def plot_panels(
     return _save(figure, path)
 
 
+def plot_points(
+    path: str | os.PathLike[str],
+    points: Mapping[str, Sequence[tuple[float, float, float, float]]],
+    *,
+    title: str,
+    subtitle: str,
+    xlabel: str,
+    ylabel: str,
+) -> Path:
+    """Draw named groups of points with error bars in one panel; both axes are percentages.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        points: name to (x, y, error of x, error of y); a NaN error draws no bar. A group has one colour, and its name
+          stands to the right, at the height of its last point.
+        title, subtitle: two lines above the panel.
+        xlabel: name of the x axis.
+        ylabel: name of the y axis, written above the panel.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there is no group or an empty one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    if not points or not all(points.values()):
+        raise ValueError("points needs at least one group and at least one point in each")
+    figure = Figure(figsize=(7.6, 5.2), dpi=160, facecolor="white")
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
+    _style(axes)
+    labels = []
+    for (name, group), colour in zip(points.items(), _cycle(_CURVE_COLOURS, len(points)), strict=True):
+        x, y, dx, dy = zip(*group, strict=True)
+        bars = {"xerr": np.nan_to_num(dx), "yerr": np.nan_to_num(dy)}
+        axes.errorbar(x, y, **bars, fmt="o", color=colour, markersize=7, elinewidth=1.3, capsize=2.5, zorder=3)
+        labels.append((y[-1], name, colour))
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+    _y_marks(axes, percent=True)
+    _panel_title(axes, ylabel)
+    _label_right(axes, labels)
+    _headline(figure, title, subtitle)
+    return _save(figure, path)
+
+
 class _Reliability(Protocol):
     """What `jaxdp.recalibration` calls a `Reliability`."""
 

@@ -1,8 +1,11 @@
 """The directory of an experiment: one config, files that appear whole or not at all."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -30,6 +33,23 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
+    """Holds a file that only one process can hold; the system lets go of it when the process dies.
+
+    Args:
+        path: the file, made if needed, as is its folder; it stays behind, empty.
+        wait: until another process lets go of it.
+
+    Raises:
+        BlockingIOError: another process holds it, without `wait`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,194 @@
+r"""Table 1 of Wang et al. 2024 (DPAdapter) and what it leaves open: does robust pre-training help private fine-tuning?
+
+    python -m launch.finetune --config configs/dpadapter_table1.py --workdir workdir/table1 --config.data.data_dir=DIR
+
+is the paper's protocol: a ResNet-20 with GroupNorm, pre-trained on CIFAR-100, fine-tuned on CIFAR-10, SVHN and STL-10;
+for accelerators. On CPUs
+
+    python -m launch.finetune --config configs/dpadapter_table1.py:cpu --workdir workdir/table1 \
+        --config.data.data_dir=DIR
+
+runs the same grids with a small CNN on 16x16 images: 8000 of CIFAR-100 in public, 5000 of each of CIFAR-10,
+Fashion-MNIST and USPS in private. About four hours on one core; start it twice to use two. It stops and resumes
+anywhere, cell by cell. What we saw: BUILD_NOTES.md, "DPAdapter and the DP-SGD family".
+
+Grids: "table1", the paper's table; "gamma", its Figures 2, 5 and 6; "equal_norm", perturbations of one length from
+large and from small batches, which the paper does not separate; "beyond", other ways to more accuracy at the same
+epsilon.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.method_options import METHOD_OPTIONS
+from configs.pretrain import cifar100
+
+_GAMMAS = (0.5, 5.0)  # beside the default, 2
+
+
+def _dpadapter(**options: object) -> dict[str, object]:
+    return {"method": {"name": "dpadapter", "dpadapter": options}}
+
+
+def _amp(batch_size: int, steps: int, gamma: float = 1.0) -> dict[str, object]:
+    return {"method": {"name": "amp", "amp": {"gamma": gamma}}, "train": {"batch_size": batch_size, "steps": steps}}
+
+
+def get_config(size: str = "paper") -> ConfigDict:
+    if size not in ("paper", "cpu"):
+        raise ValueError(f"the config takes 'paper' or 'cpu' after the colon, got {size!r}")
+    pretrain = cifar100.get_config()
+    images = {"size": 32, "channels": 3, "mean": pretrain.data.mean, "std": pretrain.data.std}
+    config = ConfigDict(
+        {
+            "seeds": (0, 1, 2),  # of upstream models and of new heads; noise is always fresh
+            "data": {"data_dir": "", "public_name": "cifar100", "public_split": "train", **images},
+            "sets": {
+                "CIFAR-10": {"name": "cifar10", "private_split": "train", "crop_padding": 4, "flip": True},
+                "SVHN": {"name": "svhn_cropped", "private_split": "train", "crop_padding": 4, "flip": False},
+                "STL-10": {"name": "stl10", "private_split": "train", "crop_padding": 4, "flip": True},
+            },
+            "model": {"name": "resnet20", "options": {}},
+            "pretrain": pretrain,
+            "upstreams": {  # what differs from `pretrain`; "none" is there without being named
+                "standard": {"method": {"name": "standard"}},
+                "SAM": _amp(100, pretrain.train.steps // 2),  # the paper's "vanilla SAM", gamma 1 and m = 100
+                "DPAdapter": {"method": {"name": "dpadapter"}},
+                **{f"DPAdapter γ={gamma:g}": _dpadapter(gamma=gamma) for gamma in _GAMMAS},
+                **{f"SAM γ={gamma:g}": _amp(100, pretrain.train.steps // 2, gamma) for gamma in (0.5, 2.0)},
+                # Perturbations of length 1 whatever the gradient, from batches of 50 and of m1.
+                "length 1, m1=50": {
+                    **_dpadapter(gamma=1.0, rule="normalise"),
+                    "ascent": {"batch_size": 50, "microbatch_size": 0},
+                },
+                "length 1, large m1": _dpadapter(gamma=1.0, rule="normalise"),
+                "length 0.2, large m1": _dpadapter(gamma=0.2, rule="normalise"),
+            },
+            "robust": {"std": 0.1, "relative": False, "draws": 10},  # which robust accuracy the figures show
+            "private": {
+                "method": "dp_sgd",
+                "method_options": METHOD_OPTIONS,
+                "accountant": "rdp",  # section 5.1
+                "delta": 1e-5,
+                "batch_size": 256,  # not stated in the paper
+                "physical_batch_size": 128,
+                "epochs": 100,
+                "clip_norm": 4.0,
+                "learning_rate": 0.01,
+                "momentum": 0.9,
+                "schedule": "constant",
+                "augmult": 0,
+                "ema_decay": 0.0,
+                "ascent_radius": 0.0,
+                "checkpoint_every": 1000,
+            },
+            "methods": {  # what differs from `private`
+                "DP-SGD": {},
+                # Gradients of norm 1 instead of 4: the learning rate makes up for it.
+                "AdpClip": {"method": "adp_clip", "learning_rate": 0.04},
+                "GEP": {"method": "gep", "clip_norm": 5.0},
+                "AdpAlloc": {"method": "adp_alloc"},
+                "PLD": {"accountant": "auto"},
+                "PLD, DP-SAT": {"accountant": "auto", "ascent_radius": 0.05},
+                "PLD, EMA": {"accountant": "auto", "ema_decay": 0.99},
+                "PLD, augmult 4": {"accountant": "auto", "augmult": 4},
+                "PLD, clip 1": {"accountant": "auto", "clip_norm": 1.0, "learning_rate": 0.04},
+                "all four": {
+                    "accountant": "auto",
+                    "clip_norm": 1.0,
+                    "learning_rate": 0.04,
+                    "ema_decay": 0.99,
+                    "augmult": 4,
+                },
+                "AdpClip as published": {"method": "adp_clip", "method_options": {"adp_clip": {"unit_norm": False}}},
+            },
+            "grids": {
+                "table1": {
+                    "upstreams": ("none", "standard", "SAM", "DPAdapter"),
+                    "methods": ("DP-SGD", "AdpClip", "GEP", "AdpAlloc"),
+                    "epsilons": (1.0, 4.0),
+                },
+                "gamma": {
+                    "upstreams": (
+                        *("standard", "SAM", "DPAdapter"),
+                        *(f"DPAdapter γ={gamma:g}" for gamma in _GAMMAS),
+                        *(f"SAM γ={gamma:g}" for gamma in (0.5, 2.0)),
+                    ),
+                    "methods": ("DP-SGD",),
+                    "epsilons": (1.0,),
+                    "figures": True,
+                },
+                "equal_norm": {
+                    "upstreams": ("length 0.2, large m1", "length 1, m1=50", "length 1, large m1"),
+                    "methods": ("DP-SGD",),
+                    "epsilons": (1.0,),
+                },
+                "beyond": {
+                    "upstreams": ("DPAdapter",),
+                    "methods": (
+                        *("DP-SGD", "PLD", "PLD, DP-SAT", "PLD, EMA", "PLD, augmult 4", "PLD, clip 1", "all four"),
+                        *("AdpClip", "AdpClip as published"),
+                    ),
+                    "epsilons": (1.0,),
+                },
+            },
+        },
+        allow_dotted_keys=True,  # "γ=0.1" is a name
+    )
+    for grid in config.grids.values():
+        grid.sets = tuple(config.sets)
+    for images in config.sets.values():
+        images.test_split = "test"
+    config.private.method_options.gep.update({"anchors": 2000, "basis_size": 1000, "residual_clip_norm": 2.0})
+    config.private.method_options.gep.basis_every = 1
+    if size == "cpu":
+        _small(config)
+    config.pretrain.data.update({"data_dir": config.data.get_ref("data_dir"), "size": config.data.size})
+    return config
+
+
+def _small(config: ConfigDict) -> None:
+    """A small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
+    config.data.update({"public_name": "cifar100_subset", "size": 16})
+    config.sets = {
+        "CIFAR-10": {
+            "name": "cifar10",
+            "private_split": "train[:5000]",
+            "test_split": "test[:2000]",
+            "crop_padding": 2,
+            "flip": True,
+        },
+        "Fashion-MNIST": {
+            "name": "fashion_mnist",
+            "private_split": "train[:5000]",
+            "test_split": "test[:2000]",
+            "crop_padding": 1,
+            "flip": True,
+        },
+        "USPS": {
+            "name": "usps",
+            "private_split": "train[:5000]",
+            "test_split": "test",
+            "crop_padding": 1,
+            "flip": False,
+        },
+    }
+    for grid in config.grids.values():
+        grid.sets = tuple(config.sets)
+    config.model = {
+        "name": "cnn",
+        "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"},
+    }
+    config.pretrain.model = config.model
+    config.pretrain.data.update({"name": "cifar100_subset", "crop_padding": 2})
+    config.pretrain.train.update({"steps": 3000, "checkpoint_every": 1000})
+    config.pretrain.ascent.update({"batch_size": 500})
+    config.pretrain.robustness.update({"draws": 3})
+    for upstream in config.upstreams.values():  # half as many updates of twice the size
+        if upstream.get("train"):
+            upstream.train.steps = 1500
+    config.robust.update({"std": 0.2, "relative": True, "draws": 3})
+    config.private.update({"batch_size": 250, "physical_batch_size": 256, "epochs": 10, "learning_rate": 0.02})
+    config.methods["AdpClip"].learning_rate = 0.08
+    for name in ("PLD, clip 1", "all four"):
+        config.methods[name].learning_rate = 0.08
+    config.private.method_options.gep.update({"anchors": 256, "basis_size": 60, "basis_every": 10})

@@ -1,0 +1,13 @@
+"""What each private method takes beyond DP-SGD, in every fine-tuning config; the values are those of the papers."""
+
+METHOD_OPTIONS = {
+    "adp_alloc": {"schedule": {"kind": "exponential", "rate": 0.01}},  # per epoch; Yu et al. 2019 name the kind
+    "adp_clip": {"quantile": 0.5, "clip_learning_rate": 0.2, "unit_norm": True},  # Andrew et al. 2021
+    "gep": {  # Yu et al. 2021 take 2000 anchors, 1000 directions and C_0, C_1 = 5, 2
+        "anchors": 256,
+        "basis_size": 60,
+        "groups": 3,
+        "residual_clip_norm": 0.4,
+        "basis_every": 10,
+    },
+}
