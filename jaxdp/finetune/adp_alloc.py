@@ -13,7 +13,7 @@ private data a question in every epoch and is not offered.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -82,15 +82,6 @@ def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
     return schedule
 
 
-SCHEDULES: Mapping[str, Callable[..., NoiseSchedule]] = {
-    "constant": constant_noise,
-    "time_based": time_based_noise,
-    "step": step_noise,
-    "exponential": exponential_noise,
-    "polynomial": polynomial_noise,
-}
-
-
 def calibrate_schedule(
     schedule: NoiseSchedule,
     sampler: PoissonSampler,
@@ -148,6 +139,7 @@ def adp_alloc(
     clip_norm: float,
     noise_multiplier: float,
     schedule: NoiseSchedule,
+    sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """DP-SGD with noise that falls from epoch to epoch.
@@ -158,7 +150,7 @@ def adp_alloc(
                                            noise_multiplier=sigma_0, schedule=schedule, physical_batch_size=256)
 
     Args:
-      loss_fn, optimizer, clip_norm, options: as in `dp_sgd`.
+      loss_fn, optimizer, clip_norm, sampler, options: as in `dp_sgd`.
       noise_multiplier: sigma_0, of the first epoch.
       schedule: how it falls; public. It must not depend on private data.
 
@@ -174,7 +166,8 @@ def adp_alloc(
         loss_fn,
         optimizer,
         clip_norm=clip_norm,
-        noise_multiplier=_Steps(schedule, noise_multiplier, _epoch(options["sampler"])),
+        noise_multiplier=_Steps(schedule, noise_multiplier, _epoch(sampler)),
+        sampler=sampler,
         **options,
     )
 

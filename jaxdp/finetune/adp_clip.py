@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.data import PoissonSampler
 from jaxdp.finetune.trainer import (
     CLIP_NORMS,
     Options,
@@ -103,12 +104,13 @@ def adp_clip(
     clip_learning_rate: float = 0.2,
     count_noise: float | None = None,
     unit_norm: bool = True,
+    sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """DP-SGD whose clip norm follows a quantile of the gradient norms, at no extra charge.
 
     Args:
-      loss_fn, optimizer, options: as in `dp_sgd`.
+      loss_fn, optimizer, sampler, options: as in `dp_sgd`.
       clip_norm: C_0, where the clip norm starts; it stays between 1e-8 and 1e8.
       noise_multiplier: z, of the whole step; the gradient gets the larger z_Delta, which pays for the count.
       quantile: gamma in [0, 1], the fraction of examples whose gradients are to stay unclipped.
@@ -124,7 +126,7 @@ def adp_clip(
       As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of released counts and of
       C_0 only. Under replace-one gradient and count move by twice as much, both, as the accountant assumes.
     """
-    batch_size = options["sampler"].expected_batch_size
+    batch_size = sampler.expected_batch_size
     check_clip_norm("clip_norm", clip_norm)
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be a positive finite number, got {noise_multiplier}.")
@@ -152,5 +154,6 @@ def adp_clip(
         optimizer,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
+        sampler=sampler,
         **options,
     )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.data import PoissonSampler
 from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer, moving_params
 
 
@@ -45,6 +46,7 @@ def dp_sgd(
     *,
     clip_norm: float,
     noise_multiplier: float | Callable[[Any], Any],
+    sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """DP-SGD for a per-example loss, any optimizer and any Poisson sampler.
@@ -93,5 +95,6 @@ def dp_sgd(
         optimizer,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
+        sampler=sampler,
         **options,
     )

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.data import PoissonSampler
 from jaxdp.finetune.trainer import (
     Options,
     PrivateTrainer,
@@ -279,13 +280,14 @@ def gep(
     power_iterations: int = 1,
     basis_every: int = 1,
     residual_share: float = 0.5,
+    sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """DP-SGD in which embeddings of gradients in a public subspace, and what is left of them, get noise of their own.
 
     Args:
-      loss_fn, optimizer, options: as in `dp_sgd`; `engine` does not apply. A physical batch needs memory for its
-        per-example gradients, twice.
+      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply. A physical batch needs memory for
+        its per-example gradients, twice.
       clip_norm: C_0, of the embedding. Yu et al. use 5, and 2 for C_1.
       residual_clip_norm: C_1, of the residual.
       noise_multiplier: z of the whole step, or a public schedule; Yu et al.'s sigma is z sqrt(2) with equal shares.
@@ -346,5 +348,6 @@ def gep(
         optimizer,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
+        sampler=sampler,
         **options,
     )

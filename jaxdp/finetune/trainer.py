@@ -232,9 +232,8 @@ class PrivateTrainer:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments that every method takes; `dp_sgd` documents them."""
+    """Keyword arguments that every method passes on; `dp_sgd` documents them."""
 
-    sampler: Required[PoissonSampler]
     physical_batch_size: Required[int]
     augment: Callable[[jax.Array, Any], Any] | None
     augmult: int

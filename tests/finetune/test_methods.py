@@ -1,0 +1,267 @@
+"""What every method of the package promises: one conformance suite, in the manner of optax."""
+
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+
+from jaxdp import data, finetune
+from jaxdp.finetune import loop
+from jaxdp.privacy import Ledger, epsilon
+from jaxdp.privacy.events import composition
+from jaxdp.transforms import losses, noise
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
+
+
+def examples(n, seed):
+    rng = np.random.default_rng(seed)
+    return {"features": rng.normal(size=(n, FEATURES)).astype(np.float32), "label": rng.integers(CLASSES, size=n)}
+
+
+def source_of(**changes):
+    return data.from_arrays(**{**examples(N, 0), **changes}, num_classes=CLASSES)
+
+
+def params_of():
+    rng = np.random.default_rng(1)
+    return {
+        "kernel": jnp.asarray(rng.normal(size=(FEATURES, CLASSES)), jnp.float32),
+        "bias": jnp.zeros(CLASSES),
+    }
+
+
+def loss(params, example):
+    return losses.softmax_cross_entropy(example["features"] @ params["kernel"] + params["bias"], example["label"])
+
+
+EXPONENTIAL = {"schedule": finetune.exponential_noise(0.2)}
+SUBSPACE = {
+    "residual_clip_norm": 0.5,
+    "anchors": {"features": examples(9, 7)["features"], "label": np.arange(9, dtype=np.int32) % CLASSES},
+    "basis_size": 4,
+    "groups": 1,
+}
+METHODS = {
+    "dp_sgd": (finetune.dp_sgd, {}),
+    "dp_sgd with ascent": (finetune.dp_sgd, {"ascent_radius": 0.1}),
+    "adp_alloc": (finetune.adp_alloc, EXPONENTIAL),
+    "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
+    "adp_clip, published": (finetune.adp_clip, {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1}),
+    "gep": (finetune.gep, SUBSPACE),
+    "gep, basis kept": (finetune.gep, {**SUBSPACE, "basis_every": 3}),
+    "gep without residual": (finetune.gep, {**SUBSPACE, "residual_share": 0.0, "ascent_radius": 0.1}),
+}
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def trainer_of(name, loss_fn=loss, **kwargs):
+    method, options = METHODS[name]
+    defaults = {
+        "sampler": data.PoissonSampler(N, Q),
+        "clip_norm": 0.8,
+        "noise_multiplier": Z,
+        "physical_batch_size": PHYSICAL,
+        "ema_decay": 0.9,
+        "engine": "vmap",
+    }
+    optimizer = kwargs.pop("optimizer", optax.sgd(0.3, momentum=0.9))
+    return method(loss_fn, optimizer, **{**defaults, **options, **kwargs})
+
+
+@functools.cache
+def compiled(name):
+    """Return one trainer per method for all tests that do not count how often it compiles."""
+    return trainer_of(name)
+
+
+def keyed(trainer, number=0):
+    """Return a first state with known keys."""
+    state = trainer.init(params_of())
+    key = noise.stream(bytes([number] * 16), "test")
+    return state._replace(noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32"))
+
+
+def arrays(state):
+    """Return everything that a state holds but its keys."""
+    return [np.asarray(x) for x in jax.tree.leaves(state._replace(noise=None, key=None))]
+
+
+def assert_same(one, other):
+    for a, b in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def ledger_of():
+    ledger = Ledger.in_memory()
+    ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
+    return ledger
+
+
+def fit(trainer, ledger, steps=7, **kwargs):
+    return finetune.fit(
+        trainer,
+        params_of(),
+        source_of(),
+        steps=steps,
+        ledger=ledger,
+        dataset="data",
+        checkpoint_every=2,
+        seed=bytes(range(16)),
+        progress=False,
+        **kwargs,
+    )
+
+
+@every_method
+def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dtypes(name):
+    traces = collections.Counter()
+
+    def counted(params, example):
+        traces["loss"] += 1
+        return loss(params, example)
+
+    def update(updates, state, params=None):
+        traces["update"] += 1
+        return jax.tree.map(lambda u: -0.1 * u, updates), state
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    trainer = trainer_of(name, counted, optimizer=optimizer)
+    state, source = keyed(trainer), source_of()
+    shapes, after_first = jax.tree.map(lambda x: (x.shape, x.dtype), state), None
+    for step in range(5):
+        with jax.transfer_guard("disallow" if step else "allow"):
+            state, metrics = trainer.step(state, source)
+        after_first = after_first or dict(traces)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == shapes
+        assert np.isfinite(list(jax.device_get(metrics).values())).all()
+    assert dict(traces) == after_first
+    assert traces["update"] == 1
+    assert int(state.step) == int(state.noise.step) == 5
+
+
+@every_method
+def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
+    monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.zeros(0, np.int64))
+    trainer, changes = compiled(name), []
+    for number in (0, 1):
+        state, _ = trainer.step(keyed(trainer, number), source_of())
+        changes.append(np.asarray(state.params["kernel"]) - np.asarray(params_of()["kernel"]))
+        assert np.isfinite(changes[-1]).all()
+    assert all((change != 0).all() for change in [*changes, changes[0] - changes[1]])
+
+
+@every_method
+def test_the_state_is_a_function_of_what_was_released(name):
+    """Examples of two data sets differ, their sums do not: masked examples, and ones that are not finite."""
+    trainer = compiled(name)
+    features, label = (source_of().arrays[key].copy() for key in ("features", "label"))
+    features[4] = np.nan
+    one = other = keyed(trainer, 2)
+    for _ in range(4):  # examples that are drawn must agree, and the rest may be anything
+        assert trainer.drawn(one).size
+        outside = np.setdiff1d(np.arange(N), [*trainer.drawn(one), 0])
+        changed, classes = features.copy(), label.copy()
+        changed[outside] = 1e3 * (1 + changed[outside])
+        classes[outside] = 0
+        changed[4] = np.inf
+        one, metrics = trainer.step(one, source_of(features=features, label=label))
+        other, same = trainer.step(other, source_of(features=changed, label=classes))
+        assert_same(one, other)
+        assert jax.device_get(metrics) == jax.device_get(same)
+
+
+@every_method
+def test_an_example_that_is_not_finite_and_garbage_in_masked_rows_leave_everything_finite(name, monkeypatch):
+    monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.array([1, 0, 2, 3, 11, 12]))
+    trainer = compiled(name)
+    features = source_of().arrays["features"].copy()
+    features[:4] = [[np.nan], [np.inf], [1e38], [-np.inf]]  # example 0 is what padding repeats
+    state = keyed(trainer)
+    for _ in range(3):
+        state, metrics = trainer.step(state, source_of(features=features))
+        assert all(np.isfinite(x).all() for x in [*arrays(state), *jax.device_get(metrics).values()])
+
+
+@every_method
+def test_events_compose_and_are_sampled_gaussians(name):
+    trainer = compiled(name)
+    whole = composition(trainer.event(0, 9))
+    parts = dp_event.ComposedDpEvent([trainer.event(0, 4), trainer.event(4, 5), trainer.event(5, 9)])
+    assert composition(parts) == whole
+    assert sum(whole.values()) == 9
+    for step, event in enumerate(trainer.event(t, t + 1) for t in range(9)):
+        sigma = Z * np.exp(-0.2 * (step // 4)) if name == "adp_alloc" else Z
+        ((single, count),) = composition(event).items()
+        assert isinstance(single, dp_event.PoissonSampledDpEvent)
+        assert (single.sampling_probability, count) == (Q, 1)
+        assert single.event.noise_multiplier == pytest.approx(sigma, rel=1e-12)
+    assert composition(trainer.event(3, 3)) == {}
+    for first, last in [(-1, 2), (3, 2)]:
+        with pytest.raises(ValueError, match="0 <= first <= last"):
+            trainer.event(first, last)
+
+
+class Crash(Exception):
+    pass
+
+
+@every_method
+def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(name, tmp_path, monkeypatch):
+    trainer, ledger = compiled(name), ledger_of()
+    whole = fit(trainer, ledger)
+    assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
+    assert ledger.epsilon("data") == pytest.approx(epsilon(trainer.event(0, 7), delta=1e-5), rel=1e-6)
+
+    step, ledger = finetune.PrivateTrainer.step, ledger_of()
+    for crash in (1, 4, 3):  # in the first chunk, at the second's end, and in the third
+        count = itertools.count(1)
+
+        def crashing(*args, count=count, crash=crash):
+            result = step(*args)
+            if next(count) == crash:
+                raise Crash
+            return result
+
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            patch.setattr(finetune.PrivateTrainer, "step", crashing)
+            fit(trainer, ledger, workdir=tmp_path)
+    resumed = fit(trainer, ledger, workdir=tmp_path)
+    assert_same(resumed, whole)
+    assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
+    again = fit(trainer, ledger, workdir=tmp_path)  # nothing is left to do, nor to pay
+    assert_same(again, whole)
+    assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
+
+
+def test_the_identity_of_a_run_tells_methods_apart():
+    source = source_of()
+    identities = [loop._identity(compiled(name), keyed(compiled(name)), source) for name in METHODS]
+    assert len(set(identities)) == len(METHODS)
+    again = trainer_of("gep, basis kept")
+    assert loop._identity(again, keyed(again), source) in identities
+
+
+@every_method
+def test_unknown_and_missing_arguments_are_refused(name):
+    with pytest.raises(TypeError, match="learning_rat"):
+        trainer_of(name, learning_rat=0.1)
+    method, options = METHODS[name]
+    with pytest.raises(TypeError, match="physical_batch_size"):
+        method(
+            loss,
+            optax.sgd(0.1),
+            sampler=data.PoissonSampler(N, Q),
+            clip_norm=1.0,
+            noise_multiplier=Z,
+            **options,
+        )
+    with pytest.raises(TypeError, match="sampler"):
+        method(loss, optax.sgd(0.1), physical_batch_size=4, clip_norm=1.0, noise_multiplier=Z, **options)
