@@ -13,7 +13,7 @@ private data a question in every epoch and is not offered.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -80,6 +80,15 @@ def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
         return (sigma_0 - end) * left**power + end
 
     return schedule
+
+
+SCHEDULES: Mapping[str, Callable[..., NoiseSchedule]] = {
+    "constant": constant_noise,
+    "time_based": time_based_noise,
+    "step": step_noise,
+    "exponential": exponential_noise,
+    "polynomial": polynomial_noise,
+}
 
 
 def calibrate_schedule(
