@@ -3,7 +3,13 @@
     python -m launch.pretrain --config configs/pretrain/digits.py --workdir workdir/pretrain_digits
 
 Trains on the half of the digits that is public here; configs/pretrain/digits.py:standard, :sam and :amp are the methods
-to compare with.
+to compare with. Twenty seconds on two CPU cores. One run of each: test accuracy, that under noise of half of each
+tensor's root mean square (mean of ten draws), and rho:
+
+    standard    .965  .64  27
+    SAM         .961  .64  24
+    DPAdapter   .954  .68  18    ||Delta|| .16 at the end
+    AMP         .905  .80   9    ||Delta|| .45 at the end
 """
 
 from ml_collections import ConfigDict
