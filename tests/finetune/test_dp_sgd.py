@@ -227,6 +227,68 @@ def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
         assert (np.asarray(now["head"]) != np.asarray(params["head"])).all()
 
 
+@pytest.mark.parametrize("probability", [0.35, 0.03])
+def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability):
+    radius = 0.8
+    trainer, source = trainer_of(data.PoissonSampler(N, probability), ascent_radius=radius), source_of()
+    state = state_without_example_0(trainer, steps=5)
+    params, trace = float64(state.params), {name: 0.0 for name in state.params}
+    released = {name: np.zeros(p.shape) for name, p in params.items()}
+    for step in range(5):
+        key, indices = state.noise.key, trainer.drawn(state)
+        state, _ = trainer.step(state, source)
+        length = math.sqrt(sum((g**2).sum() for g in released.values()))
+        # Unperturbed at first; from then on at a distance of the radius.
+        at = {name: p + radius * released[name] / (length or 1) for name, p in params.items()}
+        total = {name: np.zeros_like(p) for name, p in params.items()}
+        for i in indices:
+            example = source[int(i)]
+            for name, g in clipped64(gradient64(at, example["features"], example["label"])).items():
+                total[name] += g
+        drawn = noise.gaussian(jax.random.fold_in(key, step), state.params, SIGMA * CLIP)
+        released = {name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N) for name in params}
+        trace = {name: released[name] + MOMENTUM * trace[name] for name in params}
+        params = {name: params[name] - RATE * trace[name] for name in params}  # the step starts where it was
+        assert_close(state.released, released)
+        assert_close(state.params, params)
+
+
+def test_ascent_of_no_radius_is_dp_sgd_to_the_bit_and_another_is_not():
+    sampler, source, ends = data.PoissonSampler(N, 0.3), source_of(), []
+    trainers = [trainer_of(sampler), *(trainer_of(sampler, ascent_radius=radius) for radius in (0.0, 0.5))]
+    first = trainers[0].init(params_of())
+    for trainer in trainers:
+        state = trainer.init(params_of())._replace(noise=first.noise, key=first.key)
+        states = [state := trainer.step(state, source)[0] for _ in range(3)]
+        ends.append([np.concatenate([np.asarray(x).ravel() for x in s.params.values()]) for s in states])
+        assert (state.released is None) == (trainer.ascent_radius == 0)
+        assert trainer.event(0, 3) == trainers[0].event(0, 3)
+    np.testing.assert_array_equal(ends[0], ends[1])
+    np.testing.assert_allclose(ends[2][0], ends[0][0], rtol=1e-6)
+    assert (ends[2][1] != ends[0][1]).any()
+
+
+def test_ascent_leaves_frozen_parameters_where_they_are():
+    seen = []
+
+    def watching(params, example):
+        jax.debug.callback(lambda *x: seen.append([np.array(v) for v in x]), params["bias"], params["count"])
+        return loss(params, example)
+
+    params = {**params_of(), "count": jnp.int32(3)}
+    trainer = trainer_of(
+        data.PoissonSampler(N, 0.9), loss_fn=watching, ascent_radius=0.5, trainable=lambda path, leaf: path == "kernel"
+    )
+    state, source = trainer.init(params), source_of()
+    for _ in range(2):
+        state, _ = trainer.step(state, source)
+    jax.effects_barrier()
+    assert jax.tree.map(jnp.shape, state.released) == {"kernel": (FEATURES, CLASSES), "bias": None, "count": None}
+    for bias, count in seen:
+        np.testing.assert_array_equal(bias, params["bias"])
+        assert count == 3
+
+
 def test_noise_schedule_and_its_events():
     def schedule(step):
         return 1.0 + 0.5 * step
@@ -410,6 +472,9 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
         ({"noise_multiplier": math.inf}, "noise_multiplier"),
         ({"engine": "magic"}, "engine must be"),
+        ({"ascent_radius": -0.1}, "ascent_radius must be at least 0 and finite, got -0.1"),
+        ({"ascent_radius": math.nan}, "ascent_radius must be"),
+        ({"ascent_radius": math.inf}, "ascent_radius must be"),
     ],
 )
 def test_impossible_arguments(change, message):

@@ -339,6 +339,73 @@ def test_each_member_of_a_group_has_its_own_key() -> None:
     np.testing.assert_array_equal(bits, np.array(expected))
 
 
+# --- The gradients themselves ---
+
+
+def clipped_and_summed(grads: Any, clip_norm: float) -> Any:
+    """The clipped sum of gradients [B, ...], in float64."""
+    leaves = [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)]
+    norms = np.sqrt(sum(np.square(g).reshape(len(g), -1).sum(1) for g in leaves))
+    factors = clip_norm / np.maximum(norms, clip_norm)
+    return jax.tree.unflatten(jax.tree.structure(grads), [np.einsum("b,b...->...", factors, g) for g in leaves])
+
+
+@every_engine
+def test_per_example_gradients(engine: str, reference: Any) -> None:
+    out = clipped(engine).per_example(PARAMS, batch_of(5))
+    for grads, expected, leaf in zip(jax.tree.leaves(out.grads), reference.grads, jax.tree.leaves(PARAMS), strict=True):
+        assert (grads.shape, grads.dtype) == ((5, *leaf.shape), jnp.float32)
+        np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
+    assert (out.nonfinite.dtype, int(out.nonfinite)) == (jnp.int32, 0)
+    assert max(reference.norms) > 0.5  # not clipped
+
+
+def test_per_example_gradients_of_masked_and_bad_examples_are_zero() -> None:
+    x, y = batch_of(6)
+    x[1], y[2], y[3], y[4, 0, 0] = np.nan, np.inf, 1e30, -np.inf
+    out = clipped("auto").per_example(PARAMS, (x, y), np.arange(6) != 2)
+    good = np.isin(np.arange(6), [0, 5])
+    expected = clipped("auto").per_example(PARAMS, batch_of(6))
+    for grads, whole in zip(jax.tree.leaves(out.grads), jax.tree.leaves(expected.grads), strict=True):
+        np.testing.assert_array_equal(grads, np.asarray(whole) * good.reshape(-1, 1, 1))
+    assert out.nonfinite == 3
+    nobody = clipped("auto").per_example(PARAMS, batch_of(0))
+    assert jax.tree.map(jnp.shape, nobody.grads) == {name: (0, *leaf.shape) for name, leaf in PARAMS.items()}
+    assert (nobody.nonfinite, {g.dtype for g in jax.tree.leaves(nobody.grads)}) == (0, {jnp.dtype(jnp.float32)})
+
+
+def test_per_example_gradients_sum_up_to_the_clipped_sum() -> None:
+    """With keys, frozen leaves, low precision, groups of different sizes, and auxiliary output."""
+    key = jax.random.key(5)
+    mask = np.array([[True, True, True], [False, True, False], [False, False, False], [True, False, True]])
+    params = {**PARAMS, "v": jnp.asarray(PARAMS["v"], jnp.bfloat16)}
+
+    def mixed(p: Any, example: Any, *, key: Any) -> Any:
+        return dropout_loss({**p, "v": p["v"].astype(jnp.float32)}, example, key=key)
+
+    for group, batch, present in ((True, groups(4, 3), mask), (False, batch_of(5), np.arange(5) != 1)):
+        f = jaxdp.clipped_grad(
+            mixed, clip_norm=0.3, has_aux=True, group=group, engine="vmap", trainable=lambda path, leaf: path != "b"
+        )
+        out = f.per_example(params, batch, present, key=key)
+        assert out.grads["b"] is None
+        assert {g.dtype for g in jax.tree.leaves(out.grads)} == {jnp.dtype(jnp.float32)}
+        summed = f(params, batch, present, key=key)
+        assert_close(clipped_and_summed(out.grads, 0.3), summed.grads, rtol=1e-4)
+        assert norm(summed.grads) > 0.1
+
+
+def test_per_example_gradients_check_what_a_call_checks() -> None:
+    x, y = batch_of(3)
+    f = clipped("auto")
+    with pytest.raises(ValueError, match="a leading axis"):
+        f.per_example(PARAMS, (x, y[:2]))
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        f.per_example(PARAMS, (x, y), np.ones(3))
+    with pytest.raises(ValueError, match="no trainable leaf"):
+        clipped("auto", trainable=lambda path, leaf: False).per_example(PARAMS, (x, y))
+
+
 # --- Which leaves, which dtypes ---
 
 
