@@ -14,6 +14,7 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.images import fit_images
+from jaxdp.data.parts import bundled_parts
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, from_arrays, from_tfds
 
@@ -26,6 +27,7 @@ __all__ = [
     "augment",
     "augmentation",
     "bundled",
+    "bundled_parts",
     "corrupt",
     "corrupted_tfds",
     "fit_images",

@@ -233,12 +233,7 @@ def _ledger(path: pathlib.Path, account: str, private: Any) -> Ledger:
 def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]:
     """(public, private, test) examples; which is which does not depend on the records."""
     if config.source == "bundled":
-        fractions = [config.public_fraction, 1 - config.public_fraction - config.test_fraction, config.test_fraction]
-        parts = data.bundled(config.name).split(fractions, seed=config.split_seed)
-        names = ("public", "private", "test")
-        public, private, test = (
-            dataclasses.replace(part, name=f"{config.name}/{name}") for part, name in zip(parts, names, strict=True)
-        )
+        public, private, test = data.bundled_parts(config).values()
         return public, private, test
     if config.source != "tfds":
         raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")

@@ -5,6 +5,7 @@ means. A *cell* is one private model with a ledger of its own, as if it alone we
 cost the sum. Several processes may work on one workdir; each takes the cells that no other one holds.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -67,7 +68,7 @@ def run(config: Any, workdir: str | os.PathLike[str], *, pretrain: Pretrain) -> 
         "robust_accuracy".
 
     Returns:
-      The results of all cells; of those that are finished, if other processes still hold some.
+      The results of all cells, those of other processes included.
 
     Raises:
       ValueError: the workdir belongs to another config, or the config is inconsistent.
@@ -78,17 +79,16 @@ def run(config: Any, workdir: str | os.PathLike[str], *, pretrain: Pretrain) -> 
     bench = _Bench(config, root, pretrain)
     cells = bench.cells()
     write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
-    todo = [cell for cell in cells if not (root / cell.folder / "result.json").exists()]
-    print(f"{len(cells)} cells, {len(cells) - len(todo)} of them are here already.", flush=True)
-    with tqdm(total=len(todo), desc="cells", unit="cell") as bar:
-        for cell in todo:
-            bench.compute(cell)
-            bar.update()
-    finished = [cell for cell in cells if (root / cell.folder / "result.json").exists()]
-    results = [dataclasses.asdict(cell) | _read(root / cell.folder / "result.json") for cell in finished]
-    if len(finished) < len(cells):
-        print(f"{len(cells) - len(finished)} cells are still with other processes; the last to end writes the tables.")
-    else:
+    missing = [cell for cell in cells if not bench.finished(cell)]
+    print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
+    with tqdm(total=len(missing), desc="cells", unit="cell") as bar:
+        for wait in (False, True):  # what another process is at comes last: it is there by then
+            for cell in [cell for cell in cells if not bench.finished(cell)]:
+                with contextlib.suppress(BlockingIOError):
+                    bench.compute(cell, wait=wait)
+                bar.update(sum(map(bench.finished, missing)) - bar.n)
+    results = [dataclasses.asdict(cell) | _read(root / cell.folder / "result.json") for cell in cells]
+    with locked(root / "summary.lock", wait=True):
         print(write_summary(config, root, results, bench.upstream_results()))
     return results
 
@@ -118,65 +118,73 @@ class _Bench:
                                 found[Cell(upstream, method, float(epsilon), dataset, int(seed))] = None
         return list(found)
 
-    def compute(self, cell: Cell) -> None:
-        """Computes a cell, unless it is there or another process is at it."""
+    def finished(self, cell: Cell) -> bool:
+        """Whether a cell's result is there."""
+        return (self._root / cell.folder / "result.json").exists()
+
+    def compute(self, cell: Cell, *, wait: bool) -> None:
+        """Computes a cell, unless it is there.
+
+        Raises:
+          BlockingIOError: another process is at it or at its upstream model, and wait is False.
+        """
         folder = self._root / cell.folder
-        start = self._start(cell)
-        try:
-            with locked(folder / "lock"):
-                if not (folder / "result.json").exists():
-                    write_json(folder / "result.json", self._result(cell, start, folder))
-        except BlockingIOError:
-            return
+        start = self._start(cell, wait=wait)
+        with locked(folder / "lock", wait=wait):
+            if not self.finished(cell):
+                write_json(folder / "result.json", self._result(cell, start, folder))
 
     def upstream_results(self) -> dict[tuple[str, int], Mapping[str, Any]]:
         """What `pretrain` reported, by upstream and seed."""
         grids = self._config.grids.values()
         names = dict.fromkeys(name for grid in grids for name in grid.upstreams if name != SCRATCH)
-        return {(name, seed): self._upstream(name, seed)[1] for name in names for seed in self._config.seeds}
+        return {(name, seed): self._upstream(name, seed, wait=True)[1] for name in names for seed in self._config.seeds}
 
     def _result(self, cell: Cell, start: Any, folder: pathlib.Path) -> dict[str, Any]:
-        private, (source, test, predict, _) = self._private(cell.method, cell.epsilon), self.task(cell.dataset)
+        source, test, predict, _ = self.task(cell.dataset)
+        private = self._private(cell.method, cell.epsilon, len(source))
         trainer = self.trainer(cell.method, cell.epsilon, cell.dataset)
         began = time.monotonic()
-        ledger = Ledger(folder / "ledger.sqlite")
-        ledger.register(cell.dataset, adjacency="add_remove", unit="example", epsilon=cell.epsilon, delta=private.delta)
-        steps = _steps(private, len(source))
-        state = fit(
-            trainer,
-            start,
-            source,
-            steps=steps,
-            ledger=ledger,
-            dataset=cell.dataset,
-            workdir=folder / "private",
-            checkpoint_every=min(private.checkpoint_every, steps),
-            label=cell.method,
-            progress=False,
-        )
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            ledger.register(
+                cell.dataset, adjacency="add_remove", unit="example", epsilon=cell.epsilon, delta=private.delta
+            )
+            state = fit(
+                trainer,
+                start,
+                source,
+                steps=private.steps,
+                ledger=ledger,
+                dataset=cell.dataset,
+                workdir=folder / "private",
+                checkpoint_every=private.checkpoint_every,
+                label=cell.method,
+                progress=False,
+            )
+            spent = ledger.epsilon(cell.dataset, delta=private.delta)
         params, robust = state.params if state.ema is None else state.ema, self._config.robust
         noisy = robust_accuracy(predict, params, test, std=robust.std, relative=robust.relative, draws=robust.draws)
         result = {
             "accuracy": accuracy(predict, params, test),
             "robust_accuracy": float(noisy.mean()),
-            "epsilon_spent": ledger.epsilon(cell.dataset, delta=private.delta),
+            "epsilon_spent": spent,
             "delta": private.delta,
             "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
-            "steps": steps,
+            "steps": private.steps,
             "seconds": time.monotonic() - began,
         }
         shutil.rmtree(folder / "private")  # with the secret seed: who learns it could subtract the noise
         return result
 
-    def _start(self, cell: Cell) -> Any:
+    def _start(self, cell: Cell, *, wait: bool) -> Any:
         """Initial parameters: fresh ones, or the upstream model with a fresh head."""
         source, _, _, model = self.task(cell.dataset)
         fresh = model.init(jax.random.key(cell.seed), jnp.zeros_like(source[0]["image"][None]))["params"]
         if cell.upstream == SCRATCH:
             return fresh
-        return models.merge_pretrained(fresh, self._upstream(cell.upstream, cell.seed)[0], exclude=("head",))
+        return models.merge_pretrained(fresh, self._upstream(cell.upstream, cell.seed, wait=wait)[0], exclude=("head",))
 
-    def _upstream(self, name: str, seed: int) -> tuple[Any, Mapping[str, Any]]:
+    def _upstream(self, name: str, seed: int, *, wait: bool) -> tuple[Any, Mapping[str, Any]]:
         """Parameters of an upstream model and what is known of it."""
         folder = self._root / "upstream" / _file_name(name) / str(seed)
         config = copy.deepcopy(self._config.pretrain)
@@ -184,14 +192,19 @@ class _Bench:
         config.seed = seed
         finished = folder / "result.json"
         if not finished.exists():
-            with locked(folder.with_suffix(".lock"), wait=True):
+            with locked(folder.with_suffix(".lock"), wait=wait):
                 self._pretrain(config, folder)
         return models.load_params(folder / "params.safetensors"), _read(finished)
 
-    def _private(self, method: str, epsilon: float) -> Any:
+    def _private(self, method: str, epsilon: float, num_examples: int) -> Any:
+        """The `private` part of a fine-tuning experiment's config."""
         private = copy.deepcopy(self._config.private)
         private.update(self._config.methods[method])
-        private.epsilon = epsilon
+        steps = private.epochs * -(-num_examples // private.batch_size)  # epochs of ceil(1 / q) steps
+        with private.unlocked():
+            private.update(
+                {"epsilon": epsilon, "steps": steps, "checkpoint_every": min(private.checkpoint_every, steps)}
+            )
         return private
 
     def _task(self, dataset: str) -> tuple[data.Source, data.Source, Callable[..., Any], Any]:
@@ -208,9 +221,8 @@ class _Bench:
         return source, test, predict, model
 
     def _trainer(self, method: str, epsilon: float, dataset: str) -> PrivateTrainer:
-        private, (source, _, predict, _) = self._private(method, epsilon), self.task(dataset)
-        private.unlock()
-        private.steps = _steps(private, len(source))
+        source, _, predict, _ = self.task(dataset)
+        private = self._private(method, epsilon, len(source))
 
         def loss(params: Any, example: Mapping[str, jax.Array]) -> jax.Array:
             return losses.softmax_cross_entropy(predict(params, example["image"][None])[0], example["label"])
@@ -229,13 +241,11 @@ class _Bench:
 
     def _read_images(self, name: str, split: str) -> data.Source:
         config = self._config.data
-        source = data.from_tfds(name, split, data_dir=config.data_dir or None)
+        if config.source == "bundled":
+            source = data.bundled_parts(config)[split]
+        else:
+            source = data.from_tfds(name, split, data_dir=config.data_dir or None)
         return data.fit_images(source, config.size, config.channels)
-
-
-def _steps(private: Any, num_examples: int) -> int:
-    """Epochs of ceil(1 / q) steps."""
-    return private.epochs * -(-num_examples // private.batch_size)
 
 
 def _check(field: str, names: Sequence[str], known: Any) -> None:

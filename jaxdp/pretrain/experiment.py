@@ -115,15 +115,9 @@ class _Task:
 
 def _sources(config: Any) -> tuple[data.Source, data.Source]:
     """Public examples to train on, and test examples; which is which does not depend on the records."""
-    if config.source == "bundled":
-        # The parts of a fine-tuning experiment with these fractions: what is private there is not read here.
-        fractions = [config.public_fraction, 1 - config.public_fraction - config.test_fraction, config.test_fraction]
-        parts = data.bundled(config.name).split([f for f in fractions if f > 1e-9], seed=config.split_seed)
-        public, test = (
-            dataclasses.replace(part, name=f"{config.name}/{name}")
-            for part, name in ((parts[0], "public"), (parts[-1], "test"))
-        )
-        return public, test
+    if config.source == "bundled":  # what is private to a fine-tuning experiment with these fractions is not read
+        parts = data.bundled_parts(config)
+        return parts["public"], parts["test"]
     if config.source != "tfds":
         raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
     read = functools.partial(data.from_tfds, config.name, data_dir=config.data_dir or None)
@@ -175,24 +169,12 @@ def _train(config: Any, task: _Task, trainer: SharpnessTrainer, plan: Plan, work
         task.init(config.seed),
         task.train,
         **arguments,
-        augment=_augment(config.data),
+        augment=data.augmentation(config.data),
         evaluate=lambda state: {"accuracy": task.accuracy(state.params)},
         workdir=workdir,
         checkpoint_every=config.train.checkpoint_every,
         label=config.method.name,
     )
-
-
-def _augment(config: Any) -> Callable[[jax.Array, Any], Any] | None:
-    """Random crops after padding, and flips where the config says that they mean the same."""
-    if not (config.crop_padding or config.flip):
-        return None
-
-    def augment(key: jax.Array, example: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        crop = data.augment if config.flip else data.random_crop
-        return {**example, "image": crop(key, example["image"], padding=config.crop_padding)}
-
-    return augment
 
 
 def _measure(config: Any, task: _Task, state: SharpnessState, root: pathlib.Path) -> dict[str, Any]:

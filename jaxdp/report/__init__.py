@@ -1,7 +1,7 @@
 """What a run leaves for people to read: metrics in JSON lines, text tables, figures."""
 
 from jaxdp.report.metrics import MetricsWriter, read_metrics
-from jaxdp.report.plots import plot_curves, plot_panels, plot_reliability, plot_training
+from jaxdp.report.plots import plot_curves, plot_panels, plot_points, plot_reliability, plot_training
 from jaxdp.report.tables import format_table
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "format_table",
     "plot_curves",
     "plot_panels",
+    "plot_points",
     "plot_reliability",
     "plot_training",
     "read_metrics",
