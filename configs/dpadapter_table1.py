@@ -178,6 +178,12 @@ def _small(config: ConfigDict) -> None:
     }
     for grid in config.grids.values():
         grid.sets = tuple(config.sets)
+    swept = ("DPAdapter γ=0.5", "DPAdapter γ=5", "SAM γ=0.5", "SAM γ=2")
+    for name in [name for name in config.upstreams if "γ" in name and name not in swept]:
+        del config.upstreams[name]
+    config.grids.gamma.upstreams = tuple(name for name in config.grids.gamma.upstreams if name in config.upstreams)
+    for grid in (config.grids.equal_norm, config.grids.beyond):
+        grid.epsilons = (1.0,)
     config.model = {
         "name": "cnn",
         "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"},
