@@ -9,8 +9,11 @@ A million steps of 5050 gradients each: for accelerators. The method is chosen a
     python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
-trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes. DIR is a directory of
-prepared TFDS data; without it TFDS's usual one is read.
+trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes, in about five minutes (standard training
+in half of one). One run of each had a test accuracy of .21 by standard training, .20 by SAM, .20 by DPAdapter (after
+1250 of its 1500 steps) and .14 by AMP with gamma = 1, whose perturbation was longer (||Delta|| .63 at the end, against
+.05 and .39) and whose accuracy fell least under noise: it shows that the pipeline works, not which method is best. DIR
+is a directory of prepared TFDS data; without it TFDS's usual one is read.
 
 The paper does not give its augmentation, groups of the normalisation, or a length of its warm-up: those below are ours.
 """
