@@ -182,7 +182,7 @@ def bad_bases():
     }
 
 
-@pytest.mark.parametrize("share", [0.5, 0.1, 0.0])
+@pytest.mark.parametrize("share", [0.4, 0.0])
 def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis(share):
     query = trainer_of(residual_share=share, clip_norm=0.9, residual_clip_norm=0.2).query
     sums, norms, rng = jax.jit(query.sums), {}, np.random.default_rng(0)

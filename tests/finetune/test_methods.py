@@ -55,7 +55,6 @@ METHODS = {
     "adp_alloc": (finetune.adp_alloc, EXPONENTIAL),
     "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
     "adp_clip, published": (finetune.adp_clip, {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1}),
-    "gep": (finetune.gep, SUBSPACE),
     "gep, basis kept": (finetune.gep, {**SUBSPACE, "basis_every": 3}),
     "gep without residual": (finetune.gep, {**SUBSPACE, "residual_share": 0.0, "ascent_radius": 0.1}),
 }
