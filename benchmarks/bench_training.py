@@ -1,0 +1,353 @@
+"""Time of sharpness-aware pre-training over plain training, and of the DP-SGD family over DP-SGD, in one run.
+
+    python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers --output .bench/training.json
+
+Steps are interleaved, each timed after an untimed call of its own, and reported as medians; ratios are medians of
+per-round ratios within the same round. "plain" is a gradient and an SGD update in one compiled function. "memory" is
+what XLA allocates for a gradient, or for the clipped sum of a batch, beyond its arguments.
+
+Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. Where the ascent comes every ten steps only, and
+where GEP keeps its basis for ten, the time of a step is made of the parts that were measured in the same round.
+
+Fine-tuning: a full physical batch through the trainer's compiled functions; sampling and data are not timed. "GEP
+basis" is the new basis alone, "GEP" a step that has one.
+
+With --peers, optax's SAM beside ours, and on the CNN the same steps in PyTorch: Opacus' DP-SGD and adaptive clipping,
+and GEP as Yu et al. 2021 describe it, by `torch.func`. They need torch and opacus, to be installed separately.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+
+import jaxdp
+from benchmarks import timing
+from jaxdp import finetune, models, pretrain
+from jaxdp.data import PoissonSampler
+from jaxdp.transforms import losses
+
+
+class Case(NamedTuple):
+    model: str
+    options: dict[str, Any]
+    size: int  # of the square images
+    batch_size: int  # in private; in public it is UPDATE
+
+
+CNN = {
+    "widths": (16, 32, 64),
+    "dense": 0,
+    "norm": "group",
+    "activation": jax.nn.relu,
+}  # configs/dpadapter_table1.py:cpu
+CASES = {"cnn": Case("cnn", CNN, 16, 256), "resnet20": Case("resnet20", {}, 32, 64)}
+CLASSES, RECORDS = 10, 5000
+UPDATE, ASCENTS = 50, (50, 500)  # m2 and m1
+EVERY = 10  # steps between ascents, and between bases
+ANCHORS, BASIS, GROUPS = 256, 60, 3
+CLIP, RESIDUAL_CLIP, NOISE = 1.0, 0.4, 1.0
+
+
+class Step(NamedTuple):
+    call: Callable[[], Any]
+    row: dict[str, Any]  # what is known of it without timing
+
+
+def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
+    return jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3)), jnp.arange(number) % CLASSES
+
+
+def problem(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]:
+    """(loss of one example, mean loss of a batch, parameters)."""
+    model = models.create(case.model, num_classes=CLASSES, **case.options)
+    params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        return losses.softmax_cross_entropy(model.apply({"params": params}, example[0][None])[0], example[1])
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        logits = model.apply({"params": params}, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    return loss, mean_loss, params
+
+
+def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
+    """Gradient and update in one compiled function; the optimizer may ask for further gradients."""
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+        def gradient(point: Any, _: int = 0) -> Any:
+            return jax.grad(loss)(point, batch)
+
+        extended = optax.with_extra_args_support(optimizer)
+        updates, opt_state = extended.update(gradient(params), opt_state, params, grad_fn=gradient)
+        return optax.apply_updates(params, updates), opt_state
+
+    args = (params, optimizer.init(params), batch)
+    compiled = jax.jit(step).lower(*args).compile()
+    return Step(lambda: compiled(*args), {"memory_mb": timing.allocated_mb(compiled)})
+
+
+# --- Pre-training ---------------------------------------------------------------------------------------------------
+
+
+def pretraining_steps(case: Case, *, peers: bool) -> dict[str, Step]:
+    _, mean_loss, params = problem(case)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    batch = images_of(case, UPDATE)
+
+    def step_of(trainer: pretrain.SharpnessTrainer, ascent: Any, limit: float) -> Step:
+        state = trainer.init(params)
+        gradient = trainer.gradient.lower(state.params, state.perturbation, None, batch, np.int32(0), parts=1)
+        row = {"limit": limit, "memory_mb": timing.allocated_mb(gradient.compile())}
+        return Step(lambda: trainer.step(state, ascent, batch), row)
+
+    dpadapter = pretrain.dpadapter(mean_loss, optimizer, microbatch_size=UPDATE)
+    steps = {"plain": whole_step(mean_loss, optimizer, params, batch), "no ascent": step_of(dpadapter, None, 1.0)}
+    for size in ASCENTS:
+        steps[f"DPAdapter, m1={size}"] = step_of(dpadapter, images_of(case, size), 1 + size / UPDATE)
+    steps["SAM"] = step_of(pretrain.sam(mean_loss, optimizer), batch, 2.0)
+    if peers:
+        ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+        peer = optax.contrib.sam(optimizer, ascent, sync_period=2, opaque_mode=True)
+        step = whole_step(mean_loss, peer, params, batch)
+        steps["optax SAM"] = step._replace(row=step.row | {"limit": 2.0})
+    return steps
+
+
+def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
+    """Steps of which every tenth makes an ascent: their times, from those measured."""
+    for size in ASCENTS:
+        name = f"DPAdapter, m1={size}, every {EVERY}"
+        rows[name] = {"limit": 1 + size / UPDATE / EVERY}
+        for times in seconds:
+            parts = zip(times[f"DPAdapter, m1={size}"], times["no ascent"], strict=True)
+            times[name] = [(ascent + (EVERY - 1) * rest) / EVERY for ascent, rest in parts]
+
+
+# --- Fine-tuning ----------------------------------------------------------------------------------------------------
+
+
+def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> tuple[Step, Any]:
+    """The device's work of `trainer.step` on a full physical batch, and the state that it starts from."""
+    state = trainer.init(params)
+    if trainer.query.refresh_every:
+        state = state._replace(carried=refreshed(trainer, state))
+    rows = jax.device_put((batch, np.ones(len(batch[1]), bool), np.uint32(0)))
+    compiled = trainer.accumulate.lower(state, trainer.zeros(state.params), *rows).compile()
+
+    def call() -> Any:
+        return trainer.update(state, trainer.accumulate(state, trainer.zeros(state.params), *rows))
+
+    return Step(call, {"memory_mb": timing.allocated_mb(compiled)}), state
+
+
+def refreshed(trainer: finetune.PrivateTrainer, state: finetune.TrainState) -> Any:
+    return trainer.query.refresh(state.params, state.carried, state.step, trainer.query.public)
+
+
+def finetuning_steps(case: Case) -> dict[str, Step]:
+    loss, mean_loss, params = problem(case)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    batch, size = images_of(case, case.batch_size), case.batch_size
+    options: dict[str, Any] = {
+        "sampler": PoissonSampler(RECORDS, size / RECORDS),
+        "physical_batch_size": size,
+        "clip_norm": CLIP,
+        "noise_multiplier": NOISE,
+    }
+    gep = finetune.gep(
+        loss,
+        optimizer,
+        **options,
+        residual_clip_norm=RESIDUAL_CLIP,
+        anchors=images_of(case, ANCHORS),
+        basis_size=BASIS,
+        groups=GROUPS,
+        basis_every=EVERY,
+    )
+    trainers = {
+        "DP-SGD": finetune.dp_sgd(loss, optimizer, **options),
+        "AdpClip": finetune.adp_clip(loss, optimizer, **options),
+        "AdpAlloc": finetune.adp_alloc(loss, optimizer, **options, schedule=finetune.exponential_noise(0.01)),
+        "DP-SAT": finetune.dp_sgd(loss, optimizer, **options, ascent_radius=0.05),
+    }
+    steps = {"plain": whole_step(mean_loss, optimizer, params, batch)}
+    steps |= {name: private_step(trainer, params, batch)[0] for name, trainer in trainers.items()}
+    steps["GEP"], state = private_step(gep, params, batch)
+    steps["GEP basis"] = Step(lambda: refreshed(gep, state), {})
+    return steps
+
+
+def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
+    """GEP with its new bases: the times of its steps, from those measured."""
+    for every in (1, EVERY):
+        name = f"GEP, new basis every {every}"
+        rows[name] = {}
+        for times in seconds:
+            parts = zip(times["GEP"], times["GEP basis"], strict=True)
+            times[name] = [step + basis / every for step, basis in parts]
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def torch_steps(case: Case) -> dict[str, Step]:
+    """The CNN in PyTorch: a plain step, Opacus' DP-SGD and AdpClip, and GEP with its basis apart, as ours is."""
+    import torch
+    from opacus import GradSampleModule
+    from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+    from torch import nn
+
+    size = case.batch_size
+    images, labels = torch.rand(size, 3, case.size, case.size), torch.arange(size) % CLASSES
+    widths = (3, *case.options["widths"])
+
+    def new_model() -> Any:
+        blocks: list[Any] = []
+        for before, width in itertools.pairwise(widths):
+            blocks += [nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(8, width), nn.ReLU(), nn.AvgPool2d(2)]
+        side = case.size // 2 ** (len(widths) - 1)
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(widths[-1] * side**2, CLASSES))
+
+    def trained(wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any]) -> Callable[[], None]:
+        model = wrap(new_model())
+        optimizer = optimizer_of(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+        return step
+
+    noise = {"noise_multiplier": NOISE, "max_grad_norm": CLIP, "expected_batch_size": size}
+    adaptive = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "max_clipbound": 1e8,
+        "min_clipbound": 1e-8,
+        "unclipped_num_std": size / 20,
+    }
+    calls: dict[str, Callable[[], Any]] = {
+        "torch plain": trained(lambda model: model, lambda sgd: sgd),
+        "Opacus DP-SGD": trained(GradSampleModule, lambda sgd: DPOptimizer(sgd, **noise)),
+        "Opacus AdpClip": trained(GradSampleModule, lambda sgd: AdaClipDPOptimizer(sgd, **noise, **adaptive)),
+    }
+
+    model = new_model()
+    moving = dict(model.named_parameters())
+    sgd = torch.optim.SGD(moving.values(), 0.1, momentum=0.9)
+    groups = np.array_split(np.array(list(moving)), GROUPS)  # consecutive, as ours
+    sizes = [sum(moving[name].numel() for name in names) for names in groups]
+    roots = np.sqrt(sizes)
+    directions = (BASIS * roots / roots.sum()).astype(int)
+
+    def loss(params: Any, image: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, params, (image[None],)), label[None])
+
+    per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+
+    def rows(images: Any, labels: Any) -> list[Any]:
+        grads = per_example({name: p.detach() for name, p in moving.items()}, images, labels)
+        return [torch.cat([grads[name].flatten(1) for name in names], 1) for names in groups]
+
+    def new_basis() -> list[Any]:
+        starts = [torch.randn(p, int(k)) for p, k in zip(sizes, directions, strict=True)]
+        anchors = rows(images[:ANCHORS], labels[:ANCHORS])
+        return [torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)]
+
+    def noisy_mean(parts: list[Any], clip_norm: float) -> list[Any]:
+        norms = torch.stack([part.norm(dim=1) for part in parts]).norm(dim=0)
+        factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
+        sums = [factors @ part for part in parts]
+        scale = 2**0.5 * NOISE * clip_norm  # both are released from one sample
+        return [(total + scale * torch.randn_like(total)) / size for total in sums]
+
+    basis = new_basis()
+
+    def gep() -> None:
+        gradients = rows(images, labels)
+        embeddings = [g @ b for g, b in zip(gradients, basis, strict=True)]
+        residuals = [g - w @ b.T for g, w, b in zip(gradients, embeddings, basis, strict=True)]
+        released = zip(basis, noisy_mean(embeddings, CLIP), noisy_mean(residuals, RESIDUAL_CLIP), groups, strict=True)
+        for b, w, r, names in released:
+            flat = (b @ w + r).split([moving[name].numel() for name in names])
+            for name, part in zip(names, flat, strict=True):
+                moving[name].grad = part.view_as(moving[name])
+        sgd.step()
+
+    calls |= {"torch.func GEP": gep, "torch.func GEP basis": new_basis}
+    return {name: Step(call, {}) for name, call in calls.items()}
+
+
+# --- Side by side ---------------------------------------------------------------------------------------------------
+
+
+def timed(
+    steps: dict[str, Step],
+    rounds: int,
+    derive: Callable[[dict[str, dict[str, Any]], tuple[timing.Seconds, ...]], None],
+    over: Callable[[str], dict[str, str]],
+) -> dict[str, Any]:
+    """A row per step; `over` names the columns of ratios, and the step each of them is relative to."""
+    wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
+    rows = {name: dict(step.row) for name, step in steps.items()}
+    derive(rows, (wall, cpu))
+    for name, row in rows.items():
+        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
+        for column, base in over(name).items():
+            row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
+            row[f"cpu_over_{column}"] = timing.median_ratio(cpu[name], cpu[base])
+    return rows
+
+
+def bases(name: str) -> dict[str, str]:
+    if name.startswith(("torch", "Opacus")):
+        return {"plain": "torch plain", "dp_sgd": "Opacus DP-SGD"}
+    return {"plain": "plain", "dp_sgd": "DP-SGD"}
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output=".bench/training.json")
+    parser.add_argument("--models", default="cnn,resnet20", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true")
+    flags = parser.parse_args()
+    missing = timing.missing("torch", "opacus") if flags.peers else []
+    report: dict[str, Any] = {
+        **timing.machine(),
+        "rounds": flags.rounds,
+        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
+        "cases": {},
+    }
+    for name in flags.models.split(","):
+        case = CASES[name]
+        steps = pretraining_steps(case, peers=flags.peers)
+        rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
+        show(report, f"{name}, pre-training, m2={UPDATE}", rows, ("limit", "over_plain", "cpu_over_plain"))
+        steps = finetuning_steps(case)
+        if flags.peers and not missing and case.model == "cnn":
+            steps |= torch_steps(case)
+        rows = timed(steps, flags.rounds, add_basis, bases)
+        columns = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
+        show(report, f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
+    timing.write(report, flags.output)
+
+
+def show(report: dict[str, Any], title: str, rows: dict[str, Any], columns: tuple[str, ...]) -> None:
+    report["cases"][title] = rows
+    table = [
+        {"step": step, **{c: row.get(c) for c in ("wall_ms", *columns, "memory_mb")}} for step, row in rows.items()
+    ]
+    print(f"\n{title}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
