@@ -49,8 +49,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "SVHN": {"name": "svhn_cropped", "private_split": "train", "crop_padding": 4, "flip": False},
                 "STL-10": {"name": "stl10", "private_split": "train", "crop_padding": 4, "flip": True},
             },
-            "model": {"name": "resnet20", "options": {}},
-            "pretrain": pretrain,
+            "pretrain": pretrain,  # also which model
             "upstreams": {  # what differs from `pretrain`; "none" is there without being named
                 "standard": {"method": {"name": "standard"}},
                 "SAM": _amp(100, pretrain.train.steps // 2),  # the paper's "vanilla SAM", gamma 1 and m = 100
@@ -184,11 +183,10 @@ def _small(config: ConfigDict) -> None:
     config.grids.gamma.upstreams = tuple(name for name in config.grids.gamma.upstreams if name in config.upstreams)
     for grid in (config.grids.equal_norm, config.grids.beyond):
         grid.epsilons = (1.0,)
-    config.model = {
+    config.pretrain.model = {
         "name": "cnn",
         "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"},
     }
-    config.pretrain.model = config.model
     config.pretrain.data.update({"name": "cifar100_subset", "crop_padding": 2})
     config.pretrain.train.update({"steps": 3000, "checkpoint_every": 1000})
     config.pretrain.ascent.update({"batch_size": 500})
@@ -215,7 +213,7 @@ def _digits(config: ConfigDict) -> None:
     config.sets = {
         "digits": {"name": "digits", "private_split": "private", "test_split": "test", "crop_padding": 1, "flip": False}
     }
-    config.model.options.widths = (8, 16)
+    config.pretrain.model.options.widths = (8, 16)
     config.pretrain.train.update({"steps": 100, "checkpoint_every": 100})
     config.pretrain.ascent.batch_size = 200
     config.pretrain.robustness.update({"std": (0.1,), "relative_std": (0.2,), "draws": 2, "inputs": 8})

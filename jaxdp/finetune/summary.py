@@ -34,14 +34,14 @@ def write_summary(
         rows = [row for row in results if _belongs(row, grid)]
         table, differences = layout(rows, grid), _differences(rows, grid)
         text = f"{name}: accuracy, mean ± standard deviation over {len(config.seeds)} seeds\n\n"
-        text += format_table(table, style="markdown") + "\n\n" + "\n".join(f"* {line}" for line in differences) + "\n"
+        text += format_table(table, style="markdown") + "\n" + "".join(f"\n* {line}" for line in differences) + "\n"
         (root / f"{name}.md").write_text(text)
         write_json(root / f"{name}.json", {"cells": rows, "table": table, "differences": differences})
         texts.append(text)
-        if grid.get("figures", False):
+        if grid.get("figures", False) and known:
             _figures(config, root / name, grid, rows, known)
     write_json(root / "upstreams.json", known)
-    return "\n".join([*texts, _upstream_table(known)])
+    return "\n".join([*texts, _upstream_table(known)] if known else texts)
 
 
 def layout(rows: Sequence[Row], grid: Any) -> list[dict[str, str]]:
@@ -164,7 +164,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     rows = [row for row in rows if (row["method"], row["epsilon"]) == (method, epsilon)]
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
     text = f"{method}, ε = {epsilon:g}; robust: under {noise}; bars: standard error over {len(config.seeds)} seeds"
-    families = {name: _values(known, "family", upstream=name)[0] for name in grid.upstreams}
+    families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> Point:
         x = _values(known, "robust_accuracy", upstream=upstream)
@@ -178,7 +178,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     plot_points(  # Fig. 6
         stem.with_name(f"{stem.name}_robustness.png"),
         {
-            family: [point(name, "accuracy", grid.sets) for name in grid.upstreams if families[name] == family]
+            family: [point(name, "accuracy", grid.sets) for name in families if families[name] == family]
             for family in dict.fromkeys(families.values())
         },
         title="Robustness of the upstream model, and private accuracy",
@@ -188,7 +188,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     )
     plot_points(  # Fig. 2
         stem.with_name(f"{stem.name}_transfer.png"),
-        {dataset: [point(name, "robust_accuracy", [dataset]) for name in grid.upstreams] for dataset in grid.sets},
+        {dataset: [point(name, "robust_accuracy", [dataset]) for name in families] for dataset in grid.sets},
         title="Robustness before and after private fine-tuning",
         subtitle=text,
         xlabel="robust accuracy of the upstream model",
@@ -196,7 +196,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     )
     swept = sorted(
         (_values(known, "gamma", upstream=name)[0], name)
-        for name in grid.upstreams
+        for name in families
         if families[name] in ("standard", "dpadapter")
     )
     curves = {

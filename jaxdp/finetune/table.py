@@ -98,7 +98,8 @@ class _Bench:
 
     def __init__(self, config: Any, root: pathlib.Path, pretrain: Pretrain):
         self._config, self._root, self._pretrain = config, root, pretrain
-        self._model = models.create(config.model.name, num_classes=2, **dict(config.model.options))
+        model = config.pretrain.model
+        self._model = models.create(model.name, num_classes=2, **dict(model.options))
         self.task = functools.cache(self._task)
         self.trainer = functools.cache(self._trainer)
         self.public = functools.cache(self._public)
