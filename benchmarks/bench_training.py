@@ -10,12 +10,14 @@ Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. Where the 
 where GEP keeps its basis for ten, the time of a step is made of the parts that were measured in the same round.
 
 Fine-tuning: a full physical batch through the trainer's compiled functions; sampling and data are not timed. "GEP
-basis" is the new basis alone, "GEP" a step that has one.
+basis" is the new basis alone, "GEP" a step that has one; their "limit" over DP-SGD, 1 + anchors / (steps per basis *
+batch), again counts gradients only.
 
 With --peers, optax's SAM beside ours, and on the CNN the same steps in PyTorch: Opacus' DP-SGD and adaptive clipping,
 and GEP as Yu et al. 2021 describe it, by `torch.func`. They need torch and opacus, to be installed separately.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,6 +56,12 @@ ANCHORS, BASIS, GROUPS = 256, 60, 3
 CLIP, RESIDUAL_CLIP, NOISE = 1.0, 0.4, 1.0
 
 
+class Problem(NamedTuple):
+    loss: Callable[..., jax.Array]  # of one example
+    mean_loss: Callable[..., jax.Array]  # of a batch
+    params: Any
+
+
 class Step(NamedTuple):
     call: Callable[[], Any]
     row: dict[str, Any]  # what is known of it without timing
@@ -63,8 +71,7 @@ def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
     return jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3)), jnp.arange(number) % CLASSES
 
 
-def problem(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]:
-    """(loss of one example, mean loss of a batch, parameters)."""
+def problem_of(case: Case) -> Problem:
     model = models.create(case.model, num_classes=CLASSES, **case.options)
     params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
 
@@ -75,7 +82,7 @@ def problem(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Arr
         logits = model.apply({"params": params}, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
-    return loss, mean_loss, params
+    return Problem(loss, mean_loss, params)
 
 
 def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
@@ -97,8 +104,8 @@ def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batc
 # --- Pre-training ---------------------------------------------------------------------------------------------------
 
 
-def pretraining_steps(case: Case, *, peers: bool) -> dict[str, Step]:
-    _, mean_loss, params = problem(case)
+def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str, Step]:
+    _, mean_loss, params = problem
     optimizer = optax.sgd(0.1, momentum=0.9)
     batch = images_of(case, UPDATE)
 
@@ -152,8 +159,8 @@ def refreshed(trainer: finetune.PrivateTrainer, state: finetune.TrainState) -> A
     return trainer.query.refresh(state.params, state.carried, state.step, trainer.query.public)
 
 
-def finetuning_steps(case: Case) -> dict[str, Step]:
-    loss, mean_loss, params = problem(case)
+def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
+    loss, mean_loss, params = problem
     optimizer = optax.sgd(0.1, momentum=0.9)
     batch, size = images_of(case, case.batch_size), case.batch_size
     options: dict[str, Any] = {
@@ -185,11 +192,11 @@ def finetuning_steps(case: Case) -> dict[str, Step]:
     return steps
 
 
-def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
+def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...], batch_size: int) -> None:
     """GEP with its new bases: the times of its steps, from those measured."""
     for every in (1, EVERY):
         name = f"GEP, new basis every {every}"
-        rows[name] = {}
+        rows[name] = {"limit": 1 + ANCHORS / every / batch_size}
         for times in seconds:
             parts = zip(times["GEP"], times["GEP basis"], strict=True)
             times[name] = [step + basis / every for step, basis in parts]
@@ -329,14 +336,15 @@ def main() -> None:
     }
     for name in flags.models.split(","):
         case = CASES[name]
-        steps = pretraining_steps(case, peers=flags.peers)
+        problem = problem_of(case)
+        steps = pretraining_steps(case, problem, peers=flags.peers)
         rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
         show(report, f"{name}, pre-training, m2={UPDATE}", rows, ("limit", "over_plain", "cpu_over_plain"))
-        steps = finetuning_steps(case)
+        steps = finetuning_steps(case, problem)
         if flags.peers and not missing and case.model == "cnn":
             steps |= torch_steps(case)
-        rows = timed(steps, flags.rounds, add_basis, bases)
-        columns = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
+        rows = timed(steps, flags.rounds, functools.partial(add_basis, batch_size=case.batch_size), bases)
+        columns = ("limit", "over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
         show(report, f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
     timing.write(report, flags.output)
 
