@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.version import __version__
 
 if TYPE_CHECKING:
-    from jaxdp import data, finetune, models, prediction, privacy, recalibration, report, transforms, tta
+    from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, report, transforms, tta
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
@@ -30,6 +30,7 @@ _MODULES = {
     "data": "jaxdp.data",
     "finetune": "jaxdp.finetune",
     "prediction": "jaxdp.prediction",
+    "pretrain": "jaxdp.pretrain",
     "recalibration": "jaxdp.recalibration",
     "report": "jaxdp.report",
     "tta": "jaxdp.tta",
@@ -47,6 +48,7 @@ __all__ = [
     "losses",
     "models",
     "prediction",
+    "pretrain",
     "privacy",
     "privatize",
     "recalibration",

@@ -1,22 +1,16 @@
 """Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recal."""
 
-from absl import app, flags, logging
-from ml_collections import config_flags
+from typing import Any
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="The experiment; override fields with --config.x.y=...")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.", required=True)
+from launch import frame
 
 
-def main(argv: list[str]) -> None:
+def experiment(config: Any, workdir: str) -> None:
     """Runs the experiment."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
     from jaxdp.recalibration import experiment
 
-    logging.set_verbosity(logging.WARNING)
-    experiment.run(_CONFIG.value, _WORKDIR.value)
+    experiment.run(config, workdir)
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(main)
+    frame.main(experiment)

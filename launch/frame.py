@@ -1,0 +1,30 @@
+"""What the launchers of experiments share: the flags --config and --workdir, and quiet logs."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+
+def main(experiment: Callable[[Any, str], Any]) -> None:
+    """Runs `experiment(config, workdir)` with what the command line says, as a program of its own."""
+    config = config_flags.DEFINE_config_file(
+        "config", help_string="The experiment; override fields with --config.x.y=..."
+    )
+    workdir = flags.DEFINE_string(
+        "workdir", None, "Directory of the run; an interrupted run in it is resumed.", required=True
+    )
+    flags.mark_flag_as_required("config")
+    for name in ("config", "workdir"):  # --help lists the flags of the program itself
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    app.run(functools.partial(_run, experiment, config, workdir))
+
+
+def _run(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
+    logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
+    experiment(config.value, workdir.value)
