@@ -23,7 +23,7 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.training import train_without_privacy
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_training, read_metrics
-from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses
 
 Params = Any
@@ -49,20 +49,16 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: a data set is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
-    finished = root / "result.json"
-    check_same_config(config, root / "config.json")
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+    if (result := finished_result(config, root, _summary)) is not None:
         return result
     task = _Task.of(config)
     trainer = _trainer(config, task)
-    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    bind(config, root)
     print(task.describe(), flush=True)
     result = _run(config, task, trainer, root)
     for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
         secret.unlink()
-    write_json(finished, result)
+    write_json(root / "result.json", result)
     print(f"\n{_summary(result)}\n\nIn {root}: training.png, params.safetensors, ledger.sqlite, private/metrics.jsonl")
     return result
 

@@ -29,7 +29,7 @@ from jaxdp.finetune.summary import write_summary
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.privacy import Ledger
-from jaxdp.report.workdir import check_same_config, locked, write_json
+from jaxdp.report.workdir import bind, check_same_config, locked, write_json
 from jaxdp.transforms import losses
 
 Pretrain = Callable[[Any, pathlib.Path], Mapping[str, Any]]
@@ -78,7 +78,7 @@ def run(config: Any, workdir: str | os.PathLike[str], *, pretrain: Pretrain) -> 
     check_same_config(config, root / "config.json")
     bench = _Bench(config, root, pretrain)
     cells = bench.cells()
-    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    bind(config, root)
     missing = [cell for cell in cells if not bench.finished(cell)]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
     with tqdm(total=len(missing), desc="cells", unit="cell") as bar:

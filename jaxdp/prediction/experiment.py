@@ -9,7 +9,6 @@ response ("ours"); with PATE and DP-SGD beside them; at Q queries and one total 
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -32,7 +31,7 @@ from jaxdp.privacy import (
     calibrate_noise,
 )
 from jaxdp.report import format_table, plot_curves
-from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses, noise
 from jaxdp.transforms.clipping import clipped_grad
 
@@ -63,23 +62,19 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       BudgetExceeded: the answers were paid for and lost. A new workdir has a new ledger: add the two up.
     """
     root = pathlib.Path(workdir)
-    finished = root / "result.json"
-    check_same_config(config, root / "config.json")
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+    if (result := finished_result(config, root, _summary)) is not None:
         return result
     task = tasks.load(config.data)
     model = _Model.of(config.model, task)
     _check(config, task)
-    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    bind(config, root)
     print(
         f"{len(task.train)} private records ({task.train.name}), {len(task.test)} test inputs ({task.test.name}). "
         f"Features: {task.provenance}.",
         flush=True,
     )
     result = _run(config, task, model, root)
-    write_json(finished, result)
+    write_json(root / "result.json", result)
     figures = " and four figures" if config.references else ""
     print(f"\n{_summary(result)}\n\nIn {root}: answers.npz, student.safetensors, ledger.sqlite{figures}.")
     return result

@@ -23,7 +23,7 @@ from jaxdp.models.robustness import parameter_robustness, robust_accuracy
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
 from jaxdp.pretrain.loop import Plan, fit
 from jaxdp.report import format_table, plot_panels, read_metrics
-from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses
 from jaxdp.version import __version__
 
@@ -55,22 +55,18 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: a data set is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
-    finished = root / "result.json"
-    check_same_config(config, root / "config.json")
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+    if (result := finished_result(config, root, _summary)) is not None:
         return result
     task = _Task.of(config)
     trainer, plan = _trainer(config, task), _plan(config, task)
     plan.check_microbatches(trainer)
-    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    bind(config, root)
     print(f"{config.method.name}: {task.describe()}", flush=True)
     state = _train(config, task, trainer, plan, root / "training")
     models.save_params(root / "params.safetensors", state.params)
     result = _measure(config, task, state, root)
     _figure(result, root / "robustness.png")
-    write_json(finished, result)
+    write_json(root / "result.json", result)
     print(f"\n{_summary(result)}\n\nIn {root}: params.safetensors, robustness.png, training/metrics.jsonl")
     return result
 

@@ -40,7 +40,7 @@ from jaxdp.recalibration.protocol import Method, Records, noise_scale
 from jaxdp.recalibration.recalibrate import none, recalibrate
 from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
 from jaxdp.report import format_table, plot_panels, plot_reliability
-from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import noise
 
 _KINDS: Mapping[str, Any] = {
@@ -77,11 +77,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
-    finished = root / "result.json"
-    check_same_config(config, root / "config.json")
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+    if (result := finished_result(config, root, _summary)) is not None:
         return result
     if not config.public_benchmark:
         raise ValueError(
@@ -93,7 +89,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     prepare = model.preprocessing.prepare
     images = len(shifted_images(config.data, plan.shifts[0], prepare))
     order = Order.draw(config.sweep.seed, records=images, trials=plan.trials, settings=plan.settings)
-    write_json(root / "config.json", json.loads(config.to_json()))  # only now: a mistake in it can still be mended
+    bind(config, root)
     print(plan.describe(images), flush=True)
     if not config.model.checkpoint:
         model = trained(model, clean_images(config.data, prepare), config.train, root / "source.safetensors")
@@ -105,7 +101,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     result = _result(plan, images, _example(plan, order, root), root)
     (root / "tables.md").write_text(_tables(result))
     _figures(config, result, root)
-    write_json(finished, result)
+    write_json(root / "result.json", result)
     print(f"\n{_summary(result)}\n\nIn {root}: tables.md, figures, ledger.sqlite.")
     return result
 

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -25,6 +25,30 @@ def check_same_config(config: Any, path: pathlib.Path) -> None:
     if stored != given:
         names = sorted(name for name in {*stored, *given} if stored.get(name) != given.get(name))
         raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
+
+
+def finished_result(config: Any, root: pathlib.Path, summary: Callable[[Any], str]) -> Any:
+    """The result of a finished experiment, which is printed; None if there is none yet.
+
+    Args:
+        config: an `ml_collections.ConfigDict`.
+        root: the workdir, with config.json and, once it is finished, result.json.
+        summary: of a result, for the terminal.
+
+    Raises:
+        ValueError: the workdir belongs to an experiment with another config.
+    """
+    check_same_config(config, root / "config.json")
+    if not (root / "result.json").exists():
+        return None
+    result = json.loads((root / "result.json").read_text())
+    print(f"{root} holds a finished run: nothing to do.\n\n{summary(result)}")
+    return result
+
+
+def bind(config: Any, root: pathlib.Path) -> None:
+    """Makes a workdir that of an experiment: once the config is checked, since a mistake in it could not be mended."""
+    write_json(root / "config.json", json.loads(config.to_json()))
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -27,7 +27,7 @@ from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.report import format_table, plot_curves
-from jaxdp.report.workdir import check_same_config, write_json
+from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.tta.accounts import StreamAccount, epsilons
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.come import COME
@@ -67,11 +67,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
-    finished = root / "result.json"
-    check_same_config(config, root / "config.json")
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        print(f"{root} holds a finished run: nothing to do.\n\n{_summary(result)}")
+    if (result := finished_result(config, root, _summary)) is not None:
         return result
     if not config.public_benchmark:
         raise ValueError(
@@ -83,11 +79,11 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
             f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
             "from which a record is removed has other batches from there on."
         )
-    write_json(root / "config.json", json.loads(config.to_json()))
+    bind(config, root)
     task = _Task.of(config, root)
     print(task.describe(), flush=True)
     result = _run(config, task, root)
-    write_json(finished, result)
+    write_json(root / "result.json", result)
     print(
         f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon, stream, gain and stability figures, ledger.sqlite."
     )
