@@ -14,13 +14,8 @@ With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets
 program counts.
 """
 
-import argparse
 import functools
-import json
 import math
-import pathlib
-import platform
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +26,7 @@ import numpy as np
 import optax
 
 import jaxdp
+from benchmarks import timing
 from jaxdp import models, tta
 from jaxdp.tta import adapter as program
 
@@ -67,9 +63,7 @@ def compiled(lowered: Any, *args: Any) -> Step:
     start = time.perf_counter()
     step = lowered.compile()
     seconds = time.perf_counter() - start
-    memory = step.memory_analysis()
-    allocated = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return Step(lambda: jax.block_until_ready(step(*args)), {"compile_s": seconds, "memory_mb": allocated / 1e6})
+    return Step(lambda: step(*args), {"compile_s": seconds, "memory_mb": timing.allocated_mb(step)})
 
 
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
@@ -183,35 +177,20 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
     return {name: Step(call, {}) for name, call in calls.items()}
 
 
-def missing_peers() -> list[str]:
-    import importlib.util
-
-    return [name for name in ("torch", "timm", "opacus") if importlib.util.find_spec(name) is None]
-
-
 def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, peers: bool) -> dict[str, Any]:
     steps = steps_of(shape, batch_size, methods)
     if peers and shape.timm:
         steps |= peer_steps(shape, batch_size)
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            step.call()  # the step before has emptied the caches
-            start, start_cpu = time.perf_counter(), time.process_time()
-            step.call()
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - start_cpu)
+    wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
     rows = {name: dict(step.row) for name, step in steps.items()}
     for name, row in rows.items():
-        row["wall_ms"] = 1e3 * statistics.median(wall[name])
-        row["cpu_ms"] = 1e3 * statistics.median(cpu[name])
+        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
         ours = "memory_mb" in row
         plain, forward = (f"{name.split()[0]} plain", "forward") if ours else ("torch plain", "torch forward")
         for base, column in ((plain, "plain"), (forward, "forward")):
             if base in steps:
-                row[f"over_{column}"] = statistics.median(a / b for a, b in zip(wall[name], wall[base], strict=True))
-                row[f"cpu_over_{column}"] = statistics.median(a / b for a, b in zip(cpu[name], cpu[base], strict=True))
+                row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
+                row[f"cpu_over_{column}"] = timing.median_ratio(cpu[name], cpu[base])
         if ours and plain in steps:
             row["memory_over_plain"] = row["memory_mb"] / rows[plain]["memory_mb"]
     return rows
@@ -248,21 +227,17 @@ def stream_case(batch_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.arguments(__doc__, output=".bench/adaptation.json")
     parser.add_argument("--shapes", default="vit_tiny32,vit_ti16", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--batch-sizes", default="8,64")
     parser.add_argument("--methods", default="tent", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--stream", action="store_true")
-    parser.add_argument("--output", default=".bench/adaptation.json")
     flags = parser.parse_args()
-    missing = missing_peers() if flags.peers else []
+    missing = timing.missing("torch", "timm", "opacus") if flags.peers else []
     report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "platform": platform.platform(),
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
+        **timing.machine(),
         "rounds": flags.rounds,
         "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
         "cases": {},
@@ -283,10 +258,7 @@ def main() -> None:
             f"\n{result['images']} images in {result['batches']} batches: {result['compilations']} compilation, "
             f"{result['wall_s']:.1f} s"
         )
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten to {output}")
+    timing.write(report, flags.output)
 
 
 if __name__ == "__main__":

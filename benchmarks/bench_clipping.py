@@ -8,11 +8,7 @@ per-round ratios to the plain step of the same round. "memory" is what XLA alloc
 Peer: `jax_privacy.clipping.clipped_grad`.
 """
 
-import argparse
-import json
-import pathlib
-import platform
-import statistics
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +19,7 @@ import numpy as np
 import optax
 
 import jaxdp
+from benchmarks import timing
 from jaxdp import models
 from jaxdp.transforms import losses, noise
 
@@ -88,41 +85,25 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:
         start = time.perf_counter()
         compiled[name] = jax.jit(step).lower(*args).compile()
         seconds = time.perf_counter() - start
-        memory = compiled[name].memory_analysis()
-        allocated = memory.temp_size_in_bytes + memory.output_size_in_bytes
-        rows[name] = {"compile_s": seconds, "memory_mb": allocated / 1e6}
+        rows[name] = {"compile_s": seconds, "memory_mb": timing.allocated_mb(compiled[name])}
     check_equal(compiled, args)
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in compiled.items():
-            jax.block_until_ready(step(*args))  # the step before has emptied the caches
-            start, start_cpu = time.perf_counter(), time.process_time()
-            jax.block_until_ready(step(*args))
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - start_cpu)
+    wall, cpu = timing.interleaved({name: functools.partial(step, *args) for name, step in compiled.items()}, rounds)
     for name, row in rows.items():
-        row["wall_ms"] = 1e3 * statistics.median(wall[name])
-        row["cpu_ms"] = 1e3 * statistics.median(cpu[name])
-        row["wall_ratio"] = statistics.median(a / b for a, b in zip(wall[name], wall["plain"], strict=True))
-        row["cpu_ratio"] = statistics.median(a / b for a, b in zip(cpu[name], cpu["plain"], strict=True))
+        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
+        row["wall_ratio"] = timing.median_ratio(wall[name], wall["plain"])
+        row["cpu_ratio"] = timing.median_ratio(cpu[name], cpu["plain"])
         row["memory_ratio"] = row["memory_mb"] / rows["plain"]["memory_mb"]
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.arguments(__doc__, output=".bench/clipping.json")
     parser.add_argument("--models", default="mlp,resnet20,vit", help=f"of {', '.join(CASES)}")
     parser.add_argument("--engines", default="auto,bookkeeping,vmap,jax_privacy")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", default=".bench/clipping.json")
     flags = parser.parse_args()
-    device = jax.devices()[0]
     report: dict[str, Any] = {
-        "device": device.device_kind,
-        "platform": platform.platform(),
-        "jax": jax.__version__,
-        "jaxdp": jaxdp.__version__,
+        **timing.machine(),
         "rounds": flags.rounds,
         "cases": {},
     }
@@ -133,10 +114,7 @@ def main() -> None:
             for name, row in rows.items()
         ]
         print(f"\n{case}, batch of {CASES[case][3]}\n{jaxdp.report.format_table(table, digits=3)}", flush=True)
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"\nWritten to {output}")
+    timing.write(report, flags.output)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 settings and medians over shifts after the first, which compiles. The whole sweep is `--shifts 15`.
 """
 
-import argparse
-import json
 import math
-import pathlib
 import resource
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
+from benchmarks import timing
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from jaxdp.recalibration.sweep import Order, Setting, one_source, simulate, unchanged
 
@@ -136,11 +134,10 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = timing.arguments(__doc__, output=".bench/recalibration.json")
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--sample", type=int, default=2, help="trials per setting and method of the plain loop")
     parser.add_argument("--shifts", type=int, default=3, help="ours runs this many, after one that compiles")
-    parser.add_argument("--output", default=".bench/recalibration.json")
     flags = parser.parse_args()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)
@@ -190,10 +187,7 @@ def main() -> None:
     print(jaxdp.report.format_table(rows, digits=3))
     for name in list(report)[-5:]:
         print(f"{name}: {report[name]:.4g}")
-    output = pathlib.Path(flags.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"Written to {output}")
+    timing.write(report, flags.output)
 
 
 if __name__ == "__main__":
