@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
             "no_privacy": {"steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "private": {
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
-                "method_options": METHOD_OPTIONS,
+                "method_options": METHOD_OPTIONS | {"gep": {**METHOD_OPTIONS["gep"], "anchors": 90, "basis_size": 24}},
                 "accountant": "auto",  # PLD; "rdp" as in older work
                 "epsilon": 4.0,
                 "delta": 1e-5,

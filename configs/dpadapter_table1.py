@@ -9,22 +9,29 @@ for accelerators. On CPUs
         --config.data.data_dir=DIR
 
 runs the same grids with a small CNN on 16x16 images: 8000 of CIFAR-100 in public, 5000 of each of CIFAR-10,
-Fashion-MNIST and USPS in private. Two hours on one core; start it twice to use two. It stops and resumes anywhere, cell
-by cell. configs/dpadapter_table1.py:digits takes a minute, on bundled data. What we saw: BUILD_NOTES.md, "DPAdapter and
-the DP-SGD family".
+Fashion-MNIST and MNIST in private. About an hour per seed on one core; start it twice to use two. It stops and resumes
+anywhere, cell by cell. configs/dpadapter_table1.py:digits takes two minutes, on bundled data. What we saw:
+BUILD_NOTES.md, "DPAdapter and the DP-SGD family".
 
 Grids: "table1", the paper's table; "gamma", its Figures 2, 5 and 6; "equal_norm", perturbations of one length from
 large and from small batches, which the paper does not separate; "beyond", other ways to more accuracy at the same
 epsilon.
 """
 
+import itertools
+
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS
 from configs.pretrain import cifar100
 
+_SHARED = ("source", "data_dir", "size", "channels", "mean", "std")  # by pre-training and fine-tuning
+_LENGTHS = ("length 0.2, large m1", "length 1, m1=50", "length 1, large m1")
+_TRICKS = ("PLD", "PLD, DP-SAT", "PLD, EMA", "PLD, augmult 4", "PLD, clip 1", "PLD, clip 1, EMA, augmult 4")
 _GAMMAS = (0.1, 0.5, 1.0, 5.0)  # beside the default, 2
 _AMP_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
+_AMP_SHARED = ("source", "data_dir", "size", "channels", "mean", "std")  # by pre-training and fine-tuning
+_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
 
 
 def _dpadapter(**options: object) -> dict[str, object]:
@@ -93,7 +100,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "PLD, EMA": {"accountant": "auto", "ema_decay": 0.99},
                 "PLD, augmult 4": {"accountant": "auto", "augmult": 4},
                 "PLD, clip 1": {"accountant": "auto", "clip_norm": 1.0, "learning_rate": 0.04},
-                "all four": {
+                "PLD, clip 1, EMA, augmult 4": {
                     "accountant": "auto",
                     "clip_norm": 1.0,
                     "learning_rate": 0.04,
@@ -107,6 +114,11 @@ def get_config(size: str = "paper") -> ConfigDict:
                     "upstreams": ("none", "standard", "SAM", "DPAdapter"),
                     "methods": ("DP-SGD", "AdpClip", "GEP", "AdpAlloc"),
                     "epsilons": (1.0, 4.0),
+                    "comparisons": (  # (coordinate, before, after)
+                        *(("upstream", a, b) for a, b in itertools.pairwise(("none", "standard", "SAM", "DPAdapter"))),
+                        ("upstream", "standard", "DPAdapter"),
+                        *(("method", "DP-SGD", name) for name in ("AdpClip", "GEP", "AdpAlloc")),
+                    ),
                 },
                 "gamma": {
                     "upstreams": (
@@ -116,20 +128,26 @@ def get_config(size: str = "paper") -> ConfigDict:
                     ),
                     "methods": ("DP-SGD",),
                     "epsilons": (1.0,),
+                    "comparisons": (("upstream", "standard", "SAM"), ("upstream", "standard", "DPAdapter")),
                     "figures": True,
                 },
                 "equal_norm": {
-                    "upstreams": ("length 0.2, large m1", "length 1, m1=50", "length 1, large m1"),
+                    "upstreams": ("standard", "DPAdapter", *_LENGTHS),
                     "methods": ("DP-SGD",),
                     "epsilons": (1.0, 4.0),
+                    "comparisons": (
+                        ("upstream", "length 1, m1=50", "length 1, large m1"),  # is it the batch?
+                        ("upstream", "length 0.2, large m1", "length 1, large m1"),  # or the length?
+                    ),
                 },
                 "beyond": {
                     "upstreams": ("DPAdapter",),
-                    "methods": (
-                        *("DP-SGD", "PLD", "PLD, DP-SAT", "PLD, EMA", "PLD, augmult 4", "PLD, clip 1", "all four"),
-                        *("AdpClip", "AdpClip as published"),
-                    ),
+                    "methods": ("DP-SGD", *_TRICKS, "AdpClip", "AdpClip as published"),
                     "epsilons": (1.0, 4.0),
+                    "comparisons": (
+                        *(("method", "DP-SGD", name) for name in _TRICKS),
+                        ("method", "AdpClip as published", "AdpClip"),
+                    ),
                 },
             },
         },
@@ -145,13 +163,13 @@ def get_config(size: str = "paper") -> ConfigDict:
         _small(config)
     if size == "digits":
         _digits(config)
-    config.pretrain.data.update({name: config.data.get_ref(name) for name in ("source", "data_dir", "size")})
+    config.pretrain.data.update({name: config.data.get_ref(name) for name in _SHARED})
     return config
 
 
 def _small(config: ConfigDict) -> None:
     """A small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
-    config.data.update({"public_name": "cifar100_subset", "size": 16})
+    config.data.update({"public_split": "train[:8000]", "size": 16})
     config.sets = {
         "CIFAR-10": {
             "name": "cifar10",
@@ -167,10 +185,10 @@ def _small(config: ConfigDict) -> None:
             "crop_padding": 1,
             "flip": True,
         },
-        "USPS": {
-            "name": "usps",
+        "digits": {
+            "name": "mnist",
             "private_split": "train[:5000]",
-            "test_split": "test",
+            "test_split": "test[:2000]",
             "crop_padding": 1,
             "flip": False,
         },
@@ -187,7 +205,7 @@ def _small(config: ConfigDict) -> None:
         "name": "cnn",
         "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"},
     }
-    config.pretrain.data.update({"name": "cifar100_subset", "crop_padding": 2})
+    config.pretrain.data.update({"train_split": "train[:8000]", "test_split": "test[:2000]", "crop_padding": 2})
     config.pretrain.train.update({"steps": 3000, "checkpoint_every": 1000})
     config.pretrain.ascent.update({"batch_size": 500})
     config.pretrain.robustness.update({"draws": 3})
@@ -197,19 +215,18 @@ def _small(config: ConfigDict) -> None:
     config.robust.update({"std": 0.2, "relative": True, "draws": 3})
     config.private.update({"batch_size": 250, "physical_batch_size": 256, "epochs": 10, "learning_rate": 0.02})
     config.methods["AdpClip"].learning_rate = 0.08
-    for name in ("PLD, clip 1", "all four"):
+    for name in ("PLD, clip 1", "PLD, clip 1, EMA, augmult 4"):
         config.methods[name].learning_rate = 0.08
     config.private.method_options.gep.update({"anchors": 256, "basis_size": 60, "basis_every": 10})
 
 
 def _digits(config: ConfigDict) -> None:
-    """A table in half a minute from scikit-learn's bundled digits: half public, a fifth private."""
+    """A small table from scikit-learn's bundled digits: half public, a fifth private."""
     parts = {"name": "digits", "public_fraction": 0.5, "test_fraction": 0.3, "split_seed": 0}
     config.seeds = (0,)
-    grey = {"channels": 1, "mean": (0.3,), "std": (0.4,)}
     config.data.update({"source": "bundled", **parts, "public_name": "digits", "public_split": "public", "size": 8})
-    config.data.update(grey)
-    config.pretrain.data.update(parts | grey | {"crop_padding": 1, "flip": False})
+    config.data.update({"channels": 1, "mean": (0.3,), "std": (0.4,)})
+    config.pretrain.data.update(parts | {"crop_padding": 1, "flip": False})
     config.sets = {
         "digits": {"name": "digits", "private_split": "private", "test_split": "test", "crop_padding": 1, "flip": False}
     }

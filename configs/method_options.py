@@ -1,7 +1,16 @@
 """What each private method takes beyond DP-SGD, in every fine-tuning config; the values are those of the papers."""
 
 METHOD_OPTIONS = {
-    "adp_alloc": {"schedule": {"kind": "exponential", "rate": 0.01}},  # per epoch; Yu et al. 2019 name the kind
+    "adp_alloc": {
+        "schedule": {  # over epochs
+            "kind": "exponential",  # Yu et al. 2019 found it the best; or another of these
+            "constant": {},
+            "time_based": {"rate": 0.0285},
+            "step": {"factor": 0.891, "period": 10},
+            "exponential": {"rate": 0.01},
+            "polynomial": {"end": 2.0, "power": 3.0, "period": 100},
+        }
+    },
     "adp_clip": {"quantile": 0.5, "clip_learning_rate": 0.2, "unit_norm": True},  # Andrew et al. 2021
     "gep": {  # Yu et al. 2021 take 2000 anchors, 1000 directions and C_0, C_1 = 5, 2
         "anchors": 256,

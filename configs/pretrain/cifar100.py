@@ -82,7 +82,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
         }
     )
     if size == "cpu":
-        config.data.name = "cifar100_subset"
+        config.data.update({"train_split": "train[:8000]", "test_split": "test[:2000]"})
         config.model = {"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group"}}
         config.train.update({"steps": 1500, "checkpoint_every": 250})
         config.ascent.update({"batch_size": 500})

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import jax
 import optax
 
 from jaxdp.data import PoissonSampler
@@ -36,9 +35,6 @@ from jaxdp.privacy.accounting import Adjacency, Method
 NoiseSchedule = Callable[[float, Any], Any]
 """sigma_t from (sigma_0, epoch t); t is an int, or a traced int32 scalar."""
 
-# More than any rounding of a schedule in float32: what is added is never less than what is charged. The schedules below
-# take powers of e only, because the rounding of another base would grow with every epoch.
-_ROUNDED_UP = 1 + 2.0**-17
 _LARGEST = 2.0**40
 
 
@@ -57,6 +53,7 @@ def step_noise(factor: float, period: int) -> NoiseSchedule:
     """sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
     _check("factor", factor, 0 < factor <= 1, "in (0, 1], or the noise would rise or turn negative")
     _check("period", period, period >= 1, "at least 1 epoch")
+    # A power of e: the float32 rounding of another base would grow with every epoch.
     return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
 
 
@@ -69,10 +66,11 @@ def exponential_noise(rate: float) -> NoiseSchedule:
 def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
     """From sigma_0 to `end` > 0 as (1 - epoch / period)^power, and `end` from epoch `period` on.
 
-    `end` does not move with sigma_0: the epochs from `period` on have a price that no sigma_0 changes.
+    `end` does not move with sigma_0: the epochs from `period` on have a price that no sigma_0 changes, and the noise
+    rises with a sigma_0 below `end`. The power is at most 100.
     """
     _check("end", end, 0 < end < math.inf, "finite and positive: a step without noise has no privacy")
-    _check("power", power, 0 < power < math.inf, "finite and positive")
+    _check("power", power, 0 < power <= 100, "in (0, 100]")
     _check("period", period, period >= 1, "at least 1 epoch")
 
     def schedule(sigma_0: float, epoch: Any) -> Any:
@@ -169,8 +167,10 @@ def adp_alloc(
     Formal guarantees:
       As `dp_sgd`, with step t of epoch e charged PoissonSampled(q, Gaussian(sigma_e)); an epoch is ceil(1 / q) steps.
     """
-    if not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
+    if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
+        raise ValueError(
+            f"noise_multiplier must be a positive finite number, got {noise_multiplier}; how it changes is `schedule`."
+        )
     return dp_sgd(
         loss_fn,
         optimizer,
@@ -190,8 +190,7 @@ class _Steps:
     length: int
 
     def __call__(self, step: Any) -> Any:
-        sigma = self.schedule(self.sigma_0, step // self.length)
-        return sigma * _ROUNDED_UP if isinstance(step, jax.Array) else sigma
+        return self.schedule(self.sigma_0, step // self.length)
 
 
 def _epoch(sampler: PoissonSampler) -> int:

@@ -62,7 +62,7 @@ def configured_trainer(
     sampler = PoissonSampler(num_examples, private.batch_size / num_examples)
     target = {"epsilon": private.epsilon, "delta": private.delta, "method": private.accountant}
     if private.method == "adp_alloc":
-        options["schedule"] = _noise_schedule(dict(options["schedule"]))
+        options["schedule"] = _noise_schedule(options["schedule"])
         noise_multiplier = calibrate_schedule(options["schedule"], sampler, steps=private.steps, **target)
     else:
         noise_multiplier = calibrate_noise(
@@ -91,11 +91,10 @@ def configured_trainer(
     )
 
 
-def _noise_schedule(config: dict[str, Any]) -> NoiseSchedule:
-    kind = config.pop("kind")
-    if kind not in SCHEDULES:
-        raise ValueError(f"the kind of AdpAlloc's schedule must be one of {sorted(SCHEDULES)}, got {kind!r}.")
-    return SCHEDULES[kind](**config)
+def _noise_schedule(config: Any) -> NoiseSchedule:
+    if config.kind not in SCHEDULES:
+        raise ValueError(f"the kind of AdpAlloc's schedule must be one of {sorted(SCHEDULES)}, got {config.kind!r}.")
+    return SCHEDULES[config.kind](**dict(config[config.kind]))
 
 
 def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ Embedding and residual come from the SAME sampled batch. An example moves (w / C
 step is one Gaussian of multiplier z = sigma / sqrt(2) on one Poisson sample. Adding up the Renyi divergences of two
 separately sampled Gaussians, as the published code does, under-counts.
 
-The trainable parameters are cut into groups of whole leaves, with a basis each of k_g ~ sqrt(p_g) directions.
+The trainable parameters are cut into groups of whole modules, with a basis each of k_g ~ sqrt(p_g) directions.
 """
 
 import dataclasses
@@ -170,19 +170,21 @@ class GradientEmbedding(Query):
         paths, sizes = [path for path, _ in paths_of(moving)], [leaf.size for leaf in leaves]
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
-        else:  # contiguous, and cut where the leaf's middle passes an equal share
-            middles = np.cumsum(sizes) - np.asarray(sizes) / 2
-            keys = [int(middle * self.groups / sum(sizes)) for middle in middles]
+        else:  # consecutive modules, cut where the middle of one passes an equal share
+            modules = [path.rpartition("/")[0] for path in paths]
+            ends = {module: end for module, end in zip(modules, np.cumsum(sizes), strict=True)}
+            totals = {module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module) for module in ends}
+            keys = [int((ends[m] - totals[m] / 2) * self.groups / sum(sizes)) for m in modules]
         names = list(dict.fromkeys(keys))
         owner = [names.index(key) for key in keys]
-        totals = [sum(size for size, g in zip(sizes, owner, strict=True) if g == group) for group in range(len(names))]
-        roots = np.sqrt(totals)
+        entries = [sum(size for size, g in zip(sizes, owner, strict=True) if g == group) for group in range(len(names))]
+        roots = np.sqrt(entries)
         # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)); a little more, so that a whole number is not rounded down
         widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
         members = [[path for path, g in zip(paths, owner, strict=True) if g == group] for group in range(len(names))]
         texts = [f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}" for part in members]
         anchors = sum(len(jax.tree.leaves(chunk)[0]) for chunk in self.public)
-        for width, total, text in zip(widths, totals, texts, strict=True):
+        for width, total, text in zip(widths, entries, texts, strict=True):
             if not 1 <= width <= min(anchors, total):
                 raise ValueError(
                     f"basis_size={self.basis_size} over {len(widths)} groups gives {width} directions to {text}, which "
@@ -220,12 +222,11 @@ class GradientEmbedding(Query):
         return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
 
     def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
-        """Orthonormal columns in every group; by QR, since Gram-Schmidt in float32 is not orthogonal enough."""
+        """Orthonormal columns in every group."""
         layout, basis = self._layout(params), list(image)
         for group in range(len(layout.widths)):
             members = [i for i, owner in enumerate(layout.owner) if owner == group]
-            q, _ = jnp.linalg.qr(jnp.concatenate([image[i] for i in members]))
-            q = jnp.where(jnp.isfinite(q), q, 0)  # powers that overflow: NaN in some leaves would show empty batches
+            q = _gram_schmidt(jnp.concatenate([image[i] for i in members]))
             cuts = np.cumsum([len(image[i]) for i in members])[:-1]
             for i, part in zip(members, jnp.split(q, cuts), strict=True):
                 basis[i] = part
@@ -241,6 +242,28 @@ def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args) if traced else jitted(*args)
 
     return call
+
+
+def _gram_schmidt(columns: jax.Array) -> jax.Array:
+    """Orthonormal columns [p, k] with the span of the given ones; zero for one that depends on those before it.
+
+    Projecting out twice is enough for float32 (Giraud et al. 2005). Not `jnp.linalg.qr`: on CPU its bits depend on how
+    many threads LAPACK takes, and a replayed step must see the same basis. Not finite counts as dependent: NaN in the
+    basis would show which batches are empty.
+    """
+    scale = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
+    columns = columns / jnp.where(scale > 0, scale, 1)  # squares of high powers overflow
+
+    def add(j: jax.Array, q: jax.Array) -> jax.Array:
+        v = columns[:, j]
+        before = jnp.linalg.norm(v)
+        for _ in range(2):
+            v = v - _dot(q, _dot(q.T, v))
+        after = jnp.linalg.norm(v)
+        v = jnp.where(after > 1e-6 * before, v / jnp.where(after > 0, after, 1), 0)
+        return q.at[:, j].set(jnp.where(jnp.isfinite(v), v, 0))
+
+    return jax.lax.fori_loop(0, columns.shape[1], add, jnp.zeros_like(columns))
 
 
 def _rows(grads: Any) -> list[jax.Array]:
@@ -294,7 +317,8 @@ def gep(
       anchors: PUBLIC examples, a pytree with leading axis [m] of what `loss_fn` takes. They must share no record with
         private or test data. Labels may be random: Yu et al. draw them.
       basis_size: k, directions in total; group g gets floor(k sqrt(p_g) / sum_h sqrt(p_h)).
-      groups: number of groups of consecutive leaves, or a function from a leaf's path to its group.
+      groups: at most so many groups of modules that are neighbours in the order of their paths (alphabetical in Flax,
+        not that of the network); or a function from a leaf's path to its group.
       power_iterations: passes over the anchors per basis.
       basis_every: steps between new bases; 1 as published. A basis that is kept is part of every checkpoint.
       residual_share: b^2, the part of the step's privacy that the residual gets; 0.5 is the same multiplier for both,

@@ -110,11 +110,8 @@ def _over_seeds(rows: Iterable[Row]) -> str:
 
 
 def _differences(rows: Sequence[Row], grid: Any) -> list[str]:
-    """Each upstream against the one before it, as the paper orders them; each method against the first."""
-    compared = [("upstream", a, b) for a, b in zip(grid.upstreams, grid.upstreams[1:], strict=False)]
-    compared += [("method", grid.methods[0], other) for other in grid.methods[1:]]
     lines = []
-    for key, first, second in compared:
+    for key, first, second in grid.comparisons:
         mean, error, higher, pairs = paired_difference(rows, key, first, second)
         lines.append(f"{second} over {first}: {mean:+.4f} (standard error {error:.4f}), higher in {higher} of {pairs}")
     return lines

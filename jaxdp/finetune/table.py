@@ -28,7 +28,7 @@ from jaxdp.finetune.loop import fit
 from jaxdp.finetune.summary import write_summary
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.robustness import robust_accuracy
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.report.workdir import bind, check_same_config, locked, write_json
 from jaxdp.transforms import losses
 
@@ -71,14 +71,16 @@ def run(config: Any, workdir: str | os.PathLike[str], *, pretrain: Pretrain) -> 
       The results of all cells, those of other processes included.
 
     Raises:
-      ValueError: the workdir belongs to another config, or the config is inconsistent.
+      ValueError: the workdir belongs to another config (other seeds, grids and data directories are welcome), or the
+        config is inconsistent.
       FileNotFoundError: a data set is not there; the message says how to get it.
+      BudgetExceeded: a cell was interrupted, and then continued where its steps have other bits.
     """
-    root = pathlib.Path(workdir)
-    check_same_config(config, root / "config.json")
+    root, cell_config = pathlib.Path(workdir), _of_cells(config)
+    check_same_config(cell_config, root / "config.json")
     bench = _Bench(config, root, pretrain)
     cells = bench.cells()
-    bind(config, root)
+    bind(cell_config, root)
     missing = [cell for cell in cells if not bench.finished(cell)]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
     with tqdm(total=len(missing), desc="cells", unit="cell") as bar:
@@ -107,6 +109,11 @@ class _Bench:
     def cells(self) -> list[Cell]:
         """All cells of all grids, each once, seeds outermost, so that an unfinished table has whole seeds."""
         config, found = self._config, dict[Cell, None]()
+        sweep = "relative_std" if config.robust.relative else "std"
+        _check("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
+        for names in ([SCRATCH, *config.upstreams], config.methods, config.sets):
+            if len({_file_name(name) for name in names}) < len(names):
+                raise ValueError(f"config has names that are one as names of folders: {sorted(names)}; change some.")
         for seed in config.seeds:
             for name, grid in config.grids.items():
                 _check(f"grids.{name}.upstreams", grid.upstreams, [SCRATCH, *config.upstreams])
@@ -133,7 +140,16 @@ class _Bench:
         start = self._start(cell, wait=wait)
         with locked(folder / "lock", wait=wait):
             if not self.finished(cell):
-                write_json(folder / "result.json", self._result(cell, start, folder))
+                try:
+                    write_json(folder / "result.json", self._result(cell, start, folder))
+                except BudgetExceeded as error:
+                    error.add_note(
+                        f"{folder} was interrupted and cannot go on as it began (another machine or version). Nothing "
+                        "of it was released: delete the folder, and the cell starts anew."
+                    )
+                    raise
+            # With the secret seed: who learns it could subtract the noise.
+            shutil.rmtree(folder / "private", ignore_errors=True)
 
     def upstream_results(self) -> dict[tuple[str, int], Mapping[str, Any]]:
         """What `pretrain` reported, by upstream and seed."""
@@ -165,7 +181,7 @@ class _Bench:
             spent = ledger.epsilon(cell.dataset, delta=private.delta)
         params, robust = state.params if state.ema is None else state.ema, self._config.robust
         noisy = robust_accuracy(predict, params, test, std=robust.std, relative=robust.relative, draws=robust.draws)
-        result = {
+        return {
             "accuracy": accuracy(predict, params, test),
             "robust_accuracy": float(noisy.mean()),
             "epsilon_spent": spent,
@@ -174,8 +190,6 @@ class _Bench:
             "steps": private.steps,
             "seconds": time.monotonic() - began,
         }
-        shutil.rmtree(folder / "private")  # with the secret seed: who learns it could subtract the noise
-        return result
 
     def _start(self, cell: Cell, *, wait: bool) -> Any:
         """Initial parameters: fresh ones, or the upstream model with a fresh head."""
@@ -249,7 +263,16 @@ class _Bench:
         return data.fit_images(source, config.size, config.channels)
 
 
-def _check(field: str, names: Sequence[str], known: Any) -> None:
+def _of_cells(config: Any) -> Any:
+    """The part of a config that determines cells: more seeds, more grids or moved data make no other experiment."""
+    config = copy.deepcopy(config)
+    with config.unlocked():
+        del config.seeds, config.grids
+        config.data.data_dir = config.pretrain.data.data_dir = ""
+    return config
+
+
+def _check(field: str, names: Sequence[Any], known: Any) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"config.{field} has {name!r}, which is not one of {sorted(known)}.")

@@ -46,6 +46,8 @@ from dp_accounting import dp_event
 _KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
 _SEED_BYTES = 16
 LARGEST_DISCRETE_SCALE = 2.0**18
+# A schedule is charged as Python computes it and added as a device does, in float32: a little more, never less.
+_ROUNDED_UP = 1 + 2.0**-17
 
 
 @runtime_checkable
@@ -256,7 +258,8 @@ def privatize(
         clipped_or_sensitivity: a `jaxdp.clipped_grad(...)`, or any object whose `sensitivity("add_remove")`
             is the L2 bound on what one example adds to the sum; or that bound itself.
         noise_multiplier: noise standard deviation over the clip norm; or a PUBLIC schedule from the step (an
-            int32 scalar, traced under jit) to it. A schedule that reads private data has no guarantee.
+            int32 scalar, traced under jit) to it. A schedule that reads private data has no guarantee. It must agree
+            in float32 and in Python to a relative 2**-17, by which the noise is larger than what is charged.
         divisor: public, positive; normally the expected batch size. Never the size of a Poisson-sampled
             batch.
         key: typed noise key. None draws 128 bits of OS entropy in `init`. Give one to reproduce a run
@@ -341,7 +344,7 @@ class _GaussianMechanism(NamedTuple):
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
         multiplier = self.noise_multiplier
         if callable(multiplier) or multiplier > 0:
-            multiplier = multiplier(state.step) if callable(multiplier) else multiplier
+            multiplier = multiplier(state.step) * _ROUNDED_UP if callable(multiplier) else multiplier
             noise = gaussian(jax.random.fold_in(state.key, state.step), total, multiplier * self.clip_norm)
             total = jax.tree.map(jnp.add, total, noise)
         return (

@@ -33,7 +33,7 @@ def small_config(**grid):
                 "epsilons": (2.0,),
                 "sets": ("digits",),
             },
-            **{"figures": True, **grid},
+            **{"figures": True, "comparisons": (), **grid},
         }
     }
     config.upstreams = {"standard": config.upstreams.standard}

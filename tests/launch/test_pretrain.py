@@ -63,6 +63,7 @@ def test_flags_that_name_no_field_are_refused(tmp_path):
 def test_four_steps_on_real_data(tmp_path):
     overrides = {
         "data.data_dir": os.environ["JAXDP_DATA_DIR"],
+        "data.name": "cifar10",
         "data.test_split": "test[:100]",
         "train.steps": 4,
         "train.checkpoint_every": 2,
@@ -73,4 +74,4 @@ def test_four_steps_on_real_data(tmp_path):
     process = launch(tmp_path / "run", "configs/pretrain/cifar100.py:cpu", overrides)
     assert process.returncode == 0, process.stderr
     where = json.loads((tmp_path / "run" / "result.json").read_text())["provenance"]
-    assert where["train"]["name"] == "cifar100_subset/train" and where["train"]["examples"] == 8000
+    assert where["train"]["name"] == "cifar10/train[:8000]" and where["train"]["examples"] == 8000
