@@ -30,8 +30,6 @@ _LENGTHS = ("length 0.2, large m1", "length 1, m1=50", "length 1, large m1")
 _TRICKS = ("PLD", "PLD, DP-SAT", "PLD, EMA", "PLD, augmult 4", "PLD, clip 1", "PLD, clip 1, EMA, augmult 4")
 _GAMMAS = (0.1, 0.5, 1.0, 5.0)  # beside the default, 2
 _AMP_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
-_AMP_SHARED = ("source", "data_dir", "size", "channels", "mean", "std")  # by pre-training and fine-tuning
-_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
 
 
 def _dpadapter(**options: object) -> dict[str, object]:
