@@ -57,6 +57,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
             "ascent": {
                 "batch_size": 5000,  # m1 of DPAdapter; SAM and AMP use the batch of the update
                 "microbatch_size": 0,  # examples per compiled call; 0 is a whole batch
+                "devices": 1,  # to spread the batch over
                 "warmup_steps": 0,
                 "every": 1,
             },

@@ -71,13 +71,14 @@ def dp_sgd(
         not used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
       physical_batch_size: examples per compiled call. A sampled batch of any size is cut into as many calls as it
         needs and padded: nothing is truncated and nothing recompiles.
-      augment: `augment(key, example) -> example`, jittable, of one example.
-      augmult: K, augmented views per example; their mean loss is what is differentiated and clipped (De et al. 2022).
-      ema_decay: decay of a moving average of the parameters, kept in `state.ema`; None for none.
+      augment: `augment(key, example) -> example`, jittable, of one example; default None.
+      augmult: K >= 1 (default 1), augmented views per example; their mean loss is what is differentiated and clipped
+        (De et al. 2022).
+      ema_decay: decay of a moving average of the parameters, kept in `state.ema`; None (the default) for none.
       ascent_radius: rho; gradients are taken at params + rho g / ||g||, with g the gradient released one step before:
-        DP-SAT (Park et al. 2023), sharpness-aware at no cost in privacy or time. 0 is off.
-      stochastic: `loss_fn` takes `key=` (dropout).
-      engine, trainable: as in `jaxdp.clipped_grad`.
+        DP-SAT (Park et al. 2023), sharpness-aware at no cost in privacy or time. 0 (the default) is off.
+      stochastic: `loss_fn` takes `key=` (dropout); default False.
+      engine, trainable: as in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
       ValueError: an argument is out of range; see also `clipped_grad` and `privatize`.

@@ -21,7 +21,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.report import MetricsWriter, read_metrics
-from jaxdp.report.workdir import locked
+from jaxdp.report.workdir import alone
 from jaxdp.transforms.noise import PrivatizeState, new_seed, stream
 from jaxdp.version import __version__
 
@@ -147,7 +147,7 @@ class _Run:
 
         workdir.mkdir(parents=True, exist_ok=True)
         with self._opened as opened:  # closes what is open if the rest fails
-            opened.enter_context(_alone(workdir))
+            opened.enter_context(alone(workdir))
             self._seed = _stored_seed(workdir / "secret_seed", seed)
             self._workdir = workdir
             self._charges = opened.enter_context(MetricsWriter(workdir / "charges.jsonl", fsync=True))
@@ -229,17 +229,6 @@ def _stored_seed(path: pathlib.Path, seed: bytes | None) -> bytes:
     if seed is not None and stored != seed:
         raise ValueError(f"seed differs from the one this run started with, in {path}; resume without seed=.")
     return stored
-
-
-@contextlib.contextmanager
-def _alone(workdir: pathlib.Path) -> Iterator[None]:
-    """Refuses a workdir in which another process is running."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(locked(workdir / "lock"))
-        except BlockingIOError as error:
-            raise ValueError(f"another process is running in {workdir}; wait for it or use a new workdir.") from error
-        yield
 
 
 def _digest(tree: Any) -> bytes:

@@ -313,8 +313,9 @@ def amp(
 ) -> SharpnessTrainer:
     """AMP (Zheng et al. 2021), DPAdapter's "vanilla SAM": pass one batch as both, `trainer.step(state, batch, batch)`.
 
-    Inside the ball Delta is the raw gradient times ascent_rate. AMP's public code has ball="per_tensor" and clips the
-    gradient of the update to norm 50 (`optax.clip_by_global_norm`); DPAdapter compares with gamma = 1.
+    Inside the ball Delta is the raw gradient times ascent_rate. AMP's public code has ball="per_tensor", Nesterov
+    momentum, and clips the gradient of the update to norm 50 (`optax.clip_by_global_norm`); DPAdapter compares with
+    gamma = 1.
 
     Args:
       gamma, ascent_rate, ascent_steps: their epsilon, zeta and N.

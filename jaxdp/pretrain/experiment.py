@@ -166,6 +166,7 @@ def _train(config: Any, task: _Task, trainer: SharpnessTrainer, plan: Plan, work
         task.train,
         **arguments,
         augment=data.augmentation(config.data),
+        devices=jax.devices()[: config.ascent.devices] if config.ascent.devices > 1 else None,
         evaluate=lambda state: {"accuracy": task.accuracy(state.params)},
         workdir=workdir,
         checkpoint_every=config.train.checkpoint_every,

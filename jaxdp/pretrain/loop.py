@@ -1,5 +1,6 @@
 """The pre-training loop: batches, warm-up, checkpoints. For PUBLIC data: nothing here asks a ledger."""
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from jaxdp.data import FixedBatchSampler, Source
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.report import MetricsWriter
-from jaxdp.report.workdir import write_json
+from jaxdp.report.workdir import alone, write_json
 from jaxdp.transforms.noise import stream
 
 
@@ -187,11 +188,19 @@ class _Run:
 
     def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Plan, source: Source):
         self._manager: Any = None
+        self._opened = contextlib.ExitStack()
         if workdir is None:
             return
+        with self._opened as opened:  # closes what is open if the rest fails
+            self._open(pathlib.Path(workdir), opened, trainer, plan, source)
+            self._opened = opened.pop_all()
+
+    def _open(
+        self, root: pathlib.Path, opened: contextlib.ExitStack, trainer: SharpnessTrainer, plan: Plan, source: Source
+    ) -> None:
         import orbax.checkpoint as ocp
 
-        root = pathlib.Path(workdir)
+        opened.enter_context(alone(root))
         options = ("gamma", "ascent_rate", "ascent_steps", "ball", "rule", "microbatch_size", "stateful")
         identity = {
             **{name: getattr(trainer, name) for name in options},
@@ -206,19 +215,18 @@ class _Run:
             raise ValueError(f"{root} holds a run with another {', '.join(names)}; use a new workdir.")
         write_json(path, identity)
         self._steps = plan.steps
-        self._metrics = MetricsWriter(root / "metrics.jsonl")
+        self._metrics = opened.enter_context(MetricsWriter(root / "metrics.jsonl"))
         self._manager = ocp.CheckpointManager(
             (root / "checkpoints").absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
         )
+        opened.callback(self._manager.close)
 
     def __enter__(self) -> "_Run":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._manager is not None:
-            self._manager.close()
-            self._metrics.close()
+        self._opened.close()
 
     def restore(self, state: SharpnessState, copied: Any) -> tuple[SharpnessState, int]:
         """The newest checkpoint, placed as `copied` says, or `state`; and the number of steps done."""

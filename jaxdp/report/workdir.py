@@ -76,6 +76,21 @@ def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def alone(workdir: pathlib.Path) -> Iterator[None]:
+    """Refuses a workdir, made if needed, in which another process is running.
+
+    Raises:
+        ValueError: there is one.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(workdir / "lock"))
+        except BlockingIOError as error:
+            raise ValueError(f"another process is running in {workdir}; wait for it or use a new workdir.") from error
+        yield
+
+
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
