@@ -171,7 +171,7 @@ class GradientEmbedding(Query):
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
         else:  # consecutive modules, cut where the middle of one passes an equal share
-            modules = [path.rpartition("/")[0] for path in paths]
+            modules = [path.rpartition("/")[0] or path for path in paths]
             ends = {module: end for module, end in zip(modules, np.cumsum(sizes), strict=True)}
             totals = {module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module) for module in ends}
             keys = [int((ends[m] - totals[m] / 2) * self.groups / sum(sizes)) for m in modules]
