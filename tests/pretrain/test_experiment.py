@@ -177,6 +177,6 @@ def test_configs_build_and_name_models_and_methods_that_exist():
         assert json.loads(config.to_json()) and set(config) == set(digits())
         assert set(config.method) == {"name", *experiment._METHODS} and config.method.name in experiment._METHODS
         models.create(config.model.name, num_classes=100, **dict(config.model.options))
-    assert cifar100.get_config("cpu").data.name == "cifar100_subset"
+    assert cifar100.get_config("cpu").data.train_split == "train[:8000]"
     with pytest.raises(ValueError, match="takes 'paper' or 'cpu', a method, or both"):
         cifar100.get_config("gpu,sam")
