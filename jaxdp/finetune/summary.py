@@ -11,6 +11,7 @@ from jaxdp.report.workdir import write_json
 
 Row = Mapping[str, Any]
 Point = tuple[float, float, float, float]
+_FAMILIES = {"standard": "standard", "sam": "SAM", "amp": "SAM (AMP)", "dpadapter": "DPAdapter"}
 _COORDINATES = ("upstream", "method", "epsilon", "dataset", "seed")
 
 
@@ -160,7 +161,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     method, epsilon = grid.methods[0], float(grid.epsilons[0])
     rows = [row for row in rows if (row["method"], row["epsilon"]) == (method, epsilon)]
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
-    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; bars: standard error over {len(config.seeds)} seeds"
+    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; {len(config.seeds)} seeds"
     families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
 
     def point(upstream: str, key: str, sets: Sequence[str]) -> Point:
@@ -175,11 +176,11 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
     plot_points(  # Fig. 6
         stem.with_name(f"{stem.name}_robustness.png"),
         {
-            family: [point(name, "accuracy", grid.sets) for name in families if families[name] == family]
+            _FAMILIES[family]: [point(name, "accuracy", grid.sets) for name in families if families[name] == family]
             for family in dict.fromkeys(families.values())
         },
         title="Robustness of the upstream model, and private accuracy",
-        subtitle=text,
+        subtitle=f"{text}, bars: standard error",
         xlabel="robust accuracy of the upstream model",
         ylabel="private accuracy, mean of the data sets",
     )
@@ -187,7 +188,7 @@ def _figures(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[Row], kn
         stem.with_name(f"{stem.name}_transfer.png"),
         {dataset: [point(name, "robust_accuracy", [dataset]) for name in families] for dataset in grid.sets},
         title="Robustness before and after private fine-tuning",
-        subtitle=text,
+        subtitle=f"{text}, bars: standard error",
         xlabel="robust accuracy of the upstream model",
         ylabel="robust accuracy of the private model",
     )
