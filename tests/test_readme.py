@@ -17,12 +17,12 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
-    spent, *described = capsys.readouterr().out.splitlines()
-    assert 0 < float(spent) < 8
+    spent, robust, *described = capsys.readouterr().out.splitlines()
+    assert 0 < float(spent) < 8 and 0 <= float(robust) <= 1
     assert described[0] == "private Tent, clip norm 1, noise 1.084 x clip norm"
     assert 9.9 < names["ledger"].epsilon("ward 3") < 10
     assert int(names["served"].state.step) == 1797 // 64
-    assert int(names["state"].step) == 50
+    assert int(names["state"].step) == 50 and int(names["embedded"].step) == 4
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
     truth = names["source"].gather(range(1700, 1720))["label"]
     assert (names["answers"] == truth).mean() > 0.5
