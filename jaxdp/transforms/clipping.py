@@ -446,7 +446,7 @@ def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExampl
 
 
 def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, keep: bool) -> _PerExample:
-    losses, aux, components = _components(loss, moving, batch, functools.partial(_choose, keep=keep))
+    losses, aux, components = _components(loss, moving, batch, lambda sites, leaf_size: _choose(sites, leaf_size, keep))
     squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
 
     def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
