@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.version import __version__
 
 if TYPE_CHECKING:
-    from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, report, transforms, tta
+    from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, report, split, transforms, tta
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
@@ -33,6 +33,7 @@ _MODULES = {
     "pretrain": "jaxdp.pretrain",
     "recalibration": "jaxdp.recalibration",
     "report": "jaxdp.report",
+    "split": "jaxdp.split",
     "tta": "jaxdp.tta",
 }
 
@@ -53,6 +54,7 @@ __all__ = [
     "privatize",
     "recalibration",
     "report",
+    "split",
     "transforms",
     "tta",
 ]

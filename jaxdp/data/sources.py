@@ -73,6 +73,33 @@ class Source:
         """
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
+    def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
+        """Returns the source of the examples of some classes, which become classes 0, 1, ... in the given order.
+
+        Which records are in it depends on their labels: it is for public data, and for an owner's own.
+
+        Args:
+          classes: distinct labels, at least two.
+          name: name of the new source; by default the name of this one.
+
+        Raises:
+          ValueError: if a class is outside [0, num_classes), given twice, or the only one.
+        """
+        wanted = np.asarray(classes, np.int32)
+        if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
+            raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}")
+        if wanted.min() < 0 or wanted.max() >= self.num_classes:
+            raise ValueError(f"classes must be in [0, {self.num_classes}) of source {self.name!r}, got {list(classes)}")
+        renamed = np.full(self.num_classes, -1, np.int32)
+        renamed[wanted] = np.arange(len(wanted))
+        stored = self.arrays["label"]
+        rows = np.arange(len(stored)) if self.rows is None else self.rows
+        label = renamed[stored]
+        label.flags.writeable = False
+        arrays = {**self.arrays, "label": label}
+        kept = rows[label[rows] >= 0]
+        return dataclasses.replace(self, arrays=arrays, num_classes=len(wanted), rows=kept, name=name or self.name)
+
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 

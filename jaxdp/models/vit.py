@@ -11,6 +11,25 @@ import jax.numpy as jnp
 from jaxdp.models.layers import gelu
 
 
+class Product(nn.Module):
+    """Product of two activations, a module without parameters so that `nn.intercept_methods` sees it.
+
+    Attributes:
+      equation: of `jnp.einsum`; the first axis n is images times heads, heads fastest.
+      num_heads: number of heads.
+      dtype: in which products are added up; None is that of the operands.
+    """
+
+    equation: str
+    num_heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns the product."""
+        return jnp.einsum(self.equation, a, b, preferred_element_type=self.dtype)
+
+
 class Attention(nn.Module):
     """Multi-head self-attention; each head has width / num_heads dimensions.
 
@@ -37,9 +56,9 @@ class Attention(nn.Module):
             return y.reshape(batch * self.num_heads, tokens, head_dim)
 
         query, key, value = project("query"), project("key"), project("value")
-        scores = jnp.einsum("nqd,nkd->nqk", query, key, preferred_element_type=jnp.float32)
+        scores = Product("nqd,nkd->nqk", self.num_heads, jnp.float32, name="scores")(query, key)
         weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1)
-        y = jnp.einsum("nqk,nkd->nqd", weights.astype(value.dtype), value)
+        y = Product("nqk,nkd->nqd", self.num_heads, name="mixture")(weights.astype(value.dtype), value)
         y = y.reshape(batch, self.num_heads, tokens, head_dim).swapaxes(1, 2).reshape(batch, tokens, width)
         return nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name="out")(y)
 
@@ -118,21 +137,38 @@ class ViT(nn.Module):
     distilled: bool = False
     distilled_head: bool = True
 
+    @property
+    def num_blocks(self) -> int:
+        """Where the model can be cut: after 1, ..., num_blocks - 1 of its blocks."""
+        return self.depth
+
+    @property
+    def prefix_tokens(self) -> int:
+        """How many learned tokens stand in front of the patches."""
+        return (self.pool == "token") + self.distilled
+
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
+    def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes], or does a part of that.
+
+        Args:
+          x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1.
+          start, stop: the blocks to run; with `stop`, the tokens [B, T, D] that leave block stop - 1 are returned.
+            Only parameters of what is run are needed, and made by `init`.
+        """
         if self.pool not in ("token", "mean"):
             raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}")
         if self.norm_order not in ("pre", "post"):
             raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}")
         if self.distilled and self.pool != "token":
             raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}")
-        if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
-            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}")
-        x = self._embed(x)
+        if start == 0:
+            x = self._embed(x)
         attributes = (self.num_heads, self.mlp_width, self.dtype, self.norm_order, self.norm_epsilon, self.activation)
-        for k in range(self.depth):
+        for k in range(self.depth)[start:stop]:
             x = Block(*attributes, name=f"block_{k}")(x)
+        if stop is not None:
+            return x
         x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
         logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(
             x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
@@ -143,6 +179,8 @@ class ViT(nn.Module):
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to tokens [B, T, D] with positions; patches in row-major order."""
+        if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
+            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}")
         size = (self.patch_size, self.patch_size)
         x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)

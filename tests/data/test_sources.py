@@ -243,3 +243,19 @@ def test_importing_the_package_is_light(run_in_subprocess):
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     run_in_subprocess(code)
+
+
+def test_classes_are_selected_and_renumbered():
+    source = pixels().take(np.arange(1, 12))
+    part = source.of_classes([2, 0], name="two")
+    assert len(part) == 7 and part.num_classes == 2 and part.name == "two"
+    batch = part.gather(np.arange(7))
+    np.testing.assert_array_equal(batch["label"], [0, 1, 0, 1, 0, 1, 0])
+    np.testing.assert_array_equal(batch["image"], pixels().gather([2, 3, 5, 6, 8, 9, 11])["image"])
+    assert part.arrays["image"] is source.arrays["image"]
+
+
+@pytest.mark.parametrize("classes", [[1], [1, 1], [0, 3], [-1, 0]])
+def test_classes_that_are_not_there_are_refused(classes):
+    with pytest.raises(ValueError, match="classes must be"):
+        pixels().of_classes(classes)

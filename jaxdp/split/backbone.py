@@ -1,0 +1,115 @@
+"""A pre-trained transformer cut in two: a frontend for the client, a backend that the server keeps (section 3.3)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models import Preprocessing
+
+Params = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backbone:
+    """A model and where it is cut; its parameters are arguments of the functions.
+
+    Attributes:
+      model: a `ViT` (a DeiT is one) or a `Swin`: it has `num_blocks`, `prefix_tokens` and
+        `__call__(x, start, stop)`.
+      preprocessing: of its images.
+      cut: how many blocks K the frontend has, in [1, num_blocks - 1].
+    """
+
+    model: Any
+    preprocessing: Preprocessing
+    cut: int
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.model, "num_blocks"):
+            raise ValueError(f"model must be a ViT, DeiT or Swin, which can be cut, got {type(self.model).__name__}")
+        blocks = self.model.num_blocks
+        if not (isinstance(self.cut, int) and 1 <= self.cut < blocks):
+            raise ValueError(
+                f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got {self.cut!r}; "
+                f"the paper cuts after two thirds, here {two_thirds(self.model)}"
+            )
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens in front of the patches."""
+        return self.model.prefix_tokens
+
+    @property
+    def num_classes(self) -> int:
+        """Of the head."""
+        return self.model.num_classes
+
+    @property
+    def images(self) -> jax.ShapeDtypeStruct:
+        """One image as a batch: float32 [1, S, S, C]."""
+        side, channels = self.preprocessing.size, len(self.preprocessing.mean)
+        return jax.ShapeDtypeStruct((1, side, side, channels), jnp.float32)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Shape [T, D] of the representation of one image at the cut."""
+        variables = jax.eval_shape(self._init_front)
+        return jax.eval_shape(self.front, variables, self.images).shape[1:]
+
+    def front(self, params: Params, images: jax.Array) -> jax.Array:
+        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]; needs the frontend's parameters."""
+        normalised = self.preprocessing.normalise(images)
+        representations: Any = self.model.apply({"params": params}, normalised, 0, self.cut)
+        return representations
+
+    def back(self, params: Params, representations: jax.Array) -> jax.Array:
+        """Maps representations [B, T, D] to float32 logits [B, num_classes]; needs the backend's parameters."""
+        logits: Any = self.model.apply({"params": params}, representations, self.cut)
+        return logits
+
+    def divide(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Cuts the parameters of the whole model into those of frontend and backend, the head included.
+
+        Raises:
+          ValueError: parameters of the frontend are missing.
+        """
+        names = jax.eval_shape(self._init_front).keys()
+        if missing := sorted(set(names) - set(params)):
+            raise ValueError(
+                f"params have no {', '.join(missing)}; are they those of this {type(self.model).__name__}?"
+            )
+        return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
+
+    def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:
+        """The backbone for another task: the backend with a freshly drawn head, and all else kept.
+
+        Args:
+          key: typed PRNG key.
+          back: parameters of the backend.
+          num_classes: of the new task, at least 2.
+
+        Raises:
+          ValueError: fewer than 2 classes.
+        """
+        if num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        model = self.model.clone(num_classes=num_classes)
+        tokens = jnp.zeros((1, *self.tokens))
+        fresh = model.init(key, tokens, self.cut)["params"]
+        heads = {name: value for name, value in fresh.items() if name.startswith("head")}
+        return dataclasses.replace(self, model=model), {**back, **heads}
+
+    def _init_front(self) -> Params:
+        images = jnp.zeros(self.images.shape)
+        return nn.Module.init(self.model, jax.random.key(0), images, 0, self.cut)["params"]
+
+
+def two_thirds(model: Any) -> int:
+    """After how many blocks the paper cuts: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1 to 3 of Swin-L."""
+    if hasattr(model, "depths"):
+        return sum(model.depths[:-1])
+    return round(2 * model.num_blocks / 3)
