@@ -1,0 +1,221 @@
+"""The two augmentations of Split Adaptation: Hilbert transform of the server's images (Section 3.3.1), patch retrieval
+among the client's representations (Section 3.5).
+
+Neither is private by itself. A retrieved patch is another image's token, so a representation that is augmented BEFORE
+noise tells about several images; augmented AFTER noise it is post-processing.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.transforms.noise import check_key
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "mode", "output", "clip"))
+def hilbert_augment(
+    images: jax.Array,
+    *,
+    axis: int = -3,
+    mode: Literal["figure", "eq5"] = "figure",
+    output: Literal["abs", "real"] = "abs",
+    clip: tuple[float, float] | None = (0.0, 1.0),
+) -> jax.Array:
+    """Images out of the distribution that keep their edges: phases of a Hilbert transform, amplitudes of the original.
+
+    Every image and channel by itself: one-dimensional Hilbert transform along an axis, then the two-dimensional phases
+    of the result with the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
+
+    - "eq5" takes Eq. 5 by the letter. It has the amplitudes of the original already wherever sgn is not 0, so the
+      exchange only adds back the frequencies that the transform removed, with phase 0;
+    - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so;
+      it is what reproduces the pictures in its Fig. 3 (along the height).
+
+    A frequency whose amplitude in the transform is rounding error gets phase 0: below 1e-5 of the channel's largest
+    amplitude, 1e-8 in float64.
+
+    Args:
+      images: floating point [n, H, W, C] in [0, 1], before any normalisation.
+      axis: the axis of the Hilbert transform, -3 (height) or -2 (width).
+      mode: which transform.
+      output: the magnitude of the result, or its real part; they differ in sign.
+      clip: the range of the result; None leaves it as it is.
+
+    Returns:
+      [n, H, W, C] of the same dtype; computed in float32, in float64 for float64.
+
+    Raises:
+      TypeError: images are not floating point.
+      ValueError: images are not [n, H, W, C], another axis, or unknown mode or output.
+    """
+    if images.ndim != 4:
+        raise ValueError(f"images must be [n, H, W, C], got shape {images.shape}; give one image as images[None]")
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}; divide uint8 by 255")
+    if axis not in (-3, -2, 1, 2):
+        raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}")
+    for name, value, known in (("mode", mode, ("figure", "eq5")), ("output", output, ("abs", "real"))):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
+    positive = np.fft.fftfreq(pixels.shape[axis]) > 0  # without Nyquist, which NumPy counts as negative
+    kept = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
+    half = jnp.fft.ifft(jnp.where(kept, jnp.fft.fft(pixels, axis=axis), 0), axis=axis)
+    # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
+    transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
+    amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
+    spectrum = jnp.fft.rfft2(transformed, axes=(1, 2))
+    magnitude = jnp.abs(spectrum)
+    largest = functools.partial(jnp.max, axis=(1, 2), keepdims=True)
+    rounding = 8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)  # of the transform of an image without edges
+    present = magnitude > jnp.maximum((1e-8 if pixels.dtype == jnp.float64 else 1e-5) * largest(magnitude), rounding)
+    phase = jnp.where(present, spectrum / jnp.where(present, magnitude, 1), 1)
+    result = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
+    result = jnp.abs(result) if output == "abs" else result
+    return (result if clip is None else jnp.clip(result, *clip)).astype(images.dtype)
+
+
+@jax.jit
+def retrieve_neighbors(representations: jax.Array) -> jax.Array:
+    """For every token, the other image whose token at the same position is most similar to it (Eq. 13).
+
+    Similarity is the cosine, whatever the images' labels; of equal ones the first image counts. A token of zeros has
+    similarity 0 with every other. Memory for n x n similarities, besides the representations.
+
+    Args:
+      representations: [n, tokens, d], real; a common factor, as between integer codes and values, does not matter.
+
+    Returns:
+      int32 [tokens, n], indices of images; never the image itself, unless it is the only one.
+
+    Raises:
+      ValueError: representations are not [n, tokens, d], or there is no image.
+    """
+    n, tokens, _ = _shape(representations)
+    itself = np.eye(n, dtype=bool)
+
+    def nearest(position: jax.Array) -> jax.Array:
+        token = representations[:, position]
+        token = token.astype(jnp.promote_types(token.dtype, jnp.float32))
+        largest = jnp.abs(token).max(1, keepdims=True, initial=0)
+        token = token / jnp.where(largest > 0, largest, 1)  # so that squares neither overflow nor vanish
+        norm = jnp.linalg.norm(token, axis=1, keepdims=True)
+        token = token / jnp.where(norm > 0, norm, 1)
+        cosine = jnp.matmul(token, token.T, precision="highest")
+        return jnp.argmax(jnp.where(itself, -jnp.inf, cosine), axis=1).astype(jnp.int32)  # Eq. 13
+
+    return jax.lax.map(nearest, jnp.arange(tokens))
+
+
+@functools.partial(jax.jit, static_argnames=("n_patches", "prefix_tokens"))
+def augmented_batch(
+    key: jax.Array,
+    representations: jax.Array,
+    neighbors: jax.Array,
+    rows: jax.Array,
+    copies: jax.Array,
+    *,
+    n_patches: int,
+    prefix_tokens: int = 1,
+) -> jax.Array:
+    """Some of the augmented copies of Section 3.5, each the same in whichever batch it is asked for.
+
+    Copy 0 of an image is its representation. In every other copy, `n_patches` patches at positions that are drawn
+    uniformly without replacement are replaced by those of their neighbours; which ones depends on the key, the image
+    and the copy only. So a sum over all images and copies (Eq. 14) never needs more than a batch of them in memory.
+
+    Args:
+      key: typed PRNG key; the same one for all batches.
+      representations: [n, tokens, d], of any dtype.
+      neighbors: int32 [tokens, n] from `retrieve_neighbors`.
+      rows: integers [B], images in 0 <= row < n (not checked).
+      copies: integers [B], at least 0 (not checked).
+      n_patches: how many patches of an image are replaced; the paper takes 50 of 196. 0 replaces none.
+      prefix_tokens: how many leading tokens are no patches (a class token), and are never replaced.
+
+    Returns:
+      [B, tokens, d] of the same dtype.
+
+    Raises:
+      TypeError: an old-style key, or neighbours, rows or copies that are not integers.
+      ValueError: representations are not [n, tokens, d], neighbours not [tokens, n], rows and copies not [B] both;
+        n_patches is negative or larger than the number of patches; n_patches > 0 with one image; prefix_tokens is
+        negative or more than there are tokens.
+    """
+    check_key(key)
+    n, tokens, _ = _shape(representations)
+    for name, value in (("neighbors", neighbors), ("rows", rows), ("copies", copies)):
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{name} must be integers, got {value.dtype}")
+    if neighbors.shape != (tokens, n):
+        raise ValueError(
+            f"neighbors has shape {neighbors.shape}, but representations of shape {representations.shape} need"
+            f" [tokens, n] = {(tokens, n)}; use retrieve_neighbors(representations)"
+        )
+    if rows.ndim != 1 or copies.shape != rows.shape:
+        raise ValueError(f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}")
+    if not 0 <= prefix_tokens <= tokens:
+        raise ValueError(f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}")
+    patches = tokens - prefix_tokens
+    if not isinstance(n_patches, int | np.integer) or n_patches < 0:
+        raise ValueError(f"n_patches must be an integer of at least 0, got {n_patches!r}; 0 replaces no patch")
+    if n_patches > patches:
+        raise ValueError(
+            f"n_patches={n_patches} is more than the {patches} patch positions of {tokens} tokens with"
+            f" prefix_tokens={prefix_tokens}; use at most {patches} (the paper replaces about a quarter of them)"
+        )
+    if n == 1 and n_patches > 0:
+        raise ValueError(
+            f"n_patches={n_patches} needs a neighbour, but there is one image only; use n_patches=0, or more images"
+        )
+    # Whatever the given key: keys that are independent under vmap, so that a row does not depend on its batch.
+    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+
+    def replaced(row: jax.Array, copy: jax.Array) -> jax.Array:
+        order = jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, row), copy), patches)
+        return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
+
+    source = jnp.where(jax.vmap(replaced)(rows, copies), neighbors[:, rows].T, rows[:, None])  # [B, tokens]
+    return representations[source, jnp.arange(tokens)[None]]
+
+
+def patch_augment(
+    key: jax.Array, representations: jax.Array, neighbors: jax.Array, n_patches: int, *, prefix_tokens: int = 1
+) -> jax.Array:
+    """One augmented copy of every image: copy 1 of `augmented_batch` with the same key.
+
+    Args:
+      key: typed PRNG key, another one for every copy.
+      representations: [n, tokens, d], of any dtype.
+      neighbors: int32 [tokens, n] from `retrieve_neighbors`.
+      n_patches: as in `augmented_batch`; 0 gives back the representations.
+      prefix_tokens: as in `augmented_batch`.
+
+    Returns:
+      [n, tokens, d] of the same dtype.
+
+    Raises:
+      TypeError, ValueError: as in `augmented_batch`.
+    """
+    rows = jnp.arange(_shape(representations)[0])
+    return augmented_batch(
+        key,
+        representations,
+        neighbors,
+        rows,
+        jnp.ones_like(rows),
+        n_patches=n_patches,
+        prefix_tokens=prefix_tokens,
+    )
+
+
+def _shape(representations: jax.Array) -> tuple[int, int, int]:
+    if representations.ndim != 3:
+        raise ValueError(f"representations must be [n, tokens, d], got shape {representations.shape}")
+    if len(representations) == 0:
+        raise ValueError(f"representations of shape {representations.shape} have no image; give at least one")
+    n, tokens, width = representations.shape
+    return n, tokens, width
