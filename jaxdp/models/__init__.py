@@ -9,6 +9,7 @@ from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessin
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
 from jaxdp.models.resnet import ResNet
+from jaxdp.models.swin import Swin
 from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
 
@@ -23,6 +24,7 @@ __all__ = [
     "Preprocessing",
     "Pretrained",
     "ResNet",
+    "Swin",
     "ViT",
     "WSConv",
     "WideResNet",

@@ -1,4 +1,5 @@
-"""Public checkpoints of ViT, DeiT, ConvNeXt and CIFAR ResNets under the names that their publishers gave the tensors.
+"""Public checkpoints of ViTs, DeiTs, Swins, ConvNeXts and CIFAR ResNets under the names that their publishers gave the
+tensors.
 
 Each naming is a table of rules (`NAMINGS`) from paths of our variables (parameters and constants) to names in the
 file. The table is complete: a tensor that is missing, superfluous or of another shape is an error, never skipped.
@@ -107,6 +108,27 @@ _HUGGING_FACE_CONVNEXT: Rules = (
     ("head", "classifier", _DENSE),
 )
 
+_SWIN_BLOCK = r"stage_(\d+)_block_(\d+)/"
+_SWIN_LAYER = r"swin.encoder.layers.\1.blocks.\2."
+_HUGGING_FACE_SWIN: Rules = (
+    ("embed", "swin.embeddings.patch_embeddings.projection", _CONV),
+    ("embed_norm", "swin.embeddings.norm", _NORM),
+    (_SWIN_BLOCK + "norm_0", _SWIN_LAYER + "layernorm_before", _NORM),
+    (_SWIN_BLOCK + "attention/(query|key|value)", _SWIN_LAYER + r"attention.self.\3", _DENSE),
+    (_SWIN_BLOCK + "attention/position_bias", _SWIN_LAYER + "attention.self.relative_position_bias_table", _SAME),
+    (_SWIN_BLOCK + "attention/out", _SWIN_LAYER + "attention.output.dense", _DENSE),
+    (_SWIN_BLOCK + "norm_1", _SWIN_LAYER + "layernorm_after", _NORM),
+    (_SWIN_BLOCK + "mlp_0", _SWIN_LAYER + "intermediate.dense", _DENSE),
+    (_SWIN_BLOCK + "mlp_1", _SWIN_LAYER + "output.dense", _DENSE),
+    *(
+        (f"stage_{stage + 1}_merge/{part}", f"swin.encoder.layers.{stage}.downsample.{part}", leaves)
+        for stage in range(3)  # a merging ends a stage in the file, and begins the next in ours
+        for part, leaves in (("norm", _NORM), ("reduction", _DENSE))
+    ),
+    ("norm", "swin.layernorm", _NORM),
+    ("head", "classifier", _DENSE),
+)
+
 _TIMM_VIT: Rules = (
     ("class_token", "cls_token", _SAME),
     ("distillation_token", "dist_token", _SAME),
@@ -136,6 +158,24 @@ _TIMM_CONVNEXT: Rules = (
     (r"stage_(\d+)_block_(\d+)/mlp_1", r"stages.\1.blocks.\2.mlp.fc2", _DENSE),
     (r"stage_(\d+)_block_(\d+)/layer_scale", r"stages.\1.blocks.\2.gamma", _SAME),
     ("norm", "head.norm", _NORM),
+    ("head", "head.fc", _DENSE),
+)
+
+_TIMM_SWIN: Rules = (
+    ("embed", "patch_embed.proj", _CONV),
+    ("embed_norm", "patch_embed.norm", _NORM),
+    (r"stage_(\d+)_merge/norm", r"layers.\1.downsample.norm", _NORM),
+    (r"stage_(\d+)_merge/reduction", r"layers.\1.downsample.reduction", _DENSE),
+    (_SWIN_BLOCK + "norm_0", r"layers.\1.blocks.\2.norm1", _NORM),
+    (_SWIN_BLOCK + "attention/query", r"layers.\1.blocks.\2.attn.qkv", _QKV[0]),
+    (_SWIN_BLOCK + "attention/key", r"layers.\1.blocks.\2.attn.qkv", _QKV[1]),
+    (_SWIN_BLOCK + "attention/value", r"layers.\1.blocks.\2.attn.qkv", _QKV[2]),
+    (_SWIN_BLOCK + "attention/position_bias", r"layers.\1.blocks.\2.attn.relative_position_bias_table", _SAME),
+    (_SWIN_BLOCK + "attention/out", r"layers.\1.blocks.\2.attn.proj", _DENSE),
+    (_SWIN_BLOCK + "norm_1", r"layers.\1.blocks.\2.norm2", _NORM),
+    (_SWIN_BLOCK + "mlp_0", r"layers.\1.blocks.\2.mlp.fc1", _DENSE),
+    (_SWIN_BLOCK + "mlp_1", r"layers.\1.blocks.\2.mlp.fc2", _DENSE),
+    ("norm", "norm", _NORM),
     ("head", "head.fc", _DENSE),
 )
 
@@ -212,10 +252,23 @@ NAMINGS: Mapping[str, Naming] = {
     ),
     # ConvNextForImageClassification
     "hf_convnext": Naming("convnext.embeddings.patch_embeddings.weight", _HUGGING_FACE_CONVNEXT),
+    # SwinForImageClassification; old files hold buffers
+    "hf_swin": Naming(
+        "swin.embeddings.patch_embeddings.projection.weight",
+        _HUGGING_FACE_SWIN,
+        ignored=(r"swin\.encoder\.layers\.\d+\.blocks\.\d+\.attention\.self\.relative_position_index",),
+    ),
     # timm's vit_*, deit_* and deit_*_distilled
     "timm_vit": Naming("blocks.0.attn.qkv.weight", _TIMM_VIT, attributes=_PRE_NORM_1E6),
     # timm's convnext_*
     "timm_convnext": Naming("stages.0.blocks.0.conv_dw.weight", _TIMM_CONVNEXT),
+    # timm's swin_* since 0.9; old files hold buffers
+    "timm_swin": Naming(
+        "layers.0.blocks.0.attn.relative_position_bias_table",
+        _TIMM_SWIN,
+        ignored=(r"layers\.\d+\.blocks\.\d+\.(attn_mask|attn\.relative_position_index)",),
+        attributes={"norm_epsilon": 1e-5},
+    ),
     # google-research/vision_transformer (Steiner et al. 2022, arXiv:2106.10270)
     "augreg": Naming(_QUERY, _AUGREG, attributes=_PRE_NORM_1E6),
     # a ViT around PyTorch's nn.TransformerEncoder
@@ -273,7 +326,8 @@ def load_checkpoint(
     `dataclasses.replace(pretrained, model=..., params=...)`, which keeps constants and preprocessing.
 
     What the file or its neighbours say about the model is checked too. No file in the namings of timm and of
-    PyTorch says how many heads attention has (published ViTs and DeiTs: width / 64), nor which activation is used.
+    PyTorch says how many heads attention has (published ViTs and DeiTs: width / 64; a Swin's position biases say it),
+    nor which activation is used.
 
     Args:
       path: a .safetensors or .npz file. Other formats hold pickles and are not read.
@@ -332,7 +386,8 @@ def _recognise(naming: str, tensors: Tensors) -> str:
             return name
     some = ", ".join(sorted(tensors)[:5])
     raise ValueError(
-        f"no naming of {', '.join(NAMINGS)} has names such as {some}; is it a ViT, DeiT, ConvNeXt or CIFAR ResNet?"
+        f"no naming of {', '.join(NAMINGS)} has names such as {some}; "
+        "is it a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet?"
     )
 
 
@@ -380,7 +435,7 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
         raise ValueError(
             "preprocessing must be given, since no file says how this checkpoint normalises images. Common values: "
             "augreg ViTs (google/vit-*, timm's vit_*.augreg_*) have mean = std = (0.5, 0.5, 0.5); "
-            f"DeiT, ConvNeXt and cifar_resnet have mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
+            f"DeiT, Swin, ConvNeXt and cifar_resnet have mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
             "For example preprocessing=Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248)"
         )
     if given is None or stated is None:

@@ -137,10 +137,11 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
-    """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT or ConvNeXt, new or old.
+    """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, Swin or ConvNeXt, new or old.
 
-    A ViT takes the whole image whatever its aspect ratio, a DeiT the centre of such an image, a ConvNeXt below 384
-    pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated), as their processors do.
+    A ViT or Swin takes the whole image whatever its aspect ratio, a DeiT the centre of such an image, a ConvNeXt
+    below 384 pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated), as their processors
+    do.
 
     Raises:
       ValueError: if the images are not resized, divided by 255 and normalised.

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).parent / "checkpoints"
-SIZES = {"vit": 8, "convnext": 64}
+SIZES = {"vit": 8, "convnext": 64, "swin": 32}
 WIDTHS, DEPTHS = (4, 6, 8, 10), (1, 1, 2, 1)
+SWIN_DEPTHS, SWIN_HEADS = (1, 2, 1), (1, 2, 4)  # grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
 
 
 def images(kind: str) -> np.ndarray:
@@ -51,6 +52,14 @@ def hugging_face_convnext() -> Any:
     return transformers.ConvNextForImageClassification(config)
 
 
+def hugging_face_swin() -> Any:
+    import transformers
+
+    sizes = {"embed_dim": 4, "depths": list(SWIN_DEPTHS), "num_heads": list(SWIN_HEADS), "mlp_ratio": 2.0}
+    config = transformers.SwinConfig(**sizes, image_size=32, patch_size=2, window_size=4, num_labels=3)
+    return transformers.SwinForImageClassification(config)
+
+
 def timm_vit(distilled: bool) -> Any:
     from timm.models import deit, vision_transformer
 
@@ -62,6 +71,13 @@ def timm_convnext() -> Any:
     from timm.models import convnext
 
     return convnext.ConvNeXt(dims=WIDTHS, depths=DEPTHS, num_classes=3)
+
+
+def timm_swin() -> Any:
+    from timm.models import swin_transformer
+
+    sizes = {"embed_dim": 4, "depths": SWIN_DEPTHS, "num_heads": SWIN_HEADS, "mlp_ratio": 2.0}
+    return swin_transformer.SwinTransformer(**sizes, img_size=32, patch_size=2, window_size=4, num_classes=3)
 
 
 def torch_encoder() -> Any:
@@ -132,6 +148,8 @@ BUILDERS: dict[str, tuple[str, Callable[[], Any] | None]] = {
     "timm_convnext": ("convnext", timm_convnext),
     "augreg": ("vit", None),
     "torch_encoder": ("vit", torch_encoder),
+    "hf_swin": ("swin", hugging_face_swin),
+    "timm_swin": ("swin", timm_swin),
 }
 
 

@@ -29,15 +29,21 @@ _spec.loader.exec_module(make_checkpoints)
 
 VIT = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
 CONVNEXT = {"widths": make_checkpoints.WIDTHS, "depths": make_checkpoints.DEPTHS}
+SWIN = {"patch_size": 2, "window": 4, "width": 4, "mlp_ratio": 2} | {
+    "depths": make_checkpoints.SWIN_DEPTHS,
+    "num_heads": make_checkpoints.SWIN_HEADS,
+}
 # Case: (naming, model of ours, its attributes). The epsilons are those of the libraries.
 CASES = {
     "hf_vit": ("hf_vit", "vit_ti16", VIT | {"norm_epsilon": 1e-12}),
     "hf_deit": ("hf_deit", "deit_ti16_distilled", VIT | {"norm_epsilon": 1e-12, "distilled_head": False}),
     "hf_deit_teacher": ("hf_deit_teacher", "deit_ti16_distilled", VIT | {"norm_epsilon": 1e-12}),
     "hf_convnext": ("hf_convnext", "convnext_tiny", CONVNEXT),
+    "hf_swin": ("hf_swin", "swin_tiny", SWIN),
     "timm_vit": ("timm_vit", "deit_ti16", VIT),
     "timm_vit_distilled": ("timm_vit", "deit_ti16_distilled", VIT),
     "timm_convnext": ("timm_convnext", "convnext_tiny", CONVNEXT),
+    "timm_swin": ("timm_swin", "swin_tiny", SWIN),
     "augreg": ("augreg", "vit_ti16", VIT),
     "torch_encoder": (
         "torch_encoder",
@@ -56,8 +62,12 @@ def full_precision():
         yield
 
 
+def kind_of(case):
+    return next((kind for kind in ("convnext", "swin") if kind in case), "vit")
+
+
 def size_of(case):
-    return make_checkpoints.SIZES["convnext" if "convnext" in case else "vit"]
+    return make_checkpoints.SIZES[kind_of(case)]
 
 
 def normalised_by(value, case):
@@ -76,7 +86,7 @@ def load(case, path=None, **kwargs):
 
 def images_of(case):
     """The images of the golden files, taken back to before a normalisation by 0.5 and 0.5."""
-    return make_checkpoints.images("convnext" if "convnext" in case else "vit") * np.float32(0.5) + np.float32(0.5)
+    return make_checkpoints.images(kind_of(case)) * np.float32(0.5) + np.float32(0.5)
 
 
 def changed(case, folder, change):
@@ -191,7 +201,7 @@ def test_files_and_namings_that_are_not_known(tmp_path):
         load("timm_vit", naming="keras")
     save_file({"conv1.weight": np.zeros(1, np.float32)}, tmp_path / "resnet.safetensors")
     with pytest.raises(
-        ValueError, match=r"has names such as conv1\.weight; is it a ViT, DeiT, ConvNeXt or CIFAR ResNet\?"
+        ValueError, match=r"has names such as conv1\.weight; is it a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet\?"
     ):
         load("timm_vit", tmp_path / "resnet.safetensors")
     with pytest.raises(ValueError, match=r"vit\.embeddings\.cls_token: missing, for class_token \(1, 1, 8\)"):
@@ -453,6 +463,8 @@ def public_model(name):
             return transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
         if name == "hf_convnext":
             return transformers.ConvNextForImageClassification(transformers.ConvNextConfig(num_labels=1000))
+        if name == "hf_swin":
+            return transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=1000))
         return timm.create_model(name)
 
 
@@ -461,6 +473,7 @@ def public_model(name):
     [
         ("hf_vit", "vit_b16"),
         ("hf_convnext", "convnext_tiny"),
+        ("hf_swin", "swin_tiny"),
         ("vit_tiny_patch16_224", "vit_ti16"),
         ("vit_small_patch16_224", "vit_s16"),
         ("vit_base_patch16_224", "vit_b16"),
@@ -472,6 +485,10 @@ def public_model(name):
         ("convnext_small", "convnext_small"),
         ("convnext_base", "convnext_base"),
         ("convnext_large", "convnext_large"),
+        ("swin_tiny_patch4_window7_224", "swin_tiny"),
+        ("swin_small_patch4_window7_224", "swin_small"),
+        ("swin_base_patch4_window7_224", "swin_base"),
+        ("swin_large_patch4_window7_224", "swin_large"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # other libraries' own
@@ -518,7 +535,9 @@ def hugging_face_transform(image, name, **settings):
         (from_timm, timm_transform, "vit_base_patch16_384", {}),
         (from_timm, timm_transform, "deit_small_patch16_224", {}),
         (from_timm, timm_transform, "convnext_tiny.fb_in1k", {}),
+        (from_timm, timm_transform, "swin_tiny_patch4_window7_224", {}),
         (from_hugging_face, hugging_face_transform, "ViTImageProcessor", {}),
+        (from_hugging_face, hugging_face_transform, "ViTImageProcessor", {"resample": 3, **HUGGING_FACE_IMAGENET}),
         (from_hugging_face, hugging_face_transform, "DeiTImageProcessor", HUGGING_FACE_IMAGENET),
         (from_hugging_face, hugging_face_transform, "ConvNextImageProcessor", {"size": {"shortest_edge": 224}}),
         (from_hugging_face, hugging_face_transform, "ConvNextImageProcessor", {"size": {"shortest_edge": 384}}),

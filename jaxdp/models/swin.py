@@ -1,0 +1,261 @@
+"""Swin Transformer (Liu et al. 2021, arXiv:2103.14030)."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.models.layers import gelu
+from jaxdp.models.vit import Product
+
+_init = nn.initializers.truncated_normal(0.02)
+
+
+def _side(x: jax.Array) -> int:
+    """Of the square grid that tokens [B, T, D] come from."""
+    side = math.isqrt(x.shape[1])
+    if side**2 != x.shape[1]:
+        raise ValueError(f"x must have the tokens of a square grid, got {x.shape[1]}; give square images to block 0")
+    return side
+
+
+def _relative_positions(window: int) -> np.ndarray:
+    """For each query and key of a window [T, T], T = window**2: which row of the table of biases is theirs."""
+    offset = np.arange(window)[:, None] - np.arange(window)[None] + window - 1  # query minus key, from 0
+    rows, columns = offset[:, None, :, None], offset[None, :, None, :]
+    return (rows * (2 * window - 1) + columns).reshape(window**2, window**2)
+
+
+def _neighbours(side: int, window: int, shift: int) -> np.ndarray:
+    """Which tokens of each window [windows, T, T] are near each other in the image, and not only since the grid was
+    rolled by `shift`: section 3.2, "efficient batch computation"."""
+    line = np.roll(np.arange(side), -shift).reshape(-1, window)  # the rows, or columns, in each row of windows
+    near = np.abs(line[:, :, None] - line[:, None]) < window
+    rows, columns = near[:, None, :, None, :, None], near[None, :, None, :, None, :]
+    return (rows & columns).reshape(-1, window**2, window**2)
+
+
+class WindowAttention(nn.Module):
+    """Multi-head self-attention within windows, with a learned bias for each relative position:
+    softmax(Q K^T / sqrt(d) + bias) V (equation 4).
+
+    Attributes:
+      num_heads: number of heads; must divide the width.
+      window: side of the windows.
+      shift: by how much the windows are moved down and to the right; those that reach over the edge of the image are
+        cut there.
+      dtype: computation dtype; scores and softmax are float32.
+    """
+
+    num_heads: int
+    window: int
+    shift: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps tokens [B, T, D] of a square grid to [B, T, D]."""
+        batch, _, width = x.shape
+        if width % self.num_heads:
+            raise ValueError(f"num_heads must divide the width {width} of its stage, got {self.num_heads}")
+        side, area, head_dim = _side(x), self.window**2, width // self.num_heads
+        per_side = side // self.window
+
+        def project(name: str, x: jax.Array) -> jax.Array:
+            return nn.Dense(width, dtype=self.dtype, kernel_init=_init, name=name)(x)
+
+        def heads(x: jax.Array) -> jax.Array:
+            x = x.reshape(-1, area, self.num_heads, head_dim).swapaxes(1, 2)
+            return x.reshape(-1, area, head_dim)  # images, windows and heads in one axis, as `Product` has them
+
+        x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
+        x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
+        x = x.reshape(batch, side**2, width)  # window after window
+        query, key, value = (heads(project(name, x)) for name in ("query", "key", "value"))
+        scores = Product("nqd,nkd->nqk", self.num_heads, jnp.float32, name="scores")(query, key) * head_dim**-0.5
+        scores = scores.reshape(batch, per_side**2, self.num_heads, area, area)
+        table = self.param("position_bias", _init, ((2 * self.window - 1) ** 2, self.num_heads))
+        scores = scores + table[_relative_positions(self.window)].transpose(2, 0, 1)[None, None]
+        if self.shift:
+            # The authors' constant: as good as minus infinity.
+            mask = np.where(_neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100))
+            scores = scores + mask[None, :, None]
+        weights = jax.nn.softmax(scores, axis=-1).reshape(-1, area, area)
+        y = Product("nqk,nkd->nqd", self.num_heads, name="mixture")(weights.astype(value.dtype), value)
+        y = y.reshape(-1, self.num_heads, area, head_dim).swapaxes(1, 2).reshape(batch, side**2, width)
+        y = project("out", y)
+        y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
+        return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(batch, side**2, width)
+
+
+class SwinBlock(nn.Module):
+    """x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)) (equation 3).
+
+    Attributes:
+      num_heads: number of heads.
+      window: side of the windows.
+      shift: of the windows, down and to the right.
+      mlp_ratio: hidden width of the MLP over the width of the tokens.
+      dtype: computation dtype.
+      norm_epsilon: added to the variance in every LayerNorm.
+      activation: between the layers of the MLP.
+    """
+
+    num_heads: int
+    window: int
+    shift: int
+    mlp_ratio: int = 4
+    dtype: Any = None
+    norm_epsilon: float = 1e-5
+    activation: Callable[[jax.Array], jax.Array] = gelu
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps tokens [B, T, D] of a square grid to [B, T, D]."""
+        norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
+        dense = {"dtype": self.dtype, "kernel_init": _init}
+        width = x.shape[-1]
+        x = x + WindowAttention(self.num_heads, self.window, self.shift, self.dtype, name="attention")(norms[0](x))
+        y = self.activation(nn.Dense(self.mlp_ratio * width, name="mlp_0", **dense)(norms[1](x)))
+        return x + nn.Dense(width, name="mlp_1", **dense)(y)
+
+
+class PatchMerging(nn.Module):
+    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours.
+
+    Attributes:
+      dtype: computation dtype.
+      norm_epsilon: added to the variance in the LayerNorm.
+    """
+
+    dtype: Any = None
+    norm_epsilon: float = 1e-5
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps tokens [B, T, D] of a square grid to [B, T / 4, 2 D]."""
+        batch, tokens, width = x.shape
+        side = _side(x)
+        if side % 2:
+            raise ValueError(
+                f"the grid must have an even side before patches are merged, got {side}x{side}; give images whose side "
+                "is a multiple of patch_size * 2 for every merging"
+            )
+        x = x.reshape(batch, side // 2, 2, side // 2, 2, width)
+        # Public checkpoints have the neighbours in this order: (0, 0), the one below, the one beside, (1, 1).
+        x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, tokens // 4, 4 * width)
+        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="norm")(x)
+        return nn.Dense(2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction")(x)
+
+
+class Swin(nn.Module):
+    """Swin Transformer on square images: attention in windows that every second block shifts, and stages in between
+    which the resolution halves.
+
+    A stage whose grid is not larger than the window has one window of the grid's size, never shifted. Nothing is
+    padded: otherwise the window must divide the grid. Stochastic depth, which the authors train with and which does
+    nothing at inference, is left out.
+
+    Attributes:
+      num_classes: number of logits.
+      patch_size: side of the square patches; must divide the image.
+      window: side of the windows, in tokens.
+      width: token dimension D of the first stage; every further stage doubles it.
+      depths: blocks of each stage.
+      num_heads: heads of each stage; 32 dimensions each in the published sizes.
+      mlp_ratio: hidden width of the MLPs over the width of the tokens.
+      dtype: computation dtype; None is float32. Parameters and logits are float32.
+      norm_epsilon: added to the variance in every LayerNorm.
+      activation: in the MLPs; the exact GELU.
+    """
+
+    num_classes: int
+    patch_size: int = 4
+    window: int = 7
+    width: int = 96
+    depths: Sequence[int] = (2, 2, 6, 2)
+    num_heads: Sequence[int] = (3, 6, 12, 24)
+    mlp_ratio: int = 4
+    dtype: Any = None
+    norm_epsilon: float = 1e-5
+    activation: Callable[[jax.Array], jax.Array] = gelu
+
+    @property
+    def num_blocks(self) -> int:
+        """Where the model can be cut: after 1, ..., num_blocks - 1 of its blocks, counted through all stages."""
+        return sum(self.depths)
+
+    @property
+    def prefix_tokens(self) -> int:
+        """How many learned tokens stand in front of the patches: none."""
+        return 0
+
+    @nn.compact
+    def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
+        """Maps images [B, S, S, C] to float32 logits [B, num_classes], or does a part of that.
+
+        The merging of patches between two stages belongs to the block before it, whose tokens leave it as
+        [B, T / 4, 2 D]: half as many numbers. Cut after its third stage, "swin_large" hands over 7x7 tokens of width
+        1536.
+
+        Args:
+          x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1, row by row.
+          start, stop: the blocks to run, counted through all stages; with `stop`, the tokens [B, T, D] that leave
+            block stop - 1 are returned. Only parameters of what is run are needed, and made by `init`.
+
+        Raises:
+          ValueError: for images that are not square or that `patch_size` does not divide; if `window` does not
+            divide the larger grid of a stage, or a merging meets an odd grid; for other numbers of `depths` than of
+            `num_heads`, or a number of heads that does not divide the width.
+        """
+        if len(self.depths) != len(self.num_heads):
+            raise ValueError(
+                f"depths and num_heads must have one entry per stage, got {self.depths} and {self.num_heads}"
+            )
+        if start == 0:
+            x = self._embed(x)
+        common = {"dtype": self.dtype, "norm_epsilon": self.norm_epsilon}
+        places = [(stage, k) for stage, depth in enumerate(self.depths) for k in range(depth)]
+        for stage, k in places[start:stop]:
+            window, shift = self._window(stage, _side(x))
+            x = SwinBlock(
+                self.num_heads[stage],
+                window,
+                shift if k % 2 else 0,
+                self.mlp_ratio,
+                activation=self.activation,
+                name=f"stage_{stage}_block_{k}",
+                **common,
+            )(x)
+            if k + 1 == self.depths[stage] and stage + 1 < len(self.depths):
+                x = PatchMerging(name=f"stage_{stage + 1}_merge", **common)(x)
+        if stop is not None:
+            return x
+        x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
+        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(jnp.mean(x, axis=1))
+
+    def _embed(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""
+        if x.shape[1] != x.shape[2]:
+            raise ValueError(f"images must be square, got {x.shape[1]}x{x.shape[2]}; resize or crop them")
+        if x.shape[1] % self.patch_size:
+            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}")
+        size = (self.patch_size, self.patch_size)
+        common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
+        x = nn.Conv(self.width, size, name="embed", **common)(x).reshape(x.shape[0], -1, self.width)
+        return nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
+
+    def _window(self, stage: int, side: int) -> tuple[int, int]:
+        """Side and shift of the windows on a grid of `side` tokens."""
+        if side <= self.window:
+            return side, 0
+        if side % self.window:
+            raise ValueError(
+                f"window must divide the {side}x{side} grid of stage {stage}, got {self.window}; resize the images or "
+                "choose another window (published: 7 for 224x224, 12 for 384x384)"
+            )
+        return self.window, self.window // 2
