@@ -1,0 +1,269 @@
+"""What the two parties send each other: a folder with a manifest and one .npy file per array, and nothing else.
+
+    manifest.json    {"format": 1, "kind": ..., "fields": {...}, "arrays": [...], "sha256": ...}
+    0000.npy         numpy.load(..., allow_pickle=False) reads it, with or without jaxdp
+    0001.npy
+
+The manifest has name, file, dtype, shape and SHA-256 of every array, and a SHA-256 of itself. These notice accidents:
+a broken transfer, an edited file, two versions mixed up. They do NOT say who wrote a package, since whoever changes a
+file can change the sums too: send packages over a channel that authenticates the other party. Reading one runs no code
+of its writer and opens no file outside its folder.
+"""
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import tokenize
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+# What every NumPy reads: no objects, no text, no bfloat16, no floats whose width depends on the machine.
+_WIDE = ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8")
+_DTYPES = frozenset({"|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)})
+_KEYS = {"format", "kind", "fields", "arrays", "sha256"}
+_ENTRY = {"name": str, "file": str, "dtype": str, "shape": list, "sha256": str}
+
+
+class Package(NamedTuple):
+    """What `read_package` returns.
+
+    Attributes:
+      fields: what JSON makes of the fields that were written; tuples are lists.
+      arrays: NumPy arrays by name.
+    """
+
+    fields: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+def write_package(
+    folder: str | os.PathLike[str], kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> None:
+    """Writes a folder that appears whole or not at all, and is on the disk when this returns.
+
+    Args:
+      folder: the new folder; those above it are made if needed.
+      kind: what the package is, for example "frontend"; whoever reads it asks for the same.
+      fields: JSON-able, with strings as names.
+      arrays: by name, for example "blocks/0/kernel": NumPy or JAX arrays of bool, integers or floats of at most 64
+        bits.
+
+    Raises:
+      FileExistsError: there is something at `folder` already; it is left as it is.
+      TypeError: an array has another dtype.
+      ValueError: fields are not JSON-able, or a name is not a string, or empty.
+    """
+    target = Path(folder)
+    _check_name("kind", kind)
+    for name in fields:
+        _check_name("every name in fields", name)
+    converted = {name: _plain(name, array) for name, array in arrays.items()}
+    try:
+        plain_fields = json.loads(json.dumps(dict(fields), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"fields must be JSON-able (numbers, strings, lists, dictionaries), but {error}") from error
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists already; packages are never overwritten: choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    partial.mkdir()
+    try:
+        entries = []
+        for index, (name, array) in enumerate(converted.items()):
+            path = partial / _file(index)
+            with path.open("wb") as file:
+                np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
+                _to_disk(file)
+            entry = {"name": name, "file": path.name, "dtype": array.dtype.str, "shape": list(array.shape)}
+            entries.append({**entry, "sha256": _digest(path)})
+        manifest = {"format": FORMAT, "kind": kind, "fields": plain_fields, "arrays": entries}
+        with (partial / _MANIFEST).open("w", encoding="utf-8") as manifest_file:
+            json.dump({**manifest, "sha256": _seal(manifest)}, manifest_file, indent=2, allow_nan=False)
+            manifest_file.write("\n")
+            _to_disk(manifest_file)
+        _sync_folder(partial)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def read_package(
+    folder: str | os.PathLike[str], kind: str, *, fields: Iterable[str] = (), arrays: Iterable[str] = ()
+) -> Package:
+    """Reads a folder that `write_package` made, after checking all of it.
+
+    Args:
+      folder: the package.
+      kind: what it must be.
+      fields: names that its fields must have; others may be there too.
+      arrays: names of arrays that it must have; others may be there too.
+
+    Raises:
+      FileNotFoundError: no package at `folder`, or a file of it is missing.
+      ValueError: it is damaged, of another kind, from a newer jaxdp, or lacks a required field or array; the message
+        names the file and what to do.
+    """
+    root = Path(folder)
+    manifest = _read_manifest(root)
+    if (stated := manifest["kind"]) != kind:
+        raise ValueError(f"{root / _MANIFEST} is of kind {stated!r}, not {kind!r}; give the folder of that kind")
+    entries = manifest["arrays"]
+    _check_listing(root, [entry["file"] for entry in entries])
+    found = {entry["name"]: _read_array(root / entry["file"], entry) for entry in entries}
+    for what, required, present in (("field", fields, manifest["fields"]), ("array", arrays, found)):
+        if missing := sorted(set(required) - set(present)):
+            raise ValueError(
+                f"{root / _MANIFEST} is whole, but a package of kind {kind!r} needs the {what} "
+                f"{', '.join(map(repr, missing))}; its writer must make it again"
+            )
+    return Package(manifest["fields"], found)
+
+
+def package_bytes(folder: str | os.PathLike[str]) -> int:
+    """How many bytes a package takes to send: the sum of its files' sizes.
+
+    Raises:
+      FileNotFoundError: no package at `folder`.
+    """
+    if not (Path(folder) / _MANIFEST).exists():
+        raise _absent(Path(folder))
+    return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def _plain(name: Any, array: Any) -> np.ndarray:
+    _check_name("every name in arrays", name)
+    array = np.asarray(array)
+    if array.dtype.str not in _DTYPES:
+        raise TypeError(
+            f"array {name!r} has dtype {array.dtype}; packages hold bool, integers and floats of at most 64 bits, so "
+            "convert it, for example with astype(np.float32)"
+        )
+    return array
+
+
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{what} must be a non-empty string, got {name!r}")
+
+
+def _file(index: int) -> str:
+    return f"{index:04d}.npy"  # Names of arrays may be no names of files.
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own sum."""
+    return hashlib.sha256(_canonical({k: v for k, v in manifest.items() if k != "sha256"}).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    path = root / _MANIFEST
+    if not os.path.lexists(path):
+        raise _absent(root)
+    _check_regular(path)
+    try:
+        manifest = json.loads(path.read_bytes())
+        seal = _seal(manifest) if isinstance(manifest, dict) else ""
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, "is not JSON") from error
+    if not seal or not isinstance(manifest.get("format"), int):
+        raise _damaged(path, "is not a manifest")
+    if manifest["format"] > FORMAT:
+        raise ValueError(
+            f"{path} has format {manifest['format']}, this jaxdp reads up to {FORMAT}; upgrade jaxdp, or ask for a "
+            "package in the older format"
+        )
+    if manifest.get("sha256") != seal:
+        raise _damaged(path, "does not have the SHA-256 that it states")
+    entries = manifest.get("arrays")
+    proper = set(manifest) == _KEYS and manifest["format"] == FORMAT and isinstance(manifest["fields"], dict)
+    if not proper or not isinstance(entries, list) or not all(_is_entry(i, entry) for i, entry in enumerate(entries)):
+        raise _damaged(path, "does not describe a package")
+    if len({entry["name"] for entry in entries}) < len(entries):
+        raise _damaged(path, "names an array twice")
+    return manifest
+
+
+def _is_entry(index: int, entry: Any) -> bool:
+    """Whether a manifest's entry is one: of a file in the folder, since files are numbered, and a plain dtype."""
+    if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != _ENTRY:
+        return False
+    plain = entry["dtype"] in _DTYPES and all(type(n) is int and n >= 0 for n in entry["shape"])
+    return plain and entry["file"] == _file(index)
+
+
+def _check_listing(root: Path, files: list[str]) -> None:
+    present, stated = set(os.listdir(root)), {_MANIFEST, *files}
+    if missing := sorted(stated - present):
+        raise FileNotFoundError(f"{root / missing[0]} is missing from the package; send it again")
+    if extra := sorted(present - stated):
+        raise ValueError(f"{root / extra[0]} is not in the package's manifest; remove it, or send the package again")
+
+
+def _read_array(path: Path, entry: Mapping[str, Any]) -> np.ndarray:
+    _check_regular(path)
+    if _digest(path) != entry["sha256"]:
+        raise _damaged(path, "does not have the SHA-256 of the manifest")
+    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
+    try:
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("another version of .npy")
+            found = np.lib.format.read_array_header_1_0(file)
+            size = path.stat().st_size - file.tell()
+        # Checked before anything is allocated or, with dtype object, unpickled.
+        if found[0] != shape or found[2] != dtype or size != math.prod(shape) * dtype.itemsize:
+            raise ValueError("another array")
+        return np.load(path, allow_pickle=False)
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # The last two from headers that are no Python.
+        raise _damaged(path, f"is not the {dtype} array of shape {shape} that the manifest states") from error
+
+
+def _check_regular(path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise _damaged(path, "is not a plain file")
+
+
+def _absent(root: Path) -> FileNotFoundError:
+    return FileNotFoundError(f"{root / _MANIFEST} does not exist; is {root} a package? If so, send it again")
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} {what}; the package is damaged: send it again")
