@@ -79,9 +79,7 @@ class Backbone:
         """
         names = jax.eval_shape(self._init_front).keys()
         if missing := sorted(set(names) - set(params)):
-            raise ValueError(
-                f"params have no {', '.join(missing)}; are they those of this {type(self.model).__name__}?"
-            )
+            raise ValueError(f"params have no {', '.join(missing)}; are they those of this model?")
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
 
     def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:

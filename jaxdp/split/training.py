@@ -56,24 +56,42 @@ def minimise(
     return params
 
 
+def batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The batches of one epoch.
+
+    Args:
+      key: typed PRNG key.
+      count: number of examples.
+      size: examples per batch, at most `count`.
+
+    Returns:
+      Rows int32 [steps, size] in a new order, weights float32 [steps, size] that are 0 where the last batch repeats
+      an example, and a key for every step.
+    """
+    steps = -(-count // size)
+    order_key, key = jax.random.split(key)
+    order = jax.random.permutation(order_key, count)
+    rows = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
+    weights = (jnp.arange(steps * size) < count).reshape(steps, size).astype(jnp.float32)
+    return rows, weights, jax.random.split(key, steps)
+
+
+def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
+    """One step of Adam whose learning rate is an array, so that another one compiles nothing."""
+    updates, state = optax.scale_by_adam().update(gradients, state)
+    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _epoch(
     loss_fn: Loss, size: int, params: Any, state: Any, frozen: Any, data: Any, key: jax.Array, learning_rate: jax.Array
 ) -> tuple[Any, Any]:
-    count = len(jax.tree.leaves(data)[0])
-    steps = -(-count // size)
-    order_key, key = jax.random.split(key)
-    order = jax.random.permutation(order_key, count)
-    order = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
-    weights = (jnp.arange(steps * size) < count).reshape(steps, size).astype(jnp.float32)
-
     def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
         losses = loss_fn(params, frozen, jax.tree.map(lambda column: column[rows], data), key)
         return (losses * weight).sum() / weight.sum()
 
-    def step(carry: tuple[Any, Any], xs: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
-        params, state = carry
-        updates, state = optax.scale_by_adam().update(jax.grad(mean_loss)(params, *xs), state)
-        return (jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state), None
+    def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        return adam_step(*carry, jax.grad(mean_loss)(carry[0], *batch), learning_rate), None
 
-    return jax.lax.scan(step, (params, state), (order, weights, jax.random.split(key, steps)))[0]
+    count = len(jax.tree.leaves(data)[0])
+    return jax.lax.scan(step, (params, state), batches(key, count, size))[0]

@@ -1,0 +1,131 @@
+"""What a client uploads: every representation, and copies of it with patches of other images (sections 3.4 and 3.5)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.split.augment import augmented_batch, retrieve_neighbors
+from jaxdp.transforms import noise
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Augmented copies of n representations, made when they are asked for: all of them are never in memory.
+
+    Attributes:
+      representations: float32 [n, T, D].
+      neighbors: int32 [T, n] of `retrieve_neighbors`.
+      key: of the choice of patches, and of the Laplace noise.
+      laplace_scale: b of the noise on every entry of every copy, [] float32; 0 for none.
+      copies: N_Aug copies besides the original one.
+      n_patches: patches replaced in each copy; with 0 the copies differ by their noise only.
+      prefix_tokens: tokens that are never replaced.
+    """
+
+    representations: jax.Array
+    neighbors: jax.Array
+    key: jax.Array
+    laplace_scale: jax.Array
+    copies: int
+    n_patches: int
+    prefix_tokens: int
+
+    def index(self) -> tuple[jax.Array, jax.Array]:
+        """Image and number of every copy, int32 [n (1 + copies)] each."""
+        count = len(self.representations)
+        images, numbers = jnp.divmod(jnp.arange(count * (1 + self.copies), dtype=jnp.int32), 1 + self.copies)
+        return images, numbers
+
+    def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`, the same values whenever it is asked for."""
+        patch_key, noise_key = jax.random.split(self.key)
+        x = augmented_batch(
+            patch_key,
+            self.representations,
+            self.neighbors,
+            images,
+            numbers,
+            n_patches=self.n_patches,
+            prefix_tokens=self.prefix_tokens,
+        )
+
+        def one(image: jax.Array, number: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.fold_in(noise_key, image), number)
+            return noise.laplace(key, x[0], 1.0)
+
+        return jax.lax.cond(
+            self.laplace_scale > 0,
+            lambda: x + self.laplace_scale * jax.vmap(one)(images, numbers),
+            lambda: x,
+        )
+
+
+jax.tree_util.register_dataclass(
+    Copies,
+    data_fields=["representations", "neighbors", "key", "laplace_scale"],
+    meta_fields=["copies", "n_patches", "prefix_tokens"],
+)
+
+
+def augment_then_noise(
+    key: jax.Array,
+    representations: jax.Array,
+    *,
+    laplace_scale: float,
+    copies: int = 64,
+    n_patches: int,
+    prefix_tokens: int,
+) -> Copies:
+    """The published order: retrieve on exact representations, then Laplace(0, b) on the original and on every copy.
+
+    Each image is sent 1 + copies times with fresh noise: whoever takes the median of its copies removes most of it.
+
+    Args:
+      key: typed Threefry key of the client's secret seed.
+      representations: float32 [n, T, D], of `represent`.
+      laplace_scale: b >= 0, in units of the representation.
+      copies: N_Aug.
+      n_patches: N_P; the paper replaces 50 of 196.
+      prefix_tokens: `Backbone.prefix_tokens`.
+
+    Raises:
+      ValueError: a negative scale or number, more patches than there are, or one image whose patches have no
+        neighbours.
+    """
+    _check_copies(laplace_scale, copies)
+    neighbors = retrieve_neighbors(representations)  # Eq. 13
+    made = Copies(representations, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
+    first = jax.ShapeDtypeStruct((1,), jnp.int32)
+    jax.eval_shape(made.batch, first, first)  # raises now what would be raised later
+    return made
+
+
+def noise_then_augment(
+    key: jax.Array,
+    representations: jax.Array,
+    *,
+    laplace_scale: float,
+    copies: int = 64,
+    n_patches: int,
+    prefix_tokens: int,
+) -> Copies:
+    """One noisy representation of every image; retrieval and augmentation follow, as the server could do them.
+
+    65 times less is uploaded, the noise cannot be averaged away, and what one image does to the copies of
+    others is post-processing. Arguments and errors as in `augment_then_noise`.
+    """
+    noise_key, patch_key = jax.random.split(key)
+    _check_copies(laplace_scale, copies)
+    noisy = representations + noise.laplace(noise_key, representations, laplace_scale)
+    return augment_then_noise(
+        patch_key, noisy, laplace_scale=0.0, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
+    )
+
+
+def _check_copies(laplace_scale: float, copies: int) -> None:
+    if not (np.isfinite(laplace_scale) and laplace_scale >= 0):
+        raise ValueError(f"laplace_scale must be finite and at least 0, got {laplace_scale!r}")
+    if copies < 0:
+        raise ValueError(f"copies must be at least 0, got {copies!r}")

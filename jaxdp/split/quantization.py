@@ -1,0 +1,411 @@
+"""Uniform symmetric quantisation of a frontend, with scales that a task loss chooses (section 3.3.1, Eq. 6 to 9).
+
+A *site* is where the frontend multiplies: a linear map, the patch embedding, or one of the two products of attention.
+Both operands of a site are quantised, except the images under the patch embedding. Everything else stays in floating
+point: biases, LayerNorm, softmax, GELU and the residual stream.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxdp.models.vit import Product
+from jaxdp.split.backbone import Backbone, Params
+from jaxdp.transforms import losses
+
+# Beside the site's output, a backward pass that returns rounding errors has no opinion about scales.
+_NO_GRADIENT = 1e-10
+_OUTPUT = "output"
+_VECTOR_BITS = 8
+
+
+def quantize(x: jax.Array, scale: float | jax.Array, bits: int = 8) -> jax.Array:
+    """Rounds to integers in units of `scale`, half to even: clamp(round(x / scale), -2^(k-1), 2^(k-1) - 1) (Eq. 6).
+
+    Args:
+      x: floating point, any shape.
+      scale: positive; its shape broadcasts against that of x.
+      bits: k in [2, 8].
+
+    Returns:
+      int8 of x's shape.
+
+    Raises:
+      ValueError: bits outside [2, 8].
+    """
+    _check_bits(bits)
+    return _codes(x, scale, bits).astype(jnp.int8)
+
+
+def dequantize(q: jax.Array, scale: float | jax.Array) -> jax.Array:
+    """Returns q * scale in float32 (Eq. 9)."""
+    return q.astype(jnp.float32) * scale
+
+
+class Scales(NamedTuple):
+    """How to quantise a frontend; the keys are paths of sites such as "block_0/attention/query".
+
+    Attributes:
+      first: of the operand that is an activation; of the first of two. [] or, in attention, [heads].
+      second: of the weight, [] or (patch embedding) [channels]; of the second activation, [heads].
+      output: of the representation at the cut, [].
+    """
+
+    first: Mapping[str, jax.Array]
+    second: Mapping[str, jax.Array]
+    output: jax.Array
+
+
+def search_scales(
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    bits: int = 8,
+    metric: Literal["hessian", "mse"] = "hessian",
+    fractions: tuple[float, float, int] = (0.01, 1.2, 100),
+    rounds: int = 3,
+    batch_size: int = 4,
+) -> Scales:
+    """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
+
+    For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8): y is the site's output in full precision, yhat
+    that of the quantised operands, g the gradient of the cross-entropy with respect to y. Zero taps on all outputs give
+    every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed fractions of
+    max|x| / (2^(k-1) - 1/2); the operands take turns, the weight first; the first minimum wins. Once a turn of both
+    changes nothing, no later one would.
+
+    Args:
+      backbone: the model and where it is cut.
+      params: of the whole model, with a head for `labels`.
+      images: float32 [n, S, S, C] in [0, 1]; 32 in the paper.
+      labels: int [n] in [0, num_classes).
+      bits: of weights and activations, in [2, 8].
+      metric: "hessian" is Eq. 8; "mse" sets g to one.
+      fractions: lowest, upper bound (not reached) and how many.
+      rounds: at most so many turns of both operands.
+      batch_size: images per backward pass.
+
+    Returns:
+      The scales, each positive; one per site and operand, per head in attention, per channel in the patch embedding.
+
+    Raises:
+      ValueError: the gradients of a site are numerically zero, so that Eq. 8 cannot tell candidates apart; labels of
+        another number than images or outside their range, no images, bits outside [2, 8], an unknown metric.
+    """
+    _check_bits(bits)
+    if metric not in ("hessian", "mse"):
+        raise ValueError(f"metric must be 'hessian' or 'mse', got {metric!r}")
+    check_labels(labels, len(images), backbone.num_classes)
+    low, high, count = fractions
+    candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
+
+    batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
+    observed = [_observe(backbone, params, images[rows], labels[rows]) for rows in batches]
+    sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
+    weights = {path: kernel for path, kernel in _kernels(params).items() if path in sites}
+    found = {}
+    for path, (operands, y, g) in sites.items():
+        if metric == "mse":
+            g = jnp.ones_like(g)
+        elif not jnp.max(jnp.abs(g)) > _NO_GRADIENT * jnp.max(jnp.abs(y)):
+            raise ValueError(
+                f"the gradients of the loss with respect to {path!r} are numerically zero: any scale would do. Check "
+                "that the head in params is trained for these labels and the loss not zero, or take metric='mse'"
+            )
+        # The largest |g| as unit: squares of small gradients would underflow, and the minimum does not move.
+        g = g / jnp.max(jnp.abs(g))
+        if path == _OUTPUT:
+            output = _search_output(bits, y, g, candidates)
+        else:
+            pair = operands if len(operands) == 2 else (*operands, weights[path])
+            found[path] = _search(_spec(backbone, path), bits, rounds, pair, g, candidates)
+    return Scales({k: v[0] for k, v in found.items()}, {k: v[1] for k, v in found.items()}, output)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFrontend:
+    """What the server ships: nothing but integers, and the scales they are in.
+
+    Attributes:
+      codes: int8 for every parameter of the frontend, by path.
+      units: the scale of each, [] or (patch embedding) [channels].
+      scales: of the sites; those of activations are used in the forward pass.
+      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: they are few, and no search could
+        weigh them.
+    """
+
+    codes: Mapping[str, jax.Array]
+    units: Mapping[str, jax.Array]
+    scales: Scales
+    bits: int
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The dequantised parameters of the frontend, as `Backbone.front` takes them."""
+        floats = {path: dequantize(q, _per_output(self.units[path], q)) for path, q in self.codes.items()}
+        return unflatten_dict(floats, sep="/")
+
+
+jax.tree_util.register_dataclass(QuantizedFrontend, data_fields=["codes", "units", "scales"], meta_fields=["bits"])
+
+
+def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> QuantizedFrontend:
+    """Quantises all parameters of a frontend.
+
+    Args:
+      front: its parameters, from `Backbone.divide`.
+      scales: from `search_scales` with the same bits.
+      bits: in [2, 8].
+    """
+    _check_bits(bits)
+    codes, units = {}, {}
+    for path, leaf in flatten_dict(front, sep="/").items():
+        site = path.removesuffix("/kernel")
+        searched = site in scales.second
+        units[path] = scales.second[site] if searched else _largest(leaf, _Spec("dense"), 1, _VECTOR_BITS)
+        codes[path] = quantize(leaf, _per_output(units[path], leaf), bits if searched else _VECTOR_BITS)
+    return QuantizedFrontend(codes, units, scales, bits)
+
+
+def quantized_front(
+    backbone: Backbone, frontend: QuantizedFrontend, images: jax.Array, *, params: Params | None = None
+) -> jax.Array:
+    """Representations of a quantised frontend, all of whose products have quantised operands.
+
+    Args:
+      backbone: the model and where it is cut.
+      frontend: its weights and scales.
+      images: float32 [B, S, S, C] in [0, 1].
+      params: instead of the dequantised parameters: the client's noisy ones, which stay in floating point since
+        rounding them to codes again would erase most of the noise.
+
+    Returns:
+      float32 [B, T, D], in units of the representation (dequantised).
+    """
+    scales, bits = frontend.scales, frontend.bits
+
+    def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        path = _path(context)
+        if path is None or path not in scales.first:
+            return next_fun(*args, **kwargs)
+        spec = _spec(backbone, path)
+        if spec.kind == "embed":
+            return next_fun(*args, **kwargs)
+        # A linear map has one argument: its weight is quantised already.
+        both = zip(args, (scales.first[path], scales.second[path]), strict=False)
+        return next_fun(*(_round(x, _spread(scale, spec, x), bits) for x, scale in both), **kwargs)
+
+    with nn.intercept_methods(operands_quantised):
+        representations = backbone.front(frontend.params if params is None else params, images)
+    return _round(representations, scales.output, bits)
+
+
+def check_labels(labels: Any, count: int, num_classes: int) -> None:
+    """ValueError unless labels are `count` integers in [0, num_classes), at least one."""
+    labels = np.asarray(labels)
+    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"labels must be {count} integers, one per image, got {labels.dtype} {list(labels.shape)}")
+    if not count:
+        raise ValueError("images must be at least one, got none")
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise ValueError(f"labels must be in [0, {num_classes}), the classes of the head; some are outside")
+
+
+# --- Sites ------------------------------------------------------------------------------------------------------
+
+# Operands that are activations, output, and gradient with respect to it.
+_Observed = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
+
+
+class _Spec(NamedTuple):
+    """What kind of product a site is; in attention, equation and number of heads."""
+
+    kind: Literal["dense", "embed", "product"]
+    equation: str = ""
+    heads: int = 1
+
+
+@functools.lru_cache
+def _specs(backbone: Backbone) -> Mapping[str, _Spec]:
+    """The sites of a frontend in the order of the computation."""
+    specs: dict[str, _Spec] = {}
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        path, module = _path(context), context.module
+        if path is not None and isinstance(module, Product):
+            specs[path] = _Spec("product", module.equation, module.num_heads)
+        elif path is not None and isinstance(module, nn.Conv):
+            specs[path] = _Spec("embed")
+        elif path is not None:
+            specs[path] = _Spec("dense")
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        backbone.tokens  # noqa: B018 - traces the frontend
+    return specs
+
+
+def _spec(backbone: Backbone, path: str) -> _Spec:
+    return _specs(backbone)[path]
+
+
+def _path(context: Any) -> str | None:
+    """The site that a call belongs to."""
+    if context.method_name != "__call__" or not isinstance(context.module, nn.Dense | nn.Conv | Product):
+        return None
+    return "/".join(context.module.path)
+
+
+def _kernels(params: Params) -> dict[str, jax.Array]:
+    flat = flatten_dict(params, sep="/")
+    return {path[: -len("/kernel")]: leaf for path, leaf in flat.items() if path.endswith("/kernel")}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
+    """Runs the model once forward and once backward."""
+    specs = _specs(backbone)
+    front, back = backbone.divide(params)
+
+    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
+        seen: dict[str, Any] = {}
+
+        def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            path = _path(context)
+            y = next_fun(*args, **kwargs)
+            if path is None or path not in taps:
+                return y
+            seen[path] = (args, y)
+            return y + taps[path]
+
+        with nn.intercept_methods(tap):
+            representations = backbone.front(front, images)
+        seen[_OUTPUT] = ((), representations)
+        logits = backbone.back(back, representations + taps[_OUTPUT])
+        return jax.vmap(losses.softmax_cross_entropy)(logits, labels).sum(), seen
+
+    # Scalar taps show the shapes of the real ones.
+    shapes = jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in (*specs, _OUTPUT)})[1])
+    taps = {path: jnp.zeros(y.shape, y.dtype) for path, (_, y) in shapes.items()}
+    gradients, seen = jax.grad(loss, has_aux=True)(taps)
+    return {path: (*seen[path], gradients[path]) for path in seen}
+
+
+# --- Search -----------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _search(
+    spec: _Spec,
+    bits: int,
+    rounds: int,
+    operands: tuple[jax.Array, jax.Array],
+    g: jax.Array,
+    candidates: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The scales of both operands of a site (Eq. 8)."""
+    a, b = (_patches(operands[0], operands[1]), _flat(operands[1])) if spec.kind == "embed" else operands
+    g = g.reshape(*a.shape[:-1], b.shape[-1]) if spec.kind != "product" else g
+    y = _multiply(spec, a, b)
+    bases = tuple(_largest(x, spec, which, bits) for which, x in enumerate((a, b)))
+
+    def best(which: int, other: jax.Array) -> jax.Array:
+        """The fraction of the largest scale that is best for one operand, the other one being quantised."""
+        x = (a, b)[which]
+
+        def score(candidate: jax.Array) -> jax.Array:
+            rounded = _round(x, _spread(candidate * bases[which], spec, x), bits)
+            yhat = _multiply(spec, rounded, other) if which == 0 else _multiply(spec, other, rounded)
+            return _grouped_mean((g * (yhat - y)) ** 2, spec)  # Eq. 8
+
+        return candidates[jnp.argmin(jax.lax.map(score, candidates), axis=0)]
+
+    def turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        first, _, count, _ = state
+        left = a if spec.kind == "embed" else _round(a, _spread(first * bases[0], spec, a), bits)
+        second = best(1, left)
+        if spec.kind == "embed":
+            return first, second, count + 1, jnp.array(False)
+        new = best(0, _round(b, _spread(second * bases[1], spec, b), bits))
+        return new, second, count + 1, jnp.any(new != first)
+
+    start = (*(jnp.ones_like(base) for base in bases), jnp.array(0), jnp.array(True))
+    first, second, *_ = jax.lax.while_loop(lambda s: (s[2] < rounds) & s[3], turn, start)
+    return first * bases[0], second * bases[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The scale of the representation, which has no operands."""
+    base = _largest(y, _Spec("dense"), 0, bits)
+    scores = jax.lax.map(lambda c: jnp.mean((g * (_round(y, c * base, bits) - y)) ** 2), candidates)
+    return candidates[jnp.argmin(scores)] * base
+
+
+def _multiply(spec: _Spec, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec.equation, a, b) if spec.kind == "product" else a @ b
+
+
+def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Images [B, H, W, C] as patches [B, T, p p C] under a kernel [p, p, C, D] whose stride is p."""
+    batch, height, width, channels = images.shape
+    p, q = kernel.shape[:2]
+    x = images.reshape(batch, height // p, p, width // q, q, channels).swapaxes(2, 3)
+    return x.reshape(batch, -1, p * q * channels)
+
+
+def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A scale of the tensor, or scales of its last axis, to be broadcast against it."""
+    return scale if scale.ndim == 0 else scale.reshape((1,) * (kernel.ndim - 1) + scale.shape)
+
+
+def _flat(kernel: jax.Array) -> jax.Array:
+    return kernel.reshape(-1, kernel.shape[-1])
+
+
+def _largest(x: jax.Array, spec: _Spec, which: int, bits: int) -> jax.Array:
+    """max|x| / (2^(k-1) - 1/2) of each group of entries that share a scale; 1 if they are zero: any scale would do."""
+    if spec.kind == "product":
+        largest = jnp.max(jnp.abs(x).reshape(-1, spec.heads, x.shape[1] * x.shape[2]), axis=(0, 2))
+    elif spec.kind == "embed" and which == 1:
+        largest = jnp.max(jnp.abs(x), axis=0)
+    else:
+        largest = jnp.max(jnp.abs(x))
+    return jnp.where(largest > 0, largest / (2 ** (bits - 1) - 0.5), 1.0)
+
+
+def _spread(scale: jax.Array, spec: _Spec, x: jax.Array) -> jax.Array:
+    """The scale of every entry of x, to be broadcast."""
+    if spec.kind == "product":
+        return jnp.tile(scale, len(x) // spec.heads)[:, None, None]
+    return _per_output(scale, x)
+
+
+def _grouped_mean(values: jax.Array, spec: _Spec) -> jax.Array:
+    """Means over the entries of the output whose scales are chosen together."""
+    if spec.kind == "product":
+        return jnp.mean(values.reshape(-1, spec.heads, values.shape[1] * values.shape[2]), axis=(0, 2))
+    return jnp.mean(values, axis=tuple(range(values.ndim - 1))) if spec.kind == "embed" else jnp.mean(values)
+
+
+def _round(x: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
+    """Quantises and dequantises, in float32."""
+    return _codes(x, scale, bits) * scale
+
+
+def _codes(x: jax.Array, scale: float | jax.Array, bits: int) -> jax.Array:
+    return jnp.clip(jnp.round(x / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _check_bits(bits: int) -> None:
+    if not (isinstance(bits, int) and 2 <= bits <= 8):
+        raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}")

@@ -1,0 +1,260 @@
+"""The server's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's order.
+
+    images, labels = merge_hilbert(images, labels)                          # section 3.3.1: D_u = D_S + HT(D_S)
+    frontends = calibrate_frontends(key, backbone, params, images, labels)  # 3.3.1 and 3.3.2: F_0 is shipped
+    back = tune_backend(key, backbone, params, frontends, images, labels)   # 3.3.2: Eq. 10, 11
+    backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)   # 3.5: Eq. 14
+
+All images here are the server's own. What a client sends has passed through `jaxdp.split.client`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.split.augment import hilbert_augment
+from jaxdp.split.backbone import Backbone, Params
+from jaxdp.split.copies import Copies
+from jaxdp.split.quantization import (
+    QuantizedFrontend,
+    check_labels,
+    quantize_frontend,
+    quantized_front,
+    search_scales,
+)
+from jaxdp.split.training import Loss, minimise
+from jaxdp.transforms import losses
+
+
+def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The server's data and its Hilbert-transformed copy, with the same labels.
+
+    Args:
+      images: float32 [n, S, S, C] in [0, 1].
+      labels: int [n].
+
+    Returns:
+      Images [2 n, S, S, C], the original ones first, and labels [2 n].
+    """
+    transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
+    return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
+
+
+def calibrate_frontends(
+    key: jax.Array,
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    frontends: int = 3,
+    samples: int = 32,
+    partition: Literal["random", "domain", "class"] = "random",
+    bits: int = 8,
+    metric: Literal["hessian", "mse"] = "hessian",
+) -> tuple[QuantizedFrontend, ...]:
+    """Quantises the frontend once for all data and once for each of M parts of it.
+
+    Args:
+      key: typed PRNG key, of the partition and the samples.
+      backbone: the model and where it is cut.
+      params: of the whole model, with a head for `labels`.
+      images: float32 [n, S, S, C] in [0, 1], of `merge_hilbert`.
+      labels: int [n].
+      frontends: M; 0 quantises for all data only.
+      samples: images per scale search, drawn without replacement; all of a smaller part.
+      partition: of the images into parts of equal size: "random" (the paper does not say; independent draws of 32
+        images give frontends that hardly differ), "domain" (in the order of `images`, so that originals and transformed
+        ones part), "class" (by label).
+      bits, metric: of `search_scales`.
+
+    Returns:
+      F_0, which is shipped to the client, F_1, ..., F_M.
+
+    Raises:
+      ValueError: an unknown partition, fewer images than parts, or as `search_scales`.
+    """
+    if partition not in ("random", "domain", "class"):
+        raise ValueError(f"partition must be 'random', 'domain' or 'class', got {partition!r}")
+    if not 0 <= frontends <= len(images):
+        raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}")
+    order_key, *keys = jax.random.split(key, 2 + frontends)
+    order = np.arange(len(images))
+    if partition == "random":
+        order = np.asarray(jax.random.permutation(order_key, len(images)))
+    elif partition == "class":
+        order = np.argsort(np.asarray(labels), kind="stable")
+    parts = [order, *(np.array_split(order, frontends) if frontends else [])]
+    front, _ = backbone.divide(params)
+    found = []
+    for part, part_key in zip(parts, keys, strict=True):
+        rows = part[np.asarray(jax.random.permutation(part_key, len(part)))[:samples]]
+        scales = search_scales(backbone, params, images[rows], labels[rows], bits=bits, metric=metric)
+        found.append(quantize_frontend(front, scales, bits=bits))
+    return tuple(found)
+
+
+def mixup_representations(key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75) -> jax.Array:
+    """lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
+
+    Args:
+      key: typed PRNG key.
+      quantized, exact: float32 [B, T, D], of the quantised frontend (dequantised) and of the original one.
+      beta: both parameters of the distribution.
+    """
+    share = jax.random.beta(key, beta, beta, (len(exact), 1, 1))
+    return share * quantized + (1 - share) * exact
+
+
+def tune_backend(
+    key: jax.Array,
+    backbone: Backbone,
+    params: Params,
+    frontends: Sequence[QuantizedFrontend],
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    learning_rate: float = 1e-5,
+    epochs: int = 1,
+    batch_size: int = 32,
+    beta: float = 0.75,
+) -> dict[str, Any]:
+    """Tunes backend and head to representations between those of the original and of the quantised frontends (Eq. 11).
+
+    The frontends stay as they are; the mean over them is taken where the paper has a sum.
+
+    Args:
+      key: typed PRNG key, of the order and the mixing.
+      backbone: the model and where it is cut.
+      params: of the whole model, with a head for `labels`.
+      frontends: of `calibrate_frontends`.
+      images: float32 [n, S, S, C] in [0, 1], of `merge_hilbert`.
+      labels: int [n] in [0, num_classes).
+      learning_rate: of Adam.
+      epochs: passes over the images.
+      batch_size: images per step.
+      beta: of the mixing.
+
+    Returns:
+      The parameters of the backend, the head included.
+    """
+    check_labels(labels, len(images), backbone.num_classes)
+    front, back = backbone.divide(params)
+    return minimise(
+        _mixup_loss(backbone, beta),
+        back,
+        (jnp.asarray(images), jnp.asarray(labels)),
+        key=key,
+        learning_rate=learning_rate,
+        epochs=epochs,
+        batch_size=batch_size,
+        frozen=(front, tuple(frontends)),
+    )
+
+
+@functools.lru_cache
+def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
+    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+        (front, frontends), (images, labels) = frozen, batch
+        exact = backbone.front(front, images)
+        keys = jax.random.split(key, len(frontends))
+        mixed = [
+            mixup_representations(k, quantized_front(backbone, frontend, images), exact, beta=beta)  # Eq. 10
+            for k, frontend in zip(keys, frontends, strict=True)
+        ]
+        logits = [backbone.back(back, x) for x in mixed]
+        return jnp.mean(jnp.stack([_cross_entropy(y, labels) for y in logits]), axis=0)  # Eq. 11
+
+    return loss
+
+
+class Adapted(NamedTuple):
+    """A backend for the client's task.
+
+    Attributes:
+      backbone: the model with the client's number of classes.
+      back: parameters of the backend, the head included.
+    """
+
+    backbone: Backbone
+    back: dict[str, Any]
+
+    def logits(self, representations: jax.Array) -> jax.Array:
+        """Maps representations [B, T, D] to logits [B, num_classes]."""
+        return _logits(self.backbone, self.back, representations)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(backbone: Backbone, back: Params, representations: jax.Array) -> jax.Array:
+    return backbone.back(back, representations)
+
+
+def adapt(
+    key: jax.Array,
+    backbone: Backbone,
+    back: Params,
+    copies: Copies,
+    labels: jax.Array,
+    *,
+    num_classes: int,
+    label_noise: jax.Array | None = None,
+    learning_rate: float = 1e-5,
+    epochs: int = 100,
+    batch_size: int = 32,
+) -> Adapted:
+    """Tunes the backend and a new head to the client's representations, all copies of every image (Eq. 14).
+
+    With the client's labels here, for brevity: only their loss gradients with respect to logits are used, which is what
+    `jaxdp.split.exchange` fetches from a client in another process.
+
+    Args:
+      key: typed PRNG key, of the head and the order.
+      backbone: the model and where it is cut.
+      back: parameters of the backend, of `tune_backend`.
+      copies: what the client sent, n images.
+      labels: int [n] in [0, num_classes), or what `randomized_response` made of them.
+      num_classes: of the client's task.
+      label_noise: [K, K] probabilities of an observed label given the true one (`label_noise_matrix`); the loss is then
+        that of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
+      learning_rate: of Adam.
+      epochs: passes over all copies.
+      batch_size: copies per step.
+
+    Raises:
+      ValueError: labels outside [0, num_classes) or of another number than the images; fewer than 2 classes.
+    """
+    check_labels(labels, len(copies.representations), num_classes)
+    head_key, key = jax.random.split(key)
+    backbone, back = backbone.with_head(head_key, back, num_classes)
+    if label_noise is None:
+        label_noise = jnp.eye(num_classes)
+    tuned = minimise(
+        _copies_loss(backbone),
+        back,
+        copies.index(),
+        key=key,
+        learning_rate=learning_rate,
+        epochs=epochs,
+        batch_size=batch_size,
+        frozen=(copies, jnp.asarray(labels), label_noise),
+    )
+    return Adapted(backbone, tuned)
+
+
+@functools.lru_cache
+def _copies_loss(backbone: Backbone) -> Loss:
+    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+        (copies, labels, label_noise), (images, numbers) = frozen, batch
+        log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))
+        observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: of what was observed, given each class
+        return -jax.nn.logsumexp(log_p + observed, axis=-1)
+
+    return loss
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jax.vmap(losses.softmax_cross_entropy)(logits, labels)
