@@ -98,7 +98,7 @@ def _represent(backbone: Backbone, frontend: QuantizedFrontend, params: Params, 
 
 
 def check_images(backbone: Backbone, images: Any) -> None:
-    """ValueError unless images are [n, S, S, C] in [0, 1] for this backbone, n >= 1; tells nothing of what they show."""
+    """ValueError unless images are [n, S, S, C] in [0, 1] for this backbone, n >= 1; tells not what they show."""
     images = np.asarray(images)
     expected = backbone.images.shape[1:]
     if images.ndim != 4 or images.shape[1:] != expected or not len(images):

@@ -139,8 +139,8 @@ class QuantizedFrontend:
       codes: int8 for every parameter of the frontend, by path.
       units: the scale of each, [] or (patch embedding) [channels].
       scales: of the sites; those of activations are used in the forward pass.
-      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: they are few, and no search could
-        weigh them.
+      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: they are few, and no search
+        weighs them.
     """
 
     codes: Mapping[str, jax.Array]
