@@ -99,6 +99,19 @@ def test_convnext_sizes_are_the_published_ones(name, published):
     assert count(name, (224, 224, 3), 1000) == published
 
 
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("swin_tiny", 28_288_354),
+        ("swin_small", 49_606_258),
+        ("swin_base", 87_768_224),
+        ("swin_large", 196_532_476),
+    ],
+)
+def test_swin_sizes_are_the_published_ones(name, published):
+    assert count(name, (224, 224, 3), 1000) == published
+
+
 def test_attributes_override_the_name():
     model = models.create("vit_ti16", num_classes=3, patch_size=4, depth=6)
     assert (model.patch_size, model.depth, model.width, model.num_classes) == (4, 6, 192, 3)
