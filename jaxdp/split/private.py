@@ -1,0 +1,506 @@
+"""Split Adaptation with a real guarantee: one noisy release per image, in a few public directions, and noisy labels.
+
+The published method has none. Laplace noise on representations that nothing bounds is no differential privacy, labels
+leave as they are, and 65 noisy copies of an image average out (`published_event`). Here the client
+
+    projects    z_i = P^T (x_i - m)            onto k directions that public data gave (`fit_projection`)
+    clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
+    adds noise  z_i + noise of scale sigma C   once
+    randomises  y_i                            by K-ary randomised response, once
+
+and sends that. Whatever the server does with it costs nothing more: lifting it back, patch retrieval, augmentation,
+and training, which corrects for noisy labels by `label_noise_matrix`. The adversary is the server, the unit one image
+with its label, neighbours differ by replacing one image; how many images there are is public.
+
+    release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
+    released = release_privately(ledger, "scans", release=release, representations=x, labels=y, projection=projection)
+"""
+
+import dataclasses
+import fractions
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+
+from jaxdp.privacy import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    Ledger,
+    NonPrivateDpEvent,
+    PureDpEvent,
+    UnprovenDpEvent,
+    calibrate_noise,
+    unproven,
+)
+from jaxdp.transforms import noise
+
+Mechanism = Literal["gaussian", "laplace"]
+
+_PRECISION = jax.lax.Precision.HIGHEST
+# Singular values below this share of the largest are rounding of float32 data, not directions.
+_SMALLEST_DIRECTION = 1e-5
+# Between these, clipping neither overflows nor underflows; wider rows would leave no room for rounding.
+_SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
+_BITS = 64
+_MOST_CLASSES = 2**16
+
+
+# --- Public directions ------------------------------------------------------------------------------------------------
+
+
+class Projection(NamedTuple):
+    """Where the representations of public images vary most; public.
+
+    Attributes:
+      mean: float32 [T, D].
+      directions: float32 [T * D, k], orthonormal columns.
+    """
+
+    mean: jax.Array
+    directions: jax.Array
+
+
+def fit_projection(representations: Any, k: int) -> Projection:
+    """The k principal components of the representations of PUBLIC images.
+
+    By an eigendecomposition of the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host: give
+    it a thousand images rather than a hundred thousand.
+
+    Args:
+      representations: real [N, T, D], of public images: nothing here is charged.
+      k: how many directions, at most N - 1 and T * D. Noise grows with sqrt(k), so few.
+
+    Returns:
+      Directions in falling order of variance.
+
+    Raises:
+      ValueError: another shape, NaN or infinite values, or k out of range or above the rank of the representations.
+    """
+    x = np.asarray(representations, np.float64)
+    if x.ndim != 3:
+        raise ValueError(f"representations must be [N, T, D], got shape {x.shape}")
+    if not np.isfinite(x).all():
+        raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
+    count, size = len(x), x[:1].size
+    if not 1 <= k <= min(count - 1, size):
+        raise ValueError(
+            f"k={k} must be in [1, {min(count - 1, size)}]: {count} centred representations of {size} numbers have no "
+            "more directions; take a smaller k or more public images"
+        )
+    mean = x.mean(0)
+    x = (x - mean).reshape(count, size)
+    gram = x @ x.T if count < size else x.T @ x
+    values, vectors = scipy.linalg.eigh(gram, subset_by_index=[len(gram) - k, len(gram) - 1])
+    if not values[0] > _SMALLEST_DIRECTION**2 * values[-1]:
+        raise ValueError(f"k={k}: the public representations vary in fewer directions; take a smaller k or more images")
+    values, vectors = values[::-1], vectors[:, ::-1]
+    directions = x.T @ vectors / np.sqrt(values) if count < size else vectors
+    return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
+
+
+@jax.jit
+def project(projection: Projection, x: Any) -> jax.Array:
+    """Coordinates float32 [n, k] of representations [n, T, D]: P^T (x - mean), each a function of its own row."""
+    centred = jnp.asarray(x, jnp.float32) - projection.mean[None]
+    return jnp.dot(centred.reshape(len(centred), -1), projection.directions, precision=_PRECISION)
+
+
+@jax.jit
+def lift(projection: Projection, z: Any) -> jax.Array:
+    """Representations float32 [n, T, D] with coordinates [n, k]: mean + P z."""
+    offsets = jnp.dot(jnp.asarray(z, jnp.float32), projection.directions.T, precision=_PRECISION)
+    return projection.mean[None] + offsets.reshape(-1, *projection.mean.shape)
+
+
+# --- Bounded rows and noisy labels ------------------------------------------------------------------------------------
+
+
+def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -> jax.Array:
+    """Scales each row to a norm of at most clip_norm.
+
+    Args:
+      x: real [n, k], k at most 2**20.
+      clip_norm: C in [1e-30, 1e30].
+      order: 2 for the L2 norm, 1 for the L1 norm.
+
+    Returns:
+      float32 [n, k]. Rows within a relative (k + 8) 2**-23 of C are scaled down by as much.
+
+    Formal guarantees:
+      The norm of every row is at most C in real arithmetic, as float32 values, whatever the row holds: one with a NaN
+      or an infinity becomes zero. A sum of k numbers is off by a relative k 2**-24 at most in any order of summation,
+      the other operations by a few 2**-24; the margin is twice that, and what is left of it exceeds the rounding of
+      the scale of the noise that is added afterwards.
+
+    Raises:
+      ValueError: an argument is out of range or has another shape.
+    """
+    _check_norm("clip_norm", clip_norm)
+    if order not in (1, 2):
+        raise ValueError(f"order must be 1 or 2, got {order!r}")
+    x = _float32(x)
+    if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
+        raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}")
+    return _clip(x, clip_norm * (1 - (x.shape[1] + 8) * 2.0**-23), order)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
+    x = jnp.where(jnp.isfinite(x).all(1, keepdims=True), x, 0)
+    # In units of the largest entry squares cannot overflow.
+    largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), _SMALLEST_NORM)
+    unit = x / largest
+    total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
+    norm = jnp.sqrt(total) if order == 2 else total
+    # Rows that are too long have norm >= 0.8; the floor avoids 0 / 0 in the others.
+    return jnp.where(norm * largest > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
+
+
+def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilon: float) -> np.ndarray:
+    """K-ary randomised response: each label stays or becomes one of the others, uniformly.
+
+        P(observed = true) = e^eps / (e^eps + K - 1)
+
+    Args:
+      key: typed noise key, used for this call only.
+      labels: integers [n] in [0, num_classes).
+      num_classes: K in [2, 2**16], a public declaration.
+      epsilon: > 0; inf keeps every label, which is no privacy.
+
+    Returns:
+      int32 [n].
+
+    Formal guarantees:
+      Each label is released with (epsilon, 0)-DP for its replacement by any other. That holds for the distribution
+      that is sampled: 64 random bits are compared with an integer threshold that satisfies the inequality exactly
+      (`_threshold`). What is left to trust is the generator of the bits.
+
+    Raises:
+      TypeError: an old-style key, or labels that are not integers.
+      ValueError: labels outside [0, num_classes) or another argument out of range; nothing is drawn.
+    """
+    noise.check_key(key)
+    threshold = _threshold(num_classes, epsilon)
+    labels = _check_labels(labels, num_classes)
+    if threshold == 0:
+        return labels
+    words = np.asarray(jax.random.bits(key, (2, len(labels)), jnp.uint32)).astype(np.uint64)
+    # Of 2**64 numbers the first K - 1 runs of `threshold` stand for the other labels, the rest for the true one.
+    run = (words[0] << np.uint64(32) | words[1]) // np.uint64(threshold)
+    shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
+    return ((labels + shift) % num_classes).astype(np.int32)
+
+
+def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
+    """P(observed | true) of `randomized_response`, for training on its labels.
+
+    Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of p(x) @ matrix with the
+    observed label, p(x) the predicted probabilities of the true one.
+
+    Returns:
+      float32 [K, K], rows are true labels; the identity for epsilon = inf.
+
+    Raises:
+      ValueError: as `randomized_response`.
+    """
+    other = _threshold(num_classes, epsilon) * 2.0**-_BITS
+    matrix = np.full((num_classes, num_classes), other)
+    np.fill_diagonal(matrix, 1 - (num_classes - 1) * other)
+    return matrix.astype(np.float32)
+
+
+def _threshold(num_classes: int, epsilon: float) -> int:
+    """How many of 2**64 numbers answer each other label: the least integer r that is exactly epsilon-DP; 0 for inf.
+
+    With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and r <= E own.
+    """
+    if isinstance(num_classes, bool) or not isinstance(num_classes, int) or not 2 <= num_classes <= _MOST_CLASSES:
+        raise ValueError(f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}")
+    if not epsilon > 0:
+        raise ValueError(f"the epsilon of labels must be > 0 (math.inf for labels as they are), got {epsilon!r}")
+    if math.isinf(epsilon):
+        return 0
+    # math.exp is right to 2**-52; above e^55 one number in 2**64 for each other label is enough.
+    ratio = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 2**50))
+    others = num_classes - 1
+    threshold = math.ceil(2**_BITS / (ratio + others))
+    if ratio <= 1 or threshold > ratio * (2**_BITS - others * threshold):
+        raise ValueError(
+            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits; use a larger one"
+        )
+    return threshold
+
+
+# --- The release ------------------------------------------------------------------------------------------------------
+
+
+class Released(NamedTuple):
+    """What the server gets.
+
+    Attributes:
+      features: float32 [n, k], clipped and noisy coordinates; `lift` makes representations of them.
+      labels: int32 [n], noisy.
+    """
+
+    features: jax.Array
+    labels: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivateRelease:
+    """How images and labels are released; all of it public.
+
+    Attributes:
+      clip_norm: C in [1e-30, 1e30], of the coordinates of one image; choose it by public data, for example the median
+        norm of the projected public representations.
+      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of the noise over C. 0 adds none:
+        no privacy.
+      label_epsilon: of the labels; inf leaves them as they are: no privacy.
+      num_classes: K, a public declaration.
+      mechanism: "gaussian" clips L2 norms, "laplace" L1 norms.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    label_epsilon: float
+    num_classes: int
+    mechanism: Mechanism = "gaussian"
+
+    def __post_init__(self) -> None:
+        _check_mechanism(self.mechanism)
+        _check_norm("clip_norm", self.clip_norm)
+        if self.noise_multiplier != 0 and not float(np.finfo(np.float32).tiny) <= self.noise_scale <= _LARGEST_NORM:
+            raise ValueError(
+                f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
+                f"normal range of float32, up to {_LARGEST_NORM:g}; else the noise vanishes or overflows. Change the "
+                "multiplier, or scale representations and clip_norm"
+            )
+        _threshold(self.num_classes, self.label_epsilon)
+
+    @classmethod
+    def calibrated(
+        cls,
+        *,
+        epsilon: float,
+        delta: float,
+        clip_norm: float,
+        num_classes: int,
+        label_share: float = 0.5,
+        mechanism: Mechanism = "gaussian",
+    ) -> "PrivateRelease":
+        """The release with the least noise whose features and labels together are (epsilon, delta)-DP.
+
+        Args:
+          epsilon: of the whole release, > 0; inf for no noise at all.
+          delta: in (0, 1) for "gaussian", in [0, 1) for "laplace".
+          clip_norm: C.
+          num_classes: K.
+          label_share: the labels get `label_share * epsilon`, in (0, 1); features get what then is left of (epsilon,
+            delta), which is more than the rest of epsilon.
+          mechanism: "gaussian" or "laplace".
+
+        Raises:
+          ValueError: an argument is out of range.
+        """
+        _check_mechanism(mechanism)
+        if not 0 < label_share < 1:
+            raise ValueError(f"label_share must be in (0, 1), got {label_share!r}")
+        if epsilon == math.inf:
+            return cls(
+                clip_norm=clip_norm,
+                noise_multiplier=0.0,
+                label_epsilon=math.inf,
+                num_classes=num_classes,
+                mechanism=mechanism,
+            )
+        if mechanism == "gaussian" and delta == 0:
+            raise ValueError("delta=0 needs mechanism='laplace': Gaussian noise is (epsilon, delta)-DP with delta > 0")
+        multiplier = calibrate_noise(
+            lambda multiplier: _event(multiplier, label_share * epsilon, mechanism),
+            epsilon=epsilon,
+            delta=delta,
+            adjacency="replace_one",
+        )
+        return cls(
+            clip_norm=clip_norm,
+            noise_multiplier=multiplier,
+            label_epsilon=label_share * epsilon,
+            num_classes=num_classes,
+            mechanism=mechanism,
+        )
+
+    @property
+    def noise_scale(self) -> float:
+        """sigma C, standard deviation (gaussian) or scale (laplace) of the noise in each coordinate."""
+        return self.noise_multiplier * self.clip_norm
+
+    @property
+    def event(self) -> DpEvent:
+        """What a release costs a data set with the adjacency "replace_one"."""
+        return _event(self.noise_multiplier, self.label_epsilon, self.mechanism)
+
+    def check(self, representations: Any, *, labels: Any, projection: Projection) -> None:
+        """Refuses what cannot be released, before anything is spent.
+
+        Raises:
+          TypeError: representations are not floating point, or labels not integers.
+          ValueError: other shapes, no image, labels out of range, or a projection that does not fit or is not finite.
+        """
+        shape, dtype = np.shape(representations), jnp.result_type(representations)
+        if len(shape) != 3 or shape[0] == 0:
+            raise ValueError(f"representations must be [n, T, D] with n >= 1 images, got shape {shape}")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"representations must be floating point, got {dtype}; dequantise them first")
+        mean, directions = np.asarray(projection.mean), np.asarray(projection.directions)
+        if mean.shape != shape[1:] or directions.ndim != 2 or len(directions) != mean.size or directions.shape[1] == 0:
+            raise ValueError(
+                f"projection with mean {mean.shape} and directions {directions.shape} does not fit representations "
+                f"{shape}; fit it on representations of the same frontend"
+            )
+        if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
+            raise ValueError("projection has NaN or infinite entries; fit it again")
+        if np.shape(labels) != shape[:1]:
+            raise ValueError(f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}")
+        _check_labels(labels, self.num_classes)
+
+    def release(self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection) -> Released:
+        """Projects, clips and adds noise, once; charges nothing: `release_privately` does.
+
+        Args:
+          key: typed noise key, used for this call only.
+          representations: floating point [n, T, D]. Row i must depend on no image but the i-th: a frontend without
+            batch statistics, and no patch retrieval before this.
+          labels: integers [n] in [0, num_classes).
+          projection: chosen without looking at these images.
+
+        Formal guarantees:
+          The result satisfies `event` for replacing one image and its label. Row i is a function of image i alone, so
+          a replacement changes one clipped row, by at most 2 C in the norm of the mechanism (triangle inequality), and
+          one label. Rows get independent noise, so all others cancel from the ratio of densities. Gaussian: N(0,
+          sigma^2 C^2 I) with L2 sensitivity 2 C, which "replace_one" makes of `GaussianDpEvent(sigma)` (Dwork and Roth
+          2014, appendix A). Laplace: exp(||z - z'||_1 / (sigma C)) <= exp(2 / sigma) (Dwork et al. 2006). The label is
+          released by randomised response with bits of its own, and the two compose. Whatever is computed from the
+          result is post-processing. It rests on clipping, not on the projection, which the server may have chosen as
+          it likes. A row with NaN counts as zero. Noise is floating point: `jaxdp.transforms.noise` says what that
+          leaves open.
+
+        Raises:
+          TypeError, ValueError: as `check`, or for a key that is not a typed key.
+        """
+        noise.check_key(key)
+        self.check(representations, labels=labels, projection=projection)
+        feature_key, label_key = jax.random.split(key)
+        coordinates = project(projection, _float32(representations))
+        clipped = clip_representation(coordinates, self.clip_norm, order=2 if self.mechanism == "gaussian" else 1)
+        draw = noise.gaussian if self.mechanism == "gaussian" else noise.laplace
+        noisy_labels = randomized_response(label_key, labels, num_classes=self.num_classes, epsilon=self.label_epsilon)
+        return Released(clipped + draw(feature_key, clipped, self.noise_scale), noisy_labels)
+
+
+def release_privately(
+    ledger: Ledger,
+    dataset: str,
+    *,
+    release: PrivateRelease,
+    representations: Any,
+    labels: Any,
+    projection: Projection,
+    seed: bytes | None = None,
+    label: str = "split adaptation",
+) -> Released:
+    """Pays for a release of images and labels, and makes it.
+
+    Args:
+      ledger: the client's.
+      dataset: registered in it with the adjacency "replace_one".
+      release: what is released; public.
+      representations, labels, projection: as in `PrivateRelease.release`.
+      seed: 16 secret bytes; drawn from the operating system unless given to reproduce a release. The number of the
+        spend is mixed in, so that two calls on one ledger never share noise.
+      label: for people who read the ledger. Never put data in it.
+
+    Formal guarantees:
+      As `PrivateRelease.release`. `release.event` is spent before anything is computed: a refused call releases
+      nothing, a call that fails has paid.
+
+    Raises:
+      BudgetExceeded: nothing is spent, nothing released.
+      TypeError, ValueError: as `PrivateRelease.check`, or for a data set with another adjacency, or for a short seed;
+        before anything is spent.
+    """
+    if (registered := ledger.adjacency(dataset)) != "replace_one":
+        raise ValueError(
+            f"dataset {dataset!r} is registered with {registered!r}; the release shows how many images there are and "
+            "hides what each one is: register it with adjacency='replace_one'"
+        )
+    key = noise.stream(noise.new_seed() if seed is None else seed, "split adaptation")
+    release.check(representations, labels=labels, projection=projection)
+    with ledger.spend(dataset, release.event, label=label) as spend:
+        key = jax.random.fold_in(key, spend.id)
+        return release.release(key, representations, labels=labels, projection=projection)
+
+
+def published_event(laplace_scale: float) -> UnprovenDpEvent:
+    """What the published mode costs: no proof, so an infinite epsilon ("empirical only").
+
+    Args:
+      laplace_scale: b >= 0 of the noise on each number of a representation.
+
+    Raises:
+      ValueError: it is negative or not finite.
+    """
+    if not 0 <= laplace_scale < math.inf:
+        raise ValueError(f"laplace_scale must be finite and >= 0, got {laplace_scale!r}")
+    if laplace_scale == 0:
+        plain = "representations have no noise"
+    else:
+        plain = (
+            f"one plain copy with Laplace({laplace_scale:g}) noise is metric-DP at {1 / laplace_scale:.4g} per unit of "
+            "L1 distance between representations, which nothing bounds"
+        )
+    return unproven(f"Split Adaptation as published: {plain}; augmented copies and labels have no guarantee")
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+
+def _event(noise_multiplier: float, label_epsilon: float, mechanism: Mechanism) -> DpEvent:
+    labels = NonPrivateDpEvent() if math.isinf(label_epsilon) else PureDpEvent(label_epsilon)
+    if noise_multiplier == 0:
+        return ComposedDpEvent([NonPrivateDpEvent(), labels])
+    # A vector's privacy loss is not that of one Laplace number; its pure epsilon, for a move of 2 C, is a bound.
+    features = GaussianDpEvent(noise_multiplier) if mechanism == "gaussian" else PureDpEvent(2 / noise_multiplier)
+    return ComposedDpEvent([features, labels])
+
+
+def _float32(x: Any) -> jax.Array:
+    with np.errstate(over="ignore"):  # What float32 cannot hold becomes infinite, and its row zero.
+        return jnp.asarray(x, jnp.float32)
+
+
+def _check_mechanism(mechanism: str) -> None:
+    if mechanism not in ("gaussian", "laplace"):
+        raise ValueError(f"mechanism must be 'gaussian' or 'laplace', got {mechanism!r}")
+
+
+def _check_norm(name: str, value: float) -> None:
+    if not _SMALLEST_NORM <= value <= _LARGEST_NORM:
+        raise ValueError(f"{name} must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {value!r}")
+
+
+def _check_labels(labels: Any, num_classes: int) -> np.ndarray:
+    """Labels as int32 [n]; messages hold no value of theirs."""
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise ValueError(f"labels must be [n], got shape {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"labels must be integers, got {array.dtype}")
+    if ((array < 0) | (array >= num_classes)).any():
+        raise ValueError(f"labels must lie in [0, {num_classes}); count the classes that there can be, not those seen")
+    return array.astype(np.int32)
