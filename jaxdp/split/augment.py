@@ -34,8 +34,8 @@ def hilbert_augment(
     - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so;
       it is what reproduces the pictures in its Fig. 3 (along the height).
 
-    A frequency whose amplitude in the transform is rounding error gets phase 0: below 1e-5 of the channel's largest
-    amplitude, 1e-8 in float64.
+    A frequency whose amplitude in the transform may be rounding error gets phase 0: below 1e-5 of the channel's largest
+    there (1e-8 in float64), or below 8 units of rounding of the original's largest.
 
     Args:
       images: floating point [n, H, W, C] in [0, 1], before any normalisation.
