@@ -1,6 +1,7 @@
 """Hilbert augmentation and patch retrieval against sums written out in float64.
 
-Statistical tests use fixed keys; over the choice of key a correct implementation fails a comparison with probability 0.001.
+Statistical tests use fixed keys; over the choice of key a correct implementation fails a comparison with
+probability 0.001.
 """
 
 import itertools
