@@ -1,6 +1,7 @@
 """The client's side of Split Adaptation (Wang et al., CVPR 2025, arXiv:2503.00441), in the paper's order.
 
-    params = perturb_params(key, frontend.params)                      # section 3.4: Eq. 12
+    model_key, key = jax.random.split(key)
+    params = perturb_params(model_key, frontend.params)                # section 3.4: Eq. 12
     x = represent(backbone, frontend, params, images)
     copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
     copies = noise_then_augment(key, x, laplace_scale=0.8)             # what we advise: one noisy copy, augmented

@@ -41,6 +41,8 @@ class Copies:
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
         """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`, the same values whenever it is asked for."""
         patch_key, noise_key = jax.random.split(self.key)
+        # Whatever the given key: keys that are independent under vmap, so that a copy does not depend on its batch.
+        noise_key = jax.random.wrap_key_data(jax.random.bits(noise_key, (2,), jnp.uint32), impl="threefry2x32")
         x = augmented_batch(
             patch_key,
             self.representations,
@@ -83,7 +85,7 @@ def augment_then_noise(
     Each image is sent 1 + copies times with fresh noise: whoever takes the median of its copies removes most of it.
 
     Args:
-      key: typed Threefry key of the client's secret seed.
+      key: typed PRNG key of shape (), of the client's secret seed.
       representations: float32 [n, T, D], of `represent`.
       laplace_scale: b >= 0, in units of the representation.
       copies: N_Aug.

@@ -249,8 +249,11 @@ def _specs(backbone: Backbone) -> Mapping[str, _Spec]:
             specs[path] = _Spec("dense")
         return next_fun(*args, **kwargs)
 
+    def run() -> Any:
+        return backbone.model.init(jax.random.key(0), jnp.zeros(backbone.images.shape), 0, backbone.cut)
+
     with nn.intercept_methods(note):
-        backbone.tokens  # noqa: B018 - traces the frontend
+        jax.eval_shape(run)  # a new function: with a cached trace, no call would pass here
     return specs
 
 
