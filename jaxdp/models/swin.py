@@ -171,6 +171,7 @@ class Swin(nn.Module):
       dtype: computation dtype; None is float32. Parameters and logits are float32.
       norm_epsilon: added to the variance in every LayerNorm.
       activation: in the MLPs; the exact GELU.
+      head_hidden: width of a hidden layer "head_hidden" in front of the head, with that activation; 0 is none.
     """
 
     num_classes: int
@@ -183,6 +184,7 @@ class Swin(nn.Module):
     dtype: Any = None
     norm_epsilon: float = 1e-5
     activation: Callable[[jax.Array], jax.Array] = gelu
+    head_hidden: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -236,7 +238,10 @@ class Swin(nn.Module):
         if stop is not None:
             return x
         x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
-        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(jnp.mean(x, axis=1))
+        y = jnp.mean(x, axis=1)
+        if self.head_hidden:
+            y = self.activation(nn.Dense(self.head_hidden, dtype=jnp.float32, kernel_init=_init, name="head_hidden")(y))
+        return nn.Dense(self.num_classes, dtype=jnp.float32, kernel_init=_init, name="head")(y)
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""

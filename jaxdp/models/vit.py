@@ -121,6 +121,8 @@ class ViT(nn.Module):
       distilled_head: that token has a head of its own, "head_distilled", and the logits are the mean of the two
         heads, DeiT's classifier at inference (section 3 of its paper; its training, in which each head has its own
         target, is not built in). False classifies the class token alone.
+      head_hidden: width of a hidden layer "head_hidden" in front of the head, with the activation of the MLPs; 0 is
+        none.
     """
 
     num_classes: int
@@ -136,6 +138,7 @@ class ViT(nn.Module):
     activation: Callable[[jax.Array], jax.Array] = gelu
     distilled: bool = False
     distilled_head: bool = True
+    head_hidden: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -170,9 +173,10 @@ class ViT(nn.Module):
         if stop is not None:
             return x
         x = nn.LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
-        logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(
-            x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
-        )
+        y = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
+        if self.head_hidden:
+            y = self.activation(nn.Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")(y))
+        logits = nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(y)
         if not (self.distilled and self.distilled_head):
             return logits
         return (logits + nn.Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2

@@ -22,11 +22,13 @@ class Backbone:
         `__call__(x, start, stop)`.
       preprocessing: of its images.
       cut: how many blocks K the frontend has, in [1, num_blocks - 1].
+      head_hidden: width of a hidden layer in the heads of `with_head`; 0 is none, and the head one linear map.
     """
 
     model: Any
     preprocessing: Preprocessing
     cut: int
+    head_hidden: int = 0
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "num_blocks"):
@@ -95,7 +97,7 @@ class Backbone:
         """
         if num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
-        model = self.model.clone(num_classes=num_classes)
+        model = self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
         tokens = jnp.zeros((1, *self.tokens))
         fresh = model.init(key, tokens, self.cut)["params"]
         heads = {name: value for name, value in fresh.items() if name.startswith("head")}

@@ -1,0 +1,44 @@
+"""Split Adaptation on CIFAR-10: the server has six classes, the client a few images of the other four.
+
+    python -m launch.split --config configs/split/cifar10.py --workdir workdir/split_cifar10
+
+with TFDS_DATA_DIR in the environment if the data is not where TFDS has it by default. The backbone, a ViT of width 96 and 6 blocks, is trained on 25,000 images of the server's; the task to tune
+learning rates on is four classes of CIFAR-100 that CIFAR-10 does not have.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.split import digits
+
+
+def get_config() -> ConfigDict:
+    config = digits.get_config()
+    cifar10 = {"source": "tfds", "name": "cifar10", "split": "train", "data_dir": "", "prepare": False, "images": 0}
+    config.data = {
+        "server": {**cifar10, "classes": (0, 1, 2, 3, 4, 5)},  # airplane, automobile, bird, cat, deer, dog
+        "pretrain_fraction": 5 / 6,
+        "server_images": 1000,
+        "client": {**cifar10, "classes": (6, 7, 8, 9)},  # frog, horse, ship, truck
+        "client_test": {**cifar10, "split": "test", "classes": (6, 7, 8, 9), "images": 1000},
+        # apple, chair, mountain, rocket
+        "tuning": {**cifar10, "name": "cifar100", "classes": (0, 20, 49, 69), "rotate": 0},
+        "split_seed": 0,
+    }
+    model = {
+        "name": "vit_tiny",
+        "num_classes": 6,
+        "options": {"width": 96, "depth": 6, "num_heads": 3, "mlp_width": 384},
+        "checkpoint": "",
+        "naming": "auto",
+        "preprocessing": {"size": 32, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
+    }
+    config.model = model
+    config.train = {"steps": 3000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0}
+    config.auxiliary = {"model": model, "train": {**config.train, "steps": 600, "init_seed": 1}, "cut": 0}
+    config.learning_rates = (1e-4, 3e-4, 1e-3)
+    config.adaptation.epochs = 8
+    config.baselines.epochs = 100
+    config.attack.update({"images": 1000, "epochs": 30})
+    config.noise.update({"scales": (0.2, 0.8, 2.0)})
+    config.private.update({"epsilons": (1.0, 4.0, 16.0, 64.0), "dimensions": (8, 32), "shots": (50, 1000)})
+    return config

@@ -1,0 +1,77 @@
+"""Split Adaptation on scikit-learn's bundled digits: runs anywhere, without data or network.
+
+    python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits
+
+The server has the digits 0 to 4, the client a few images of 5 to 9.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    digits = {"source": "bundled", "name": "digits", "split": "", "data_dir": "", "prepare": False, "images": 0}
+    model = {
+        "name": "vit_tiny",
+        "num_classes": 5,
+        "options": {"patch_size": 2, "width": 32, "depth": 6, "num_heads": 4, "mlp_width": 64},
+        "checkpoint": "",
+        "naming": "auto",
+        "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
+    }
+    train = {"steps": 1500, "batch_size": 64, "learning_rate": 1e-3, "crop_padding": 0, "init_seed": 0}
+    return ConfigDict(
+        {
+            "public_benchmark": True,  # accuracies and reconstructions may be written: nobody's private images
+            "data": {
+                "server": {**digits, "classes": (0, 1, 2, 3, 4)},
+                "pretrain_fraction": 0.7,  # the rest is D_S, the server's images for everything else
+                "server_images": 0,  # at most so many of D_S; 0 takes all
+                "client": {**digits, "classes": (5, 6, 7, 8, 9)},
+                "client_test": {**digits, "name": "", "classes": ()},  # the half from which no shots are drawn
+                # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has never seen.
+                "tuning": {**digits, "name": "", "classes": (), "rotate": 1},
+                "split_seed": 0,
+            },
+            "model": model,
+            "train": train,
+            "cut": 0,  # blocks of the frontend; 0 is two thirds
+            "head_hidden": 0,  # width of a hidden layer in front of new heads; 0 is none
+            "auxiliary": {"model": model, "train": {**train, "init_seed": 1}, "cut": 0},
+            "seeds": (1, 42, 215, 7, 11),  # the paper's three, and two more
+            "shots": (3, 5, 10),
+            "learning_rates": (1e-4, 3e-4, 1e-3, 3e-3),  # tried for every method
+            "tuning": {"seeds": (1, 42)},
+            "server": {
+                "seed": 0,
+                "frontends": 3,
+                "samples": 32,
+                "partition": "random",
+                "bits": 8,
+                "metric": "hessian",
+                "learning_rate": 1e-4,  # the paper's 1e-5 is for pre-trained ViTs
+                "epochs": 1,
+            },
+            "client": {
+                "alpha": 0.01,
+                "noise_mode": "rel",
+                "laplace": 0.8,
+                "laplace_unit": "std",  # of public representations, or "representation" for the paper's bare 0.8
+                "patch_share": 0.25,  # the paper replaces 50 of 196
+                "copies": 64,
+            },
+            "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies; the paper has 100
+            "baselines": {"epochs": 100, "batch_size": 32},
+            "ablation": {"shots": 5},
+            "attack": {"images": 400, "epochs": 60, "batch_size": 32},
+            "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
+            "private": {
+                "delta": 1e-5,
+                "epsilons": (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0),
+                "dimensions": (4, 16),
+                "shots": (10, 60),
+                "label_share": 0.5,
+                "copies": 0,
+                "steps": 1000,  # of the backend, whatever the number of images
+            },
+        }
+    )

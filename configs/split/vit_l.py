@@ -1,0 +1,57 @@
+"""Split Adaptation at the paper's size: ViT-L/16, DeiT-B/16 or Swin-L of ImageNet, for CIFAR-100, Places365 or DomainNet.
+
+    python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \\
+        --config.model.checkpoint=vit_large_patch16_224.safetensors
+
+configs/split/deit_b.py and configs/split/swin_l.py are the same with their models; ":places365" and ":domainnet" choose the
+client's data. Needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's
+data prepared by TFDS, and a GPU. Hyperparameters are the paper's where it has them. Not run by us: no GPU was at hand.
+
+What to expect in memory: 5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by
+batch here; as files they would be 26 GB.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.split import digits
+
+CLIENTS = {
+    # data set, training and test split; DomainNet's smallest domain is Clipart
+    "cifar100": ("cifar100", "train", "test"),
+    "places365": ("places365_small", "train", "validation"),
+    "domainnet": ("domainnet/clipart", "train", "test"),
+}
+
+
+def get_config(client: str = "cifar100") -> ConfigDict:
+    if client not in CLIENTS:
+        raise ValueError(f"the client's data must be one of {', '.join(CLIENTS)}, got {client!r}.")
+    name, train, test = CLIENTS[client]
+    config = digits.get_config()
+    images = {"source": "tfds", "data_dir": "", "prepare": True, "classes": (), "images": 0}
+    config.data = {
+        # The paper says "test set", which has no public labels.
+        "server": {**images, "name": "imagenet2012", "split": "validation"},
+        "pretrain_fraction": 0.0,
+        "server_images": 5000,
+        "client": {**images, "name": name, "split": train},
+        "client_test": {**images, "name": name, "split": test},
+        "tuning": {**images, "name": "food101", "split": "validation", "rotate": 0},
+        "split_seed": 0,
+    }
+    config.model = {
+        "name": "vit_l16",
+        "num_classes": 1000,
+        "options": {},
+        "checkpoint": "",
+        "naming": "auto",
+        "preprocessing": {},  # as the checkpoint says
+    }
+    config.auxiliary.model = {**config.model, "name": ""}  # name another public model for "auxiliary backend"
+    config.head_hidden = 1024 if client == "places365" else 0  # two linear maps; the paper does not say how wide
+    config.server.learning_rate = 1e-5
+    config.client.laplace_unit = "representation"
+    config.adaptation.epochs = 100
+    config.learning_rates = (1e-5, 1e-4, 1e-3)
+    config.private.update({"dimensions": (8, 32), "shots": (10, 100)})
+    return config
