@@ -1,14 +1,14 @@
-"""Split Adaptation at the paper's size: ViT-L/16, DeiT-B/16 or Swin-L of ImageNet, for CIFAR-100, Places365 or DomainNet.
+"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, Places365 or DomainNet.
 
     python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \\
         --config.model.checkpoint=vit_large_patch16_224.safetensors
 
-configs/split/deit_b.py and configs/split/swin_l.py are the same with their models; ":places365" and ":domainnet" choose the
-client's data. Needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's
+":places365" and ":domainnet" choose the client's data; configs/split/deit_b.py and configs/split/swin_l.py are the same
+with their models. Needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's
 data prepared by TFDS, and a GPU. Hyperparameters are the paper's where it has them. Not run by us: no GPU was at hand.
 
-What to expect in memory: 5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by
-batch here; as files they would be 26 GB.
+What to expect: 5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by batch
+here; as files they would be 26 GB.
 """
 
 from ml_collections import ConfigDict
