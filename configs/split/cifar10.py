@@ -2,9 +2,9 @@
 
     python -m launch.split --config configs/split/cifar10.py --workdir workdir/split_cifar10
 
-with TFDS_DATA_DIR in the environment if the data is not where TFDS has it by default. The backbone, a ViT of width 96 and 6
-blocks, is trained on 25,000 images of the server's; the task to tune learning rates on is four classes of CIFAR-100 that
-CIFAR-10 does not have.
+with TFDS_DATA_DIR in the environment if the data is not where TFDS has it by default. The backbone, a ViT of width 96
+and 6 blocks, is trained on 25,000 images of the server's; the task to tune learning rates on is four classes of
+CIFAR-100 that CIFAR-10 does not have.
 """
 
 from ml_collections import ConfigDict
