@@ -5,7 +5,8 @@
 
 ":places365" and ":domainnet" choose the client's data; configs/split/deit_b.py and configs/split/swin_l.py are the
 same with their models. Needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the
-client's data prepared by TFDS, and a GPU. Hyperparameters are the paper's where it has them. Not run by us: no GPU was at hand.
+client's data prepared by TFDS, and a GPU. Hyperparameters are the paper's where it has them. Not run by us: no GPU was
+at hand.
 
 What to expect: 5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by batch
 here; as files they would be 26 GB.
