@@ -99,9 +99,13 @@ class Backbone:
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         model = self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
         tokens = jnp.zeros((1, *self.tokens))
-        fresh = model.init(key, tokens, self.cut)["params"]
-        heads = {name: value for name, value in fresh.items() if name.startswith("head")}
-        return dataclasses.replace(self, model=model), {**back, **heads}
+
+        @jax.jit  # so that nothing but the head is drawn
+        def heads(key: jax.Array) -> dict[str, Any]:
+            fresh = model.init(key, tokens, self.cut)["params"]
+            return {name: value for name, value in fresh.items() if name.startswith("head")}
+
+        return dataclasses.replace(self, model=model), {**back, **heads(key)}
 
     def _init_front(self) -> Params:
         images = jnp.zeros(self.images.shape)

@@ -1,0 +1,86 @@
+"""One tiny ViT on real digits, whole and cut in two, in JAX and in NumPy."""
+
+import importlib.util
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp.data import bundled
+from jaxdp.models import Preprocessing, ViT
+from jaxdp.split.backbone import Backbone
+from jaxdp.split.quantization import QuantizedFrontend, Scales, quantize_frontend
+
+_spec = importlib.util.spec_from_file_location("reference_vit", pathlib.Path(__file__).with_name("reference_vit.py"))
+_reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_reference)
+
+
+class TinyViT(NamedTuple):
+    """A ViT with random parameters, cut after two of its three blocks; classes 0, 1 and 2 of the digits.
+
+    Attributes:
+      backbone: model and cut.
+      params: all, float32.
+      front, back: the same, divided.
+      images: float32 [9, 8, 8, 1], and labels int32 [9], three of each class.
+      reference: `reference_vit.py`.
+      exact: `params` in float64.
+    """
+
+    backbone: Backbone
+    params: Any
+    front: Any
+    back: Any
+    images: np.ndarray
+    labels: np.ndarray
+    reference: Any
+    exact: Any
+
+    def represent(self, images: np.ndarray) -> np.ndarray:
+        """Representations in float64, of the original frontend."""
+        return self.reference.front(self.exact, images, self.backbone.cut)
+
+    def logits(self, representations: np.ndarray, params: Any = None) -> np.ndarray:
+        """Logits in float64, with other parameters of the backend if they are given."""
+        params = self.exact if params is None else jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        return self.reference.back(params, representations, self.backbone.cut, self.backbone.model.num_blocks)
+
+    def quantized(self, bits: int = 8, factor: float = 1.0) -> QuantizedFrontend:
+        """A frontend with scales that nothing was searched for: `factor` times those of the largest entries."""
+        first, second = {}, {}
+        seen = self.reference.observe(self.exact, self.images, self.backbone.cut)
+        (output,) = seen.pop("output")
+        for path, operands in seen.items():
+            scales = [jnp.float32(factor * self.reference.largest(path, x, bits)) for x in operands]
+            first[path], second[path] = scales
+        scale = jnp.float32(factor * self.reference.largest("output", output, bits))
+        return quantize_frontend(self.front, Scales(first, second, scale), bits=bits)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    return _reference
+
+
+@pytest.fixture(scope="session")
+def vit() -> TinyViT:
+    model = ViT(num_classes=3, patch_size=2, width=8, depth=3, num_heads=_reference.HEADS, mlp_width=12)
+    backbone = Backbone(model, Preprocessing(size=8, mean=(_reference.MEAN,), std=(_reference.STD,)), 2)
+    rng = np.random.default_rng(1)
+
+    def leaf(path: Any, shape: Any) -> jax.Array:
+        name = path[-1].key
+        std = 1.2 / np.sqrt(np.prod(shape.shape[:-1])) if name == "kernel" else 0.3
+        return jnp.asarray((name == "scale") + rng.normal(0, std, shape.shape), jnp.float32)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), backbone.images)["params"]
+    params = jax.tree_util.tree_map_with_path(leaf, shapes)
+    source = bundled("digits").of_classes([0, 1, 2])
+    batch = source.gather(np.arange(9))
+    front, back = backbone.divide(params)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    return TinyViT(backbone, params, front, back, batch["image"], batch["label"], _reference, exact)
