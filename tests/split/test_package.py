@@ -341,11 +341,15 @@ def test_other_arrays_than_stated_are_refused(folder):
     def text(path):
         path.write_bytes(np.lib.format.magic(1, 0) + b"\x20\x00" + b"{'descr': (((, 'shape': !! }    ")
 
+    def longer(path):
+        np.save(path, kernel)
+        path.write_bytes(path.read_bytes() + b"more")
+
     def save(array):
         return lambda path: np.save(path, array)
 
     kernel = ARRAYS["blocks/0/kernel"]
-    others = [archive, huge, text, save(kernel.astype(np.uint8)), save(kernel.T), save(kernel[:1])]
+    others = [archive, huge, text, longer, save(kernel.astype(np.uint8)), save(kernel.T), save(kernel[:1])]
     others += [lambda path, n=n: path.write_bytes(b"\x93NUMPY\x01\x00"[:n]) for n in (0, 3, 8)]
     for write in others:
         replace_array(folder, 0, write)

@@ -145,6 +145,15 @@ def test_no_row_is_longer_than_the_clip_norm(x, order, clip_norm):
 
 
 @pytest.mark.parametrize("order", [1, 2])
+def test_rows_whose_squares_leave_float32_are_scaled_too(order):
+    x = np.random.default_rng(1).normal(size=(60, 7)).astype(np.float32)
+    for size, clip_norm in ((1e30, 2.0), (1e30, 1e-3), (1e-20, 1e-25), (1e-22, 1e-30)):
+        clipped = np.asarray(clip_representation(x * np.float32(size), clip_norm, order=order), np.float64)
+        expected = x / norms(x, order)[:, None].astype(np.float64) * clip_norm
+        np.testing.assert_allclose(clipped / clip_norm, expected / clip_norm, rtol=5e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 2])
 def test_wide_rows_of_equal_entries_stay_below_the_clip_norm(order):
     x = np.full((1, 50_000), 0.1, np.float32)  # where sums in float32 drift most
     clipped = clip_representation(x, 1.0, order=order)
@@ -252,8 +261,9 @@ def test_impossible_labels_are_refused_without_showing_them():
     for epsilon in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=r"the epsilon of labels must be > 0 \(math.inf for"):
             label_noise_matrix(3, epsilon)
-    with pytest.raises(ValueError, match="epsilon=1e-17 is too small for 3 classes and 64 random bits"):
-        label_noise_matrix(3, 1e-17)
+    for epsilon, classes in ((1e-17, 3), (1e-12, 65531)):
+        with pytest.raises(ValueError, match=rf"epsilon={epsilon} is too small for {classes} classes and 64 random"):
+            randomized_response(KEY, [0], num_classes=classes, epsilon=epsilon)
 
 
 # --- What a release costs ---------------------------------------------------------------------------------------------
@@ -490,6 +500,15 @@ def test_another_adjacency_is_refused(projection, adjacency):
         ):
             call(ledger, projection)
         assert ledger.epsilon("scans") == 0
+
+
+def test_a_second_release_with_other_settings_does_not_recompile(projection):
+    x, y = images(20, projection)
+    functions = project, lift, private._clip
+    config().release(KEY, x, labels=y, projection=projection)
+    before = [function._cache_size() for function in functions]
+    config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
+    assert [function._cache_size() for function in functions] == before
 
 
 def test_a_bare_release_needs_a_typed_key(projection):
