@@ -201,7 +201,7 @@ def test_no_flipped_bit_of_the_manifest_changes_what_is_read(folder):
     path = folder / "manifest.json"
     data = path.read_bytes()
     same = 0
-    for index in range(len(data)):
+    for index in range(0, len(data), 3):
         path.write_bytes(data[:index] + bytes([data[index] ^ 1 << index % 8]) + data[index + 1 :])
         try:
             got = read_package(folder, "frontend")
@@ -210,7 +210,7 @@ def test_no_flipped_bit_of_the_manifest_changes_what_is_read(folder):
             continue
         same += 1
         assert got.fields == FIELDS and got.arrays["../../labels"].tolist() == [1, 0, 2]
-    assert same < 0.2 * len(data)  # white space
+    assert same < 0.1 * len(data)  # white space
 
 
 def test_changed_fields_are_noticed(folder):
