@@ -1,5 +1,6 @@
-"""Privacy accounting: events, epsilon, noise calibration and the ledger. Needs dp_accounting, never JAX."""
+"""Privacy accounting: events, epsilon, noise calibration, the ledger and audits. Needs dp_accounting, never JAX."""
 
+from jaxdp.privacy import audit
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import (
@@ -45,6 +46,7 @@ __all__ = [
     "TruncatedSubsampledGaussianDpEvent",
     "UnprovenDpEvent",
     "ZCDpEvent",
+    "audit",
     "calibrate_noise",
     "delta",
     "epsilon",

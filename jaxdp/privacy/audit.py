@@ -1,0 +1,273 @@
+"""Auditing: empirical lower bounds on epsilon, to hold against the ledger's upper bound.
+
+An audit plays the adversary of differential privacy. A canary is a record made to be noticed; a mechanism runs with it
+and without it, every run gets a score (higher: the canary seems to be there), and a guess is a score against a
+threshold. No (epsilon, delta)-DP mechanism lets anybody guess too well, so that good guesses refute small epsilons.
+
+    found = audit.multi_run(scores_with, scores_without, upper=ledger.epsilon("train", delta=1e-5), delta=1e-5)
+    print(found.describe()); assert not found.violated
+
+An audit that finds nothing proves nothing: another canary or score may find more. One that finds `lower > upper` has
+refuted the mechanism's proof, its code or its accounting, but for a chance of 1 - confidence.
+
+`multi_run` needs one canary and many runs, `one_run` many canaries and one run. Canaries for each of jaxdp's releases:
+`jaxdp.finetune.canaries`, `jaxdp.tta.canaries`, `jaxdp.prediction.canaries` and `jaxdp.recalibration.canaries`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import dp_accounting
+import numpy as np
+from scipy import stats
+
+Claim = Literal["approximate", "gaussian"]
+Output = TypeVar("Output")
+
+# In one run this fraction of the canaries is guessed: from both ends of the ranks, or half of it from the upper end.
+_FRACTIONS = (1, 1 / 4, 1 / 16)
+_TESTS = 2 * len(_FRACTIONS)
+# The test of one run wants a positive delta; (epsilon, 0)-DP is (epsilon, delta)-DP for every delta.
+_SMALLEST_DELTA = 1e-300
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        lower: epsilon is at least this, with probability `confidence` over the runs; >= 0.
+        upper: what the ledger says; `math.inf` where it says nothing.
+        delta: of both.
+        confidence: in (0.5, 1).
+        method: how the lower bound was found.
+        trials: number of scores that it comes from: runs with and without the canary, or canaries of one run.
+    """
+
+    lower: float
+    upper: float
+    delta: float
+    confidence: float
+    method: str
+    trials: int
+
+    @property
+    def violated(self) -> bool:
+        """Whether the mechanism leaks more than the ledger says: lower > upper."""
+        return self.lower > self.upper
+
+    def describe(self) -> str:
+        """Returns both bounds in one line."""
+        verdict = "VIOLATED" if self.violated else "consistent"
+        return (
+            f"{verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} ({self.method}, {self.trials} "
+            f"trials), epsilon <= {self.upper:.4g} by the ledger, at delta {self.delta:g}"
+        )
+
+
+def multi_run(
+    scores_with: Any,
+    scores_without: Any,
+    *,
+    upper: float,
+    delta: float,
+    confidence: float = 0.95,
+    claim: Claim = "approximate",
+) -> Audit:
+    """Audits a mechanism by many runs with a canary and many without it.
+
+    Args:
+        scores_with: real [n], the scores of independent runs on data with the canary; higher ones should tell it.
+        scores_without: real [m], those of independent runs on the neighbouring data without it. Infinite scores are
+            allowed, since a broken mechanism may give them.
+        upper: the ledger's epsilon of one run at `delta`, >= 0.
+        delta: in [0, 1); 0 for pure DP.
+        confidence: in (0.5, 1).
+        claim: "approximate" tests that one run is (epsilon, delta)-DP, whatever the mechanism. "gaussian" tests that
+            it is mu-GDP with the mu of that epsilon and delta, which says more, so that less is needed to refute it:
+            for releases charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
+
+    Returns:
+        An `Audit` of n + m trials.
+
+    Formal guarantees:
+        If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`. One half of
+        the scores of either kind chooses the threshold, the other judges it; so it is fixed for those, their error
+        counts are binomial, and Clopper and Pearson's upper bounds of the two error rates hold together, each with
+        (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman,
+        Oprea 2020, arXiv:2006.07709)
+
+            epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
+
+        or for Gaussian mechanisms (Dong, Roth, Su 2022, arXiv:1905.02383, Equation 6; Nasr et al. 2023,
+        arXiv:2302.07956) mu >= Phi^-1(1 - FPR) - Phi^-1(FNR).
+
+    Raises:
+        ValueError: an argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
+    """
+    _check(upper, delta, confidence, claim)
+    present, absent = _ranks(scores_with=scores_with, scores_without=scores_without)
+    if claim == "gaussian":
+        lower, method = _gaussian_lower(present, absent, delta, 1 - confidence), "multi-run, Gaussian"
+    else:
+        # jax_privacy pulls in JAX, which accounting does not need.
+        from jax_privacy import auditing
+
+        # Its other strategy, Bonferroni, counts thresholds that it has chosen by looking at the scores it judges.
+        lower = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
+            1 - confidence, delta, one_sided=False, threshold_strategy=auditing.Split(seed=0)
+        )
+        method = "multi-run"
+    return Audit(float(lower), float(upper), delta, confidence, method, len(present) + len(absent))
+
+
+def one_run(
+    scores_in: Any,
+    scores_out: Any,
+    *,
+    upper: float,
+    delta: float,
+    confidence: float = 0.95,
+    claim: Claim = "approximate",
+) -> Audit:
+    """Audits a mechanism by one run on data with many canaries, each of them in or out by the toss of a fair coin.
+
+    Args:
+        scores_in: real [n], the scores of the canaries that were in; higher ones should tell it. All scores are
+            functions of what the run released, none of the coins.
+        scores_out: real [m], those of the canaries that were not.
+        upper, delta, confidence, claim: as in `multi_run`, of the run as a whole, for one record added or removed.
+
+    Returns:
+        An `Audit` of n + m trials.
+
+    Formal guarantees:
+        If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`, however the
+        canaries influence each other. By Steinke, Nasr, Jagielski 2023 (arXiv:2305.08846, Theorem 5.2), or for the
+        Gaussian claim Mahloujifar, Melis, Chaudhuri 2024 (arXiv:2410.22235). Canaries are guessed by the rank of
+        their score, the highest to be in and, in half of the tests, the lowest to be out. How many guesses to make is
+        not learnt from the coins: six tests are made, with a sixth of 1 - confidence each (union bound).
+
+    Raises:
+        ValueError: as `multi_run`.
+    """
+    from jax_privacy import auditing
+
+    _check(upper, delta, confidence, claim)
+    inside, outside = _ranks(scores_in=scores_in, scores_out=scores_out)
+    rank = np.concatenate([inside, outside])
+    present = np.arange(len(rank)) < len(inside)
+    centred = rank - (len(rank) + 1) / 2
+    lower = 0.0
+    # how sure a guess is, whether it is right, and the share of guesses: those of both ends, those of the upper end
+    for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
+        # What jax_privacy makes of a threshold is (guesses, right guesses, canaries). The two that are never guessed
+        # keep both lists filled; a canary more can only lower the bound.
+        auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
+        bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
+        for fraction in _FRACTIONS:
+            threshold = np.sort(sure)[-math.ceil(share * fraction * len(sure))]
+            found = bound(
+                (1 - confidence) / _TESTS,
+                max(delta, _SMALLEST_DELTA),
+                threshold_strategy=auditing.Explicit(threshold),
+            )
+            lower = max(lower, float(found))
+    method = "one run, Gaussian" if claim == "gaussian" else "one run"
+    return Audit(lower, float(upper), delta, confidence, method, len(rank))
+
+
+def audit_mechanism(
+    run_with: Callable[[int], Output],
+    run_without: Callable[[int], Output],
+    score: Callable[[Output], Any],
+    *,
+    trials: int,
+    upper: float,
+    delta: float,
+    confidence: float = 0.95,
+    claim: Claim = "approximate",
+) -> Audit:
+    """Runs a mechanism with and without a canary, in turns, and audits it by `multi_run`.
+
+    Args:
+        run_with: `run_with(i) -> output` of run i on data with the canary, with noise of its own.
+        run_without: the same on the neighbouring data.
+        score: `score(output) -> scalar`, fixed beforehand.
+        trials: runs of either kind, >= 2.
+        upper, delta, confidence, claim: as in `multi_run`.
+
+    Raises:
+        ValueError: as `multi_run`; bad arguments before anything runs.
+    """
+    _check(upper, delta, confidence, claim)
+    check_trials(trials)
+    pairs = [[float(score(run(i))) for run in (run_with, run_without)] for i in range(trials)]
+    present, absent = zip(*pairs, strict=True)
+    return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+def check_trials(trials: int) -> None:
+    """Raises ValueError unless `trials` is an integer >= 2: one half chooses the threshold, the other judges."""
+    if isinstance(trials, bool) or not isinstance(trials, int | np.integer) or trials < 2:
+        raise ValueError(f"trials must be an integer >= 2, got {trials!r}")
+
+
+def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, significance: float) -> float:
+    """The epsilon of the largest mu that the errors of one threshold refute.
+
+    jax_privacy's `epsilon_from_gdp` reads upper bounds of the error rates as lower ones and is far above 0 for scores
+    that tell nothing (its pull request 270).
+    """
+    (choose_in, judge_in), (choose_out, judge_out) = ((scores[::2], scores[1::2]) for scores in (present, absent))
+    thresholds = np.unique(np.concatenate([choose_in, choose_out]))
+    best = thresholds[np.argmax(_gaussian_mu(choose_in, choose_out, thresholds, significance))]
+    mu = _gaussian_mu(judge_in, judge_out, np.array([best]), significance)[0]
+    if mu <= 0:
+        return 0.0
+    with np.errstate(divide="ignore"):  # where mu is so small that the logarithm of its delta is out of sight
+        return dp_accounting.get_epsilon_gaussian(1 / mu, delta)
+
+
+def _gaussian_mu(present: np.ndarray, absent: np.ndarray, thresholds: np.ndarray, significance: float) -> np.ndarray:
+    """Lower bounds of mu, each at its fixed threshold: a score of at least that is guessed to have the canary."""
+    misses = np.searchsorted(np.sort(present), thresholds, side="left")
+    alarms = len(absent) - np.searchsorted(np.sort(absent), thresholds, side="left")
+    fnr, fpr = (_most(k, n, significance / 2) for k, n in ((misses, len(present)), (alarms, len(absent))))
+    return stats.norm.isf(fpr) - stats.norm.ppf(fnr)
+
+
+def _most(count: np.ndarray, total: int, significance: float) -> np.ndarray:
+    """Clopper and Pearson's upper bound of a rate of which `count` of `total` were seen."""
+    inside = stats.beta.ppf(1 - significance, count + 1, np.maximum(total - count, 1))
+    return np.where(count < total, inside, 1.0)
+
+
+def _check(upper: float, delta: float, confidence: float, claim: str) -> None:
+    if not upper >= 0:
+        raise ValueError(f"upper must be an epsilon >= 0 (math.inf where nothing is proven), got {upper!r}")
+    if not 0 <= delta < 1:
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}")
+    if claim not in ("approximate", "gaussian"):
+        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
+    if claim == "gaussian" and delta == 0:
+        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
+
+
+def _ranks(**scores: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The two kinds of scores as ranks among all of them: the order is all that counts, also of infinite scores."""
+    arrays = {name: np.asarray(values, np.float64) for name, values in scores.items()}
+    for name, array in arrays.items():
+        if array.ndim != 1 or len(array) < 2:
+            raise ValueError(f"{name} must be at least two scores [n], got shape {array.shape}")
+        if np.isnan(array).any():
+            raise ValueError(
+                f"{name} holds NaN, which is neither high nor low; make the score defined for every output"
+            )
+    first, second = arrays.values()
+    rank = stats.rankdata(np.concatenate([first, second]))
+    return rank[: len(first)], rank[len(first) :]
