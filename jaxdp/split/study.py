@@ -182,11 +182,12 @@ class Study:
     ) -> dict[str, float]:
         """Test accuracy of Split Adaptation, and that with Laplace noise on the test images too.
 
-        All variants take about as many steps, whatever the number of copies.
+        All variants take the same number of steps, whatever the number of copies.
         """
         frontend, back = self.server(variant.server)
         copies, params = self.upload(few, variant, seed)
-        epochs = self.config.adaptation.epochs * (1 + self.config.client.copies) / (1 + copies.copies)
+        steps = self.config.adaptation.epochs * self._batches(few, self.config.client.copies)
+        epochs = steps / self._batches(few, copies.copies)
         adapted = self._adapt(back, copies, few.labels, task, learning_rate, seed, epochs=epochs)
         test = represent(self.setting.backbone, frontend, params, task.test.images)
         key = noise.stream(seed.to_bytes(16, "little"), "test images")
@@ -243,7 +244,7 @@ class Study:
             prefix_tokens=self.setting.backbone.prefix_tokens,
         )
         label_noise = label_noise_matrix(task.num_classes, release.label_epsilon)
-        epochs = options.steps * self.config.adaptation.batch_size / (len(few.labels) * (1 + options.copies))
+        epochs = options.steps / self._batches(few, options.copies)
         adapted = self._adapt(
             back, copies, released.labels, task, learning_rate, seed, epochs=epochs, label_noise=label_noise
         )
@@ -251,6 +252,10 @@ class Study:
         # The backend has seen the subspace of the projection only.
         test = lift(projection, project(projection, test))
         return {"accuracy": _accuracy(adapted, test, task), "epsilon": ledger.epsilon(name)}
+
+    def _batches(self, few: Labelled, copies: int) -> int:
+        """Steps of one epoch."""
+        return -(-len(few.labels) * (1 + copies) // self.config.adaptation.batch_size)
 
     def _adapt(
         self,

@@ -1,0 +1,179 @@
+"""Split Adaptation: the scale search of a ViT-S frontend, and augmented copies that are never all in memory.
+
+    python -m benchmarks.bench_split --output .bench/split.json
+
+Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same work as
+post-training quantisation of ViTs usually does, a backward pass for every site and one candidate after another in three
+rounds; with `--frontend` also `search_scales` alone on all 8 blocks of the frontend (65 sites).
+Copies: one pass in batches over the 65 copies of 500 images, made when they are asked for, beside a pass over the same
+copies out of an array that holds them all (fewer images where that does not fit), and the memory of both.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdp
+from benchmarks import timing
+from jaxdp.models import Preprocessing, create
+from jaxdp.models.vit import Product
+from jaxdp.split import Backbone, Copies, augment_then_noise, search_scales
+
+CANDIDATES = 0.01 + 1.19 / 100 * np.arange(100, dtype=np.float32)
+ROUNDS, BITS = 3, 8
+
+
+def vit_s(cut: int) -> tuple[Backbone, Any, jax.Array, jax.Array]:
+    """An untrained ViT-S/16 and four images: one batch of the search."""
+    model = create("vit_s16", num_classes=10)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3)))["params"]
+    images = jax.random.uniform(jax.random.key(1), (4, 224, 224, 3))
+    backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), cut)
+    return backbone, params, images, jnp.arange(4)
+
+
+# --- One candidate at a time ------------------------------------------------------------------------------------------
+
+
+def fake(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.clip(jnp.round(x / scale), -128, 127) * scale
+
+
+@jax.jit
+def linear_score(x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax.Array, sw: jax.Array) -> jax.Array:
+    return jnp.mean((g * (fake(x, sx) @ fake(w, sw) - y)) ** 2)
+
+
+def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) -> dict[str, tuple[float, float]]:
+    """Scales of the linear maps, and as many evaluations for the two products, whose operands are activations."""
+    front, back = backbone.divide(params)
+    inputs: dict[str, Any] = {}
+
+    def forward(tapped: str, tap: Any) -> jax.Array:
+        def see(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            y = next_fun(*args, **kwargs)
+            if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Product):
+                path = "/".join(context.module.path)
+                inputs[path] = (args, y)
+                return y + tap if path == tapped else y
+            return y
+
+        with nn.intercept_methods(see):
+            x = backbone.front(front, images)
+        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(backbone.back(back, x), labels).sum()
+
+    forward("", 0.0)
+    outputs = {path: (args, y) for path, (args, y) in inputs.items() if not path.startswith("head")}
+    found = {}
+    for path, (args, y) in outputs.items():
+        g = jax.jit(jax.grad(lambda tap, path=path: forward(path, tap)))(jnp.zeros_like(y))
+        g = g / jnp.max(jnp.abs(g))
+        if len(args) == 1:
+            w = front
+            for name in path.split("/"):
+                w = w[name]
+            a, b = args[0].reshape(-1, args[0].shape[-1]), w["kernel"]
+            score: Callable[..., jax.Array] = linear_score
+            y, g = a @ b, g.reshape(len(a), -1)
+        else:
+            a, b = args
+            score = product_score if path.endswith("scores") else mixture_score
+        tops = [jnp.max(jnp.abs(z)) / (2 ** (BITS - 1) - 0.5) for z in (a, b)]
+        scales = list(tops)
+        for _ in range(ROUNDS):
+            for which in (1, 0):
+                values = []
+                for candidate in CANDIDATES:
+                    scales[which] = candidate * tops[which]
+                    values.append(float(score(a, b, y, g, *scales)))
+                scales[which] = CANDIDATES[int(np.argmin(values))] * tops[which]
+        found[path] = (float(scales[0]), float(scales[1]))
+    return found
+
+
+@jax.jit
+def product_score(a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+    return jnp.mean((g * (jnp.einsum("nqd,nkd->nqk", fake(a, sa), fake(b, sb)) - y)) ** 2)
+
+
+@jax.jit
+def mixture_score(a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array) -> jax.Array:
+    return jnp.mean((g * (jnp.einsum("nqk,nkd->nqd", fake(a, sa), fake(b, sb)) - y)) ** 2)
+
+
+# --- Copies -----------------------------------------------------------------------------------------------------------
+
+
+@jax.jit
+def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Array:
+    return copies.batch(images, numbers)
+
+
+def passes(images: int, tokens: int, width: int, batch: int) -> tuple[dict[str, Callable[[], Any]], float, float]:
+    """One pass over all copies either way, and the megabytes of both."""
+    x = jax.random.normal(jax.random.key(0), (images, tokens, width))
+    copies = augment_then_noise(
+        jax.random.key(1), x, laplace_scale=0.0, copies=64, n_patches=(tokens - 1) // 4, prefix_tokens=1
+    )
+    rows, numbers = (np.asarray(column) for column in copies.index())
+    order = np.random.default_rng(0).permutation(len(rows))[: len(rows) // batch * batch].reshape(-1, batch)
+    compiled = lazy_batch.lower(copies, rows[order[0]], numbers[order[0]]).compile()
+
+    def lazily() -> Any:
+        return [lazy_batch(copies, rows[part], numbers[part]).sum() for part in order]
+
+    calls: dict[str, Callable[[], Any]] = {"lazy": lazily}
+    whole = x.nbytes * 65 / 1e6
+    if whole < 4000:
+        everything = np.concatenate(
+            [
+                np.asarray(lazy_batch(copies, rows[p], numbers[p]))
+                for p in np.split(np.arange(len(rows)), range(4096, len(rows), 4096))
+            ]
+        )
+        calls["array"] = lambda: [jnp.asarray(everything[part]).sum() for part in order]
+    return calls, (x.nbytes + copies.neighbors.nbytes) / 1e6 + timing.allocated_mb(compiled), whole
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output="benchmarks/results/split_cpu.json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--frontend", action="store_true", help="search all 8 blocks as well: minutes")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"machine": timing.machine(), "rounds": options.rounds}
+
+    block = vit_s(1)
+    calls = {"search_scales": lambda: search_scales(*block), "loop": lambda: loop(*block)}
+    wall, cpu = timing.interleaved(calls, options.rounds)
+    report["search"] = {
+        "wall_seconds": {name: float(np.median(seconds)) for name, seconds in wall.items()},
+        "wall_ratio": timing.median_ratio(wall["search_scales"], wall["loop"]),
+        "cpu_ratio": timing.median_ratio(cpu["search_scales"], cpu["loop"]),
+    }
+    print(f"search, 1 block: {report['search']}")
+    if options.frontend:
+        start = time.perf_counter()
+        jax.block_until_ready(search_scales(*vit_s(8)))
+        report["search"]["frontend_seconds"] = time.perf_counter() - start
+        print(f"search, 8 blocks with compilation: {report['search']['frontend_seconds']:.0f} s")
+
+    report["copies"] = []
+    for images, tokens, width in ((500, 65, 96), (500, 197, 384)):
+        calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
+        wall, _ = timing.interleaved(calls, options.rounds)
+        row = {"images": images, "tokens": tokens, "width": width, "lazy_mb": lazy_mb, "all_copies_mb": whole_mb}
+        row |= {f"{name}_ms_per_batch": timing.median_ms(s) / (images * 65 // 64) for name, s in wall.items()}
+        if "array" in wall:
+            row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
+        report["copies"].append(row)
+        print(row)
+    timing.write(report, options.output)
+
+
+if __name__ == "__main__":
+    main()
