@@ -99,13 +99,19 @@ def search_scales(
 
     Raises:
       ValueError: the gradients of a site are numerically zero, so that Eq. 8 cannot tell candidates apart; labels of
-        another number than images or outside their range, no images, bits outside [2, 8], an unknown metric.
+        another number than images or outside their range, no images, bits outside [2, 8], an unknown metric, fractions
+        that are not positive, no rounds or batches without images.
     """
     _check_bits(bits)
     if metric not in ("hessian", "mse"):
         raise ValueError(f"metric must be 'hessian' or 'mse', got {metric!r}")
-    check_labels(labels, len(images), backbone.num_classes)
     low, high, count = fractions
+    if not (0 < low < high and count >= 1):
+        raise ValueError(f"fractions must be (low, high, count) with 0 < low < high and count >= 1, got {fractions}")
+    for name, value in (("rounds", rounds), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    check_labels(labels, len(images), backbone.num_classes)
     candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
 
     batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
@@ -192,12 +198,13 @@ def quantized_front(
       float32 [B, T, D], in units of the representation (dequantised).
     """
     scales, bits = frontend.scales, frontend.bits
+    specs = _specs(backbone)  # here, not below, where the calls that it makes would come to it again
 
     def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         path = _path(context)
         if path is None or path not in scales.first:
             return next_fun(*args, **kwargs)
-        spec = _spec(backbone, path)
+        spec = specs[path]
         if spec.kind == "embed":
             return next_fun(*args, **kwargs)
         # A linear map has one argument: its weight is quantised already.
