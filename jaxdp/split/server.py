@@ -9,16 +9,16 @@ All images here are the server's own. What a client sends has passed through `ja
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxdp.split.augment import hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.copies import Copies
 from jaxdp.split.quantization import (
     QuantizedFrontend,
     check_labels,
@@ -26,7 +26,7 @@ from jaxdp.split.quantization import (
     quantized_front,
     search_scales,
 )
-from jaxdp.split.training import Loss, minimise
+from jaxdp.split.training import Loss, adam_step, batches, minimise
 from jaxdp.transforms import losses
 
 
@@ -82,6 +82,7 @@ def calibrate_frontends(
         raise ValueError(f"partition must be 'random', 'domain' or 'class', got {partition!r}")
     if not 0 <= frontends <= len(images):
         raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}")
+    check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
     order = np.arange(len(images))
     if partition == "random":
@@ -172,6 +173,20 @@ def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
     return loss
 
 
+class Uploads(Protocol):
+    """Representations and copies of them: `Copies`, or `jaxdp.split.exchange.Uploaded`; a pytree."""
+
+    @property
+    def representations(self) -> jax.Array:
+        """Float32 [n, T, D]."""
+
+    def index(self) -> tuple[jax.Array, jax.Array]:
+        """Image and number of every copy, int32 [N] each."""
+
+    def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
+        """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
+
+
 class Adapted(NamedTuple):
     """A backend for the client's task.
 
@@ -197,7 +212,7 @@ def adapt(
     key: jax.Array,
     backbone: Backbone,
     back: Params,
-    copies: Copies,
+    copies: Uploads,
     labels: jax.Array,
     *,
     num_classes: int,
@@ -208,8 +223,8 @@ def adapt(
 ) -> Adapted:
     """Tunes the backend and a new head to the client's representations, all copies of every image (Eq. 14).
 
-    With the client's labels here, for brevity: only their loss gradients with respect to logits are used, which is what
-    `jaxdp.split.exchange` fetches from a client in another process.
+    With the client's labels here: one compiled program. `adapt_by_client` does the same with labels that stay with the
+    client.
 
     Args:
       key: typed PRNG key, of the head and the order.
@@ -254,6 +269,84 @@ def _copies_loss(backbone: Backbone) -> Loss:
         return -jax.nn.logsumexp(log_p + observed, axis=-1)
 
     return loss
+
+
+# `gradients(logits [B, K], images [B])`: of the loss of each row with respect to its logits, float32 [B, K].
+Gradients = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def adapt_by_client(
+    key: jax.Array,
+    backbone: Backbone,
+    back: Params,
+    copies: Uploads,
+    gradients: Gradients,
+    *,
+    num_classes: int,
+    learning_rate: float = 1e-5,
+    epochs: int = 100,
+    batch_size: int = 32,
+) -> Adapted:
+    """`adapt` with labels that stay with the client, which is asked for gradients of its loss in every step (Eq. 14).
+
+    The same head, batches and steps as `adapt` with the same key. It protects no label: a gradient shows it.
+
+    Args:
+      key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: as in `adapt`.
+      gradients: asks the client: `gradients(logits, images)`, float32 [B, num_classes] of the model and int32 [B] of
+        which image each row is a copy, returns the gradients of the losses of all rows by their logits, float32
+        [B, num_classes]. `LossClient.gradients` in one process, `file_gradients` between two.
+
+    Raises:
+      ValueError: fewer than 2 classes; a learning rate, number of epochs or batch size that is not positive; an answer
+        of another shape or with NaN or infinite entries.
+    """
+    for name, value in (("learning_rate", learning_rate), ("epochs", epochs), ("batch_size", batch_size)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")
+    head_key, key = jax.random.split(key)
+    backbone, tuned = backbone.with_head(head_key, back, num_classes)
+    state = optax.scale_by_adam().init(tuned)
+    images, numbers = (np.asarray(column) for column in copies.index())
+    for epoch_key in jax.random.split(key, epochs):
+        every_rows, every_weights, _ = _batches(epoch_key, len(images), min(batch_size, len(images)))
+        for rows, weights in zip(np.asarray(every_rows), np.asarray(every_weights), strict=True):
+            shown, numbered = images[rows], numbers[rows]
+            logits = np.asarray(_copies_logits(backbone, tuned, copies, shown, numbered))
+            answer = np.asarray(gradients(logits, shown))
+            if answer.shape != logits.shape or not np.isfinite(answer).all():
+                raise ValueError(
+                    f"gradients must be finite and {list(logits.shape)}, one row per row of logits; the client "
+                    f"answered {list(answer.shape)} or with NaN or infinite entries"
+                )
+            of_mean = answer.astype(np.float32) * (weights / weights.sum())[:, None]
+            tuned, state = _pull_back(backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate)
+    return Adapted(backbone, tuned)
+
+
+_batches = jax.jit(batches, static_argnums=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _copies_logits(backbone: Backbone, back: Params, copies: Uploads, images: Any, numbers: Any) -> jax.Array:
+    return backbone.back(back, copies.batch(images, numbers))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pull_back(
+    backbone: Backbone,
+    back: Any,
+    state: Any,
+    copies: Uploads,
+    images: Any,
+    numbers: Any,
+    cotangent: Any,
+    learning_rate: Any,
+) -> tuple[Any, Any]:
+    """One step of Adam along the gradient that the cotangent of the logits gives."""
+    _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, copies, images, numbers), back)
+    (gradient,) = vjp(cotangent)
+    return adam_step(back, state, gradient, learning_rate)
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
