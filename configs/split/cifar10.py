@@ -35,13 +35,13 @@ def get_config() -> ConfigDict:
     }
     config.model = model
     config.train = {"steps": 3000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0}
-    config.auxiliary = {"model": model, "train": {**config.train, "steps": 600, "init_seed": 1}, "cut": 0}
+    config.auxiliary = {"model": model, "train": {**config.train, "steps": 300, "init_seed": 1}, "cut": 0}
     config.learning_rates = (3e-4, 1e-3, 3e-3)
     config.tuning.seeds = (1,)
     # Chosen for two CPU cores; with a GPU take the paper's 100 epochs.
     config.adaptation.epochs = 3
     config.baselines.epochs = 60
-    config.attack.update({"images": 500, "epochs": 8})
-    config.noise.update({"scales": (0.2, 0.8, 2.0), "seeds": 2})
-    config.private.update({"epsilons": (1.0, 4.0, 16.0, 64.0), "dimensions": (16,), "shots": (50, 500), "steps": 200})
+    config.attack.update({"images": 300, "epochs": 5})
+    config.noise.update({"scales": (0.2, 0.8), "seeds": 2})
+    config.private.update({"epsilons": (1.0, 8.0, 64.0), "dimensions": (16,), "shots": (50, 500), "steps": 100})
     return config

@@ -20,6 +20,7 @@ from jaxdp.split import attacks, baselines
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
+from jaxdp.split.costs import cost
 from jaxdp.split.private import (
     PrivateRelease,
     Projection,
@@ -57,6 +58,17 @@ class Variant(NamedTuple):
     copies: float = 1.0
 
 
+# Rows of Table 2.
+COSTS = {
+    "Linear probing": "lp",
+    "Fine-tuning": "ft",
+    "LN-tune": "ln",
+    "Split learning": "sl",
+    "Offsite tuning": "ot",
+    "Split Adaptation": "sa",
+    "SA, noise once": "sa_noise_once",
+    "SA, private": "sa_private",
+}
 PUBLISHED, ONCE = Variant(), Variant(order="once")
 
 
@@ -329,6 +341,36 @@ class Study:
             return None
         alpha = variant.alpha * options.alpha
         return lambda key, params: perturb_params(key, params, alpha=alpha, mode=options.noise_mode)
+
+    def costs(self) -> list[dict[str, Any]]:
+        """What each method costs one client with the shots of the ablations (Table 2), measured on this device."""
+        config, classes = self.config, self.setting.client.num_classes
+        rows = []
+        for label, method in COSTS.items():
+            found = cost(
+                method,
+                self.setting.backbone,
+                images=config.ablation.shots * classes,
+                num_classes=classes,
+                epochs=config.adaptation.epochs if method.startswith("sa") else config.baselines.epochs,
+                batch_size=config.baselines.batch_size,
+                copies=config.client.copies,
+                directions=config.private.dimensions[0],
+                measure="run",
+            )
+            measured: Any = found.measured
+            rows.append(
+                {
+                    "Method": label,
+                    "parameters": found.parameters,
+                    "peak memory, MB": measured.peak_bytes / 1e6,
+                    "seconds": measured.seconds,
+                    "GFLOP": found.total_flops / 1e9,
+                    "download, MB": found.download / 1e6,
+                    "upload, MB": found.upload / 1e6,
+                }
+            )
+        return rows
 
     @functools.lru_cache  # noqa: B019
     def _release(self, variant: Variant) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
