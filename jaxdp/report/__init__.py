@@ -1,13 +1,14 @@
 """What a run leaves for people to read: metrics in JSON lines, text tables, figures."""
 
 from jaxdp.report.metrics import MetricsWriter, read_metrics
-from jaxdp.report.plots import plot_curves, plot_panels, plot_points, plot_reliability, plot_training
+from jaxdp.report.plots import plot_curves, plot_images, plot_panels, plot_points, plot_reliability, plot_training
 from jaxdp.report.tables import format_table
 
 __all__ = [
     "MetricsWriter",
     "format_table",
     "plot_curves",
+    "plot_images",
     "plot_panels",
     "plot_points",
     "plot_reliability",

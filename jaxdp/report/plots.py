@@ -355,6 +355,69 @@ def plot_reliability(
     return _save(figure, path)
 
 
+def plot_images(
+    path: str | os.PathLike[str],
+    rows: Mapping[str, Any],
+    *,
+    title: str,
+    subtitle: str = "",
+    notes: Mapping[str, str] | None = None,
+) -> Path:
+    """Draw rows of images under each other, such as originals and what attackers made of them.
+
+    Every pixel is a square of one colour.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
+          needed.
+        rows: name, at the left of the row, to images: floating point [n, H, W, C] in [0, 1], all of one shape; C is 1
+          (grey) or 3 (RGB).
+        title, subtitle: two lines above the rows.
+        notes: name of a row to what stands at its right; rows without a note have none.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values are not in
+          [0, 1], or a note has no row.
+    """
+    from matplotlib.figure import Figure
+
+    images = {name: np.asarray(value) for name, value in rows.items()}
+    shapes = {value.shape for value in images.values()}
+    shape = next(iter(shapes), ())
+    if len(shapes) != 1 or len(shape) != 4 or shape[3] not in (1, 3) or 0 in shape:
+        raise ValueError(f"rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got {sorted(shapes)}")
+    for name, value in images.items():
+        if not np.issubdtype(value.dtype, np.floating) or not (value.min() >= 0 and value.max() <= 1):
+            raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]; clip what is outside")
+    if unknown := sorted(set(notes or {}) - set(rows)):
+        raise ValueError(f"notes has {', '.join(map(repr, unknown))}, which rows has not")
+
+    count, height, width, _ = shape
+    step = 1.08 * width / height  # from image to image, their height being 1
+    across = (count - 1) * step + width / height
+    inches = min(0.95, 9.0 / across)  # the height of an image
+    bottom, top = 0.1, 0.95 if subtitle else 0.64
+    size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
+    figure = Figure(figsize=size, dpi=160, facecolor="white")
+    panels = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"hspace": 0.08})[:, 0]
+    figure.subplots_adjust(left=0, right=1, bottom=bottom / size[1], top=1 - top / size[1])
+    label = {"fontsize": _FONT, "va": "center", "annotation_clip": False, "textcoords": "offset points"}
+    for axes, (name, value) in zip(panels, images.items(), strict=True):
+        for k, image in enumerate(value):
+            extent = (k * step, k * step + width / height, 0, 1)
+            axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=extent)
+        axes.set(xlim=(0, across), ylim=(0, 1), aspect="auto")
+        axes.set_axis_off()
+        axes.annotate(name, (0, 0.5), xytext=(-10, 0), ha="right", color=_INK, fontweight="bold", **label)
+        note = (notes or {}).get(name, "")
+        axes.annotate(note, (across, 0.5), xytext=(10, 0), ha="left", color=_GREY, **label)
+    _headline(figure, title, subtitle)
+    return _save(figure, path)
+
+
 def _curve(axes: "Axes", points: Sequence[tuple[int, float]]) -> None:
     steps, values = _arrays(points)
     marker = "o" if len(points) <= 40 else None

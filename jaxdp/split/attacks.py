@@ -1,4 +1,4 @@
-"""Reconstruction of images from uploaded representations: FORA (Xu et al. 2024) as Split Adaptation has it (section 4.2).
+"""Reconstruction of images from uploads: FORA (Xu et al. 2024) in the form of Split Adaptation (section A.2).
 
 The server owns the frontend that it shipped, so that it needs no substitute for it: it draws representations of PUBLIC
 images such as a client might upload, trains a decoder to return the images, and applies it to what a client did upload.
@@ -297,7 +297,8 @@ def attack(
         drawn = jax.eval_shape(simulation, front, key, public[:batch_size]).shape[1:]
         if drawn != uploads.shape[2:]:
             raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}")
-    medians = functools.lru_cache(lambda copies: uploads[0] if copies == 1 else median_of_copies(uploads[:copies]))
+    wanted = {attacker.simulation.copies for attacker in attackers.values()}
+    observed = {copies: median_of_copies(uploads[:copies]) for copies in wanted}
     mean_image = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
     found = {"mean image": _measure(mean_image, references)}
     for name, (simulation, front) in attackers.items():
@@ -311,7 +312,7 @@ def attack(
             batch_size=batch_size,
             learning_rate=learning_rate,
         )
-        found[name] = _measure(np.asarray(inversion(medians(simulation.copies))), references)
+        found[name] = _measure(np.asarray(inversion(observed[simulation.copies])), references)
     return found
 
 

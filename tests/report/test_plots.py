@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxdp.report import plot_curves, plot_training
-from jaxdp.report.plots import _number, plot_panels, plot_reliability
+from jaxdp.report.plots import _number, plot_images, plot_panels, plot_reliability
 
 CURVES = {
     "accuracy": [(0, 0.5), (100, 0.8), (200, 0.9)],
@@ -289,3 +289,47 @@ def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_pa
 def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
     with pytest.raises(ValueError, match=message):
         plot_reliability(tmp_path / "r.png", diagrams, **HEADLINE)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8, 1), (3, 6, 9, 3), (40, 4, 4, 1)])
+def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shape):
+    rows = {name: np.random.default_rng(k).uniform(size=shape) for k, name in enumerate(("client", "attack"))}
+    path = plot_images(tmp_path / "deep" / "images.png", rows, **HEADLINE, notes={"attack": "SSIM .23, PSNR 15.2"})
+    assert path.read_bytes().startswith(b"\x89PNG")
+    figure = saved[-1]
+    assert [text.get_text() for text in figure.texts] == ["t", "s"]
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [
+        ["client", ""],
+        ["attack", "SSIM .23, PSNR 15.2"],
+    ]
+    for axes, images in zip(figure.axes, rows.values(), strict=True):
+        assert [image.get_interpolation() for image in axes.images] == ["nearest"] * shape[0]
+        assert all(image.get_clim() == (0, 1) and image.get_cmap().name == "gray" for image in axes.images)
+        for drawn, image in zip(axes.images, images, strict=True):
+            np.testing.assert_array_equal(np.reshape(drawn.get_array(), shape[1:]), image)
+        boxes = [image.get_window_extent() for image in axes.images]
+        assert all(box.width / box.height == pytest.approx(shape[2] / shape[1]) for box in boxes)
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+        name, note = axes.texts
+        assert name.get_window_extent().x1 < boxes[0].x0 and note.get_window_extent().x0 > boxes[-1].x1
+    above, below = figure.axes
+    assert below.images[0].get_window_extent().y1 < above.images[0].get_window_extent().y0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({}, "rows needs images"),
+        ({"a": np.zeros((0, 8, 8, 1))}, "n > 0 and C 1 or 3"),
+        ({"a": np.zeros((2, 8, 8))}, r"got \[\(2, 8, 8\)\]"),
+        ({"a": np.zeros((2, 8, 8, 2))}, "C 1 or 3"),
+        ({"a": np.zeros((2, 8, 8, 1)), "b": np.zeros((3, 8, 8, 1))}, r"of one shape.*\(2, .*\(3, "),
+        ({"a": np.full((2, 8, 8, 1), 1.5)}, r"rows\['a'\] must be .* in \[0, 1\]; clip"),
+        ({"a": np.full((2, 8, 8, 1), np.nan)}, r"rows\['a'\] must be"),
+        ({"a": np.zeros((2, 8, 8, 1), np.uint8)}, r"rows\['a'\] must be floating point"),
+        ({"b": np.zeros((2, 8, 8, 1))}, "notes has 'a', which rows has not"),
+    ],
+)
+def test_images_that_cannot_be_drawn_are_refused(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        plot_images(tmp_path / "images.png", rows, **HEADLINE, notes={"a": ""})
