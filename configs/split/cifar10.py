@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
         "tuning": {**cifar10, "name": "cifar100", "classes": (0, 20, 49, 69), "rotate": 0},
         "split_seed": 0,
     }
-    model = {
+    config.model = {
         "name": "vit_tiny",
         "num_classes": 6,
         "options": {"width": 96, "depth": 6, "num_heads": 3, "mlp_width": 384},
@@ -33,9 +33,8 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 32, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
     }
-    config.model = model
     config.train = {"steps": 3000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0}
-    config.auxiliary = {"model": model, "train": {**config.train, "steps": 300, "init_seed": 1}, "cut": 0}
+    config.auxiliary.model.name = ""  # no second public model, so no auxiliary backend
     config.learning_rates = (3e-4, 1e-3, 3e-3)
     config.tuning.seeds = (1,)
     # Chosen for two CPU cores; with a GPU take the paper's 100 epochs.

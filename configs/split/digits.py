@@ -62,7 +62,7 @@ def get_config() -> ConfigDict:
             "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies; the paper has 100
             "baselines": {"epochs": 100, "batch_size": 32},
             "ablation": {"shots": 5},
-            "attack": {"images": 400, "epochs": 60, "batch_size": 32},
+            "attack": {"images": 400, "epochs": 20, "batch_size": 32},
             "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
             "private": {
                 "delta": 1e-5,
