@@ -1,0 +1,116 @@
+"""Audits of private test-time adaptation: what keeps its promise passes, what breaks it is caught.
+
+Runs have fixed seeds. Over the choice of a seed, a healthy adapter fails with probability below 0.05 (far below: the
+bounds are loose), and a broken one is let off with probability below 0.001.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxdp.tta.adapter
+from jaxdp import tta
+from jaxdp.privacy import GaussianDpEvent, epsilon
+from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.noise import gaussian
+from jaxdp.tta import canaries
+from jaxdp.tta.method import entropy
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+_spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
+tiny = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiny)
+
+SEED, DELTA, SIGMA = bytes(range(16)), 1e-5, 0.5
+MARGIN = 0.6
+IMAGES = tiny.stream(0, steps=1, size=60)[0]
+ENTROPY = np.asarray(jax.vmap(entropy)(tiny.apply_fn(tiny.PARAMS, jnp.asarray(IMAGES))))
+RELIABLE = MARGIN * math.log(tiny.CLASSES) > ENTROPY
+BATCH, CANDIDATES = IMAGES[~RELIABLE][:4], np.concatenate([IMAGES[RELIABLE][:4], IMAGES[~RELIABLE][4:8]])
+
+
+SGD, TENT = optax.sgd(1.0), tta.Tent()
+
+
+def adapter_of(*, sigma=SIGMA, optimizer=SGD, **settings):
+    """With the same method and optimizer, the same compiled steps."""
+    method = tta.private(TENT, clip_norm=0.01, noise_multiplier=sigma)
+    return tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optimizer, **settings)
+
+
+def audit(adapter, *, trials=150, adjacency="zero_out", **options):
+    options = {"delta": DELTA, "seed": SEED, **options}
+    return canaries.audit_stream(adapter, BATCH, CANDIDATES, trials=trials, adjacency=adjacency, **options)
+
+
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace_one"])
+def test_a_private_stream_passes_and_most_of_epsilon_is_found(adjacency):
+    sigma = {"zero_out": SIGMA, "replace_one": 2 * SIGMA}[adjacency]
+    found = audit(adapter_of(sigma=sigma), adjacency=adjacency)
+    assert found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
+    assert 0.4 * found.upper < found.lower <= found.upper
+    assert found.trials == 300 and not found.violated
+
+
+def test_half_the_noise_is_caught(monkeypatch):
+    monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", lambda key, tree, std: gaussian(key, tree, std / 2))
+    found = audit(adapter_of(optimizer=optax.sgd(1.0)))
+    assert found.violated and found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
+
+
+def test_a_forgotten_clip_is_caught(monkeypatch):
+    def unclipped(loss, *, clip_norm, **options):
+        return clipped_grad(loss, clip_norm=1e6 * clip_norm, **options)
+
+    monkeypatch.setattr(jaxdp.tta.adapter, "clipped_grad", unclipped)
+    assert audit(adapter_of(optimizer=optax.sgd(1.0)), trials=60).violated
+
+
+EATA = tta.EATA(tiny.CLASSES, margin=MARGIN)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypatch):
+    """As published, the mean is over the images that the filter lets pass: their number tells about each of them."""
+
+    def mean_over_the_kept(loss, **options):
+        inside = clipped_grad(loss, **options)
+
+        def grads_of(params, examples, mask):
+            result = inside(params, examples, mask)
+            kept = mask & (jax.vmap(entropy)(result.aux) < MARGIN * math.log(tiny.CLASSES))
+            scale = len(mask) / jnp.maximum(kept.sum(), 1)
+            return dataclasses.replace(result, grads=jax.tree.map(lambda g: g * scale, result.grads))
+
+        return grads_of
+
+    if outside:
+        monkeypatch.setattr(jaxdp.tta.adapter, "clipped_grad", mean_over_the_kept)
+    method = tta.private(EATA, clip_norm=0.01, noise_multiplier=SIGMA, filters="keep")
+    found = audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optax.sgd(1.0)))
+    assert found.lower > 0 and found.violated == outside
+
+
+def test_canaries_in_accumulated_batches():
+    found = audit(adapter_of(accumulate=2))
+    assert found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
+    assert 0 < found.lower <= found.upper
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match=r"adapter must have a private method, got Tent; use tta.private\(\)"):
+        audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.Tent(), optax.sgd(1.0)))
+    adapter = adapter_of()
+    with pytest.raises(ValueError, match="batch and candidates must be images of one shape"):
+        canaries.audit_stream(adapter, BATCH, IMAGES[:, :2], trials=2, delta=DELTA)
+    with pytest.raises(ValueError, match="candidates must hold at least 2 images under 'replace_one', got 1"):
+        canaries.audit_stream(adapter, BATCH, IMAGES[:1], trials=2, delta=DELTA)
+    with pytest.raises(ValueError, match="adjacency 'add_remove', which a stream of batches cannot satisfy"):
+        audit(adapter, adjacency="add_remove")
