@@ -575,16 +575,22 @@ def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     return package.arrays["representations"]
 
 
-def send_answers(folder: str | os.PathLike[str], logits: Any) -> None:
-    """Writes the package "answers": logits float32 [m, K] of the queries."""
-    write_package(folder, "answers", fields={}, arrays={"logits": logits})
+def send_answers(folder: str | os.PathLike[str], logits: Any, *, queries: Path) -> None:
+    """Writes the package "answers": logits float32 [m, K] of the package `queries`."""
+    write_package(folder, "answers", fields={"queries": manifest_sum(queries)}, arrays={"logits": logits})
 
 
-def receive_answers(folder: str | os.PathLike[str], *, count: int, num_classes: int) -> np.ndarray:
-    """Reads logits of `count` queries; errors as `receive_upload`."""
-    package = read_package(folder, "answers")
-    _understood(folder, lambda p: _check_arrays(p.arrays, {"logits": ((count, num_classes), np.float32)}), package)
-    return package.arrays["logits"]
+def receive_answers(folder: str | os.PathLike[str], *, queries: Path, num_classes: int) -> np.ndarray:
+    """Reads logits float32 [m, K] of the package `queries`; errors as `receive_upload`, also if they are of another."""
+
+    def check(package: Package) -> np.ndarray:
+        if package.fields["queries"] != manifest_sum(queries):
+            raise ValueError(f"they answer other queries than {queries}; delete them, and start both parties again")
+        count = len(read_package(queries, "queries", arrays=["representations"]).arrays["representations"])
+        _check_arrays(package.arrays, {"logits": ((count, num_classes), np.float32)})
+        return package.arrays["logits"]
+
+    return _understood(folder, check, read_package(folder, "answers", fields=["queries"]))
 
 
 # --- Folders ----------------------------------------------------------------------------------------------------------

@@ -366,11 +366,16 @@ def test_queries_and_answers_come_back(shipment, representations, tmp_path):
         receive_queries(tmp_path / "queries", shipment._replace(copies=1))
     with pytest.raises(ValueError, match="representations must be at least one, got none"):
         send_queries(tmp_path / "none", representations[:0], shipment)
-    logits = np.arange(12, dtype=np.float32).reshape(4, 3)
-    send_answers(tmp_path / "answers", logits)
-    np.testing.assert_array_equal(receive_answers(tmp_path / "answers", count=4, num_classes=3), logits)
-    with pytest.raises(ValueError, match=r"'logits' must be float32 of shape \(5, 3\)"):
-        receive_answers(tmp_path / "answers", count=5, num_classes=3)
+    logits = np.arange(27, dtype=np.float32).reshape(9, 3)
+    send_answers(tmp_path / "answers", logits, queries=tmp_path / "queries")
+    np.testing.assert_array_equal(
+        receive_answers(tmp_path / "answers", queries=tmp_path / "queries", num_classes=3), logits
+    )
+    with pytest.raises(ValueError, match=r"'logits' must be float32 of shape \(9, 4\)"):
+        receive_answers(tmp_path / "answers", queries=tmp_path / "queries", num_classes=4)
+    send_queries(tmp_path / "others", representations[1:], shipment)
+    with pytest.raises(ValueError, match=r"they answer other queries than .*others; delete them"):
+        receive_answers(tmp_path / "answers", queries=tmp_path / "others", num_classes=3)
 
 
 # --- The client's loss ------------------------------------------------------------------------------------------------

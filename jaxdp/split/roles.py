@@ -1,0 +1,448 @@
+"""The two parties of Split Adaptation, each a function for a process of its own: `launch/split_server.py` and
+`launch/split_client.py`.
+
+Each reads its own part of a config, its own data and its own workdir, and from the other party nothing but the packages
+of `jaxdp.split.exchange` in a folder. A party that is started again goes on where it was: what was sent stays sent, and
+what was paid for is kept and not paid again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.data import Source, bundled, fit_images, from_tfds
+from jaxdp.models import Preprocessing
+from jaxdp.models.pretrained import load_params, save_params
+from jaxdp.models.public import public_model, trained
+from jaxdp.privacy import Ledger
+from jaxdp.report.workdir import alone, bind, check_same_config, write_json
+from jaxdp.split.backbone import Backbone, two_thirds
+from jaxdp.split.client import check_images, perturb_params, represent
+from jaxdp.split.copies import augment_then_noise
+from jaxdp.split.exchange import (
+    MODES,
+    LossClient,
+    NoisyOnce,
+    Private,
+    Shipment,
+    Upload,
+    Uploaded,
+    answer_until,
+    check_augmentation,
+    file_gradients,
+    manifest_sum,
+    mode_of,
+    receive_answers,
+    receive_frontend,
+    receive_queries,
+    receive_upload,
+    send_answers,
+    send_frontend,
+    send_queries,
+    send_upload,
+    share,
+    wait_for,
+)
+from jaxdp.split.package import package_bytes, read_package, write_package
+from jaxdp.split.private import (
+    PrivateRelease,
+    fit_projection,
+    label_noise_matrix,
+    lift,
+    project,
+    published_event,
+    release_privately,
+)
+from jaxdp.split.quantization import check_labels
+from jaxdp.split.server import (
+    Adapted,
+    Gradients,
+    adapt,
+    adapt_by_client,
+    calibrate_frontends,
+    merge_hilbert,
+    tune_backend,
+)
+from jaxdp.transforms import noise
+
+DATASET = "client/images"
+_MOST = 1000  # images by which the projection is fitted
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+def run_server(
+    config: Any, workdir: str | os.PathLike[str], exchange: str | os.PathLike[str], *, timeout: float = 3600.0
+) -> dict[str, Any]:
+    """Plays the server: sends a frontend, adapts the backend to what a client uploads, answers the client's queries.
+
+    Args:
+      config: the part `server` of a config such as `configs/split/two_parties.py`.
+      workdir: of the server, for nobody else: the backbone (if it was trained here), the backend and the adapted one.
+      exchange: the folder in which the parties exchange packages, made if needed; another one for another client.
+      timeout: seconds to wait for the client.
+
+    Returns:
+      What is in result.json: mode and bytes of the upload, and the number of queries.
+
+    Raises:
+      ValueError: the workdir or the exchange folder belongs to another run, the config is inconsistent, or what the
+        client sent cannot be used; the message says what to do.
+      TimeoutError: the client does not answer.
+      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
+    """
+    root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
+    with _own(config, root):
+        model = public_model(config.model)
+        backbone = Backbone(model.model, model.preprocessing, config.cut or two_thirds(model.model))
+        check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
+        bind(config, root)
+        own = root / "frontend"
+        if not own.exists():
+            _make_frontend(config, backbone, root)
+        shipment = receive_frontend(own)
+        share(own, shared / "frontend", "frontend")
+        wait_for(shared / "upload", timeout=timeout, sender="the client")
+        upload = receive_upload(shared / "upload", shipment)
+        name = manifest_sum(shared / "upload")
+        kept, done = root / f"adapted-{name}.safetensors", shared / "adapted"
+        if done.exists() and (not kept.exists() or read_package(done, "adapted").fields != {"upload": name}):
+            raise ValueError(
+                f"{done} is of another server or another upload; delete {shared} with all that is in it, or exchange "
+                "through another folder"
+            )
+        if not kept.exists():
+            gradients = file_gradients(shared / "loss", timeout=timeout)
+            save_params(kept, _adapt(config, backbone, shipment, upload, root, gradients))
+        if not done.exists():
+            write_package(done, "adapted", fields={"upload": name}, arrays={})
+        model_of_client = backbone.model.clone(num_classes=upload.num_classes)
+        adapted = Adapted(dataclasses.replace(backbone, model=model_of_client), load_params(kept))
+        result = {
+            "mode": mode_of(upload),
+            "bytes": package_bytes(shared / "upload"),
+            "queries": _answer(adapted, shipment, shared),
+        }
+        write_json(root / "result.json", result)
+        print(
+            f"server: the client uploaded {result['bytes']:,} bytes ({result['mode']}); {result['queries']} queries "
+            "answered. Nothing private was read here but that"
+        )
+        return result
+
+
+def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
+    """Everything that the server does before it meets a client, on its own PUBLIC images."""
+    images = _read(config.data, backbone.preprocessing)
+    if images.num_classes != backbone.num_classes:
+        raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}")
+    model = public_model(config.model)
+    if not config.model.checkpoint:
+        share = config.data.pretrain_fraction
+        pretraining, images = images.split((share, 1 - share), seed=config.seed)
+        model = trained(model, pretraining, config.train, root / "backbone.safetensors")
+    key = noise.stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
+    keys = jax.random.split(key, 2)
+    batch = images.gather(np.arange(len(images)))
+    both = merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
+    frontends = calibrate_frontends(keys[0], backbone, model.params, *both, **config.calibration)
+    back = tune_backend(keys[1], backbone, model.params, frontends, *both, **config.tuning)
+    save_params(root / "backend.safetensors", back)
+    shipment = Shipment(backbone, frontends[0], config.copies, config.n_patches)
+    if config.directions:
+        x = represent(backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST]))
+        projection = fit_projection(x, config.directions)
+        norms = np.linalg.norm(np.asarray(project(projection, x)), axis=1)
+        shipment = shipment._replace(projection=projection, clip_norm=float(np.median(norms)))
+    send_frontend(root / "frontend", shipment)
+
+
+def _adapt(
+    config: Any, backbone: Backbone, shipment: Shipment, upload: Upload, root: pathlib.Path, gradients: Gradients
+) -> dict[str, Any]:
+    """The parameters of the backend, adapted to an upload."""
+    back = load_params(root / "backend.safetensors")
+    copies_key, key = jax.random.split(noise.stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
+    augment = functools.partial(
+        augment_then_noise,
+        copies_key,
+        laplace_scale=0.0,  # the noise is there already
+        copies=shipment.copies,
+        n_patches=shipment.n_patches,
+        prefix_tokens=backbone.prefix_tokens,
+    )
+    options = {"num_classes": upload.num_classes, **config.adaptation}
+    if isinstance(upload, Private):
+        assert shipment.projection is not None  # `receive_upload` has checked
+        copies = augment(lift(shipment.projection, upload.released.features))
+        matrix = jnp.asarray(label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
+        labels = jnp.asarray(upload.released.labels)
+        return adapt(key, backbone, back, copies, labels, label_noise=matrix, **options).back
+    made = upload if isinstance(upload, Uploaded) else augment(jnp.asarray(upload.representations))
+    return adapt_by_client(key, backbone, back, jax.device_put(made), gradients, **options).back
+
+
+def _answer(adapted: Adapted, shipment: Shipment, shared: pathlib.Path) -> int:
+    """Answers the queries, if there are any without answers; returns how many there are."""
+    if not (shared / "queries").exists():
+        return 0
+    queries = receive_queries(shared / "queries", shipment)
+    path = shared / "answers"
+    if path.exists():
+        receive_answers(path, queries=shared / "queries", num_classes=adapted.backbone.num_classes)
+    else:
+        parts = [np.asarray(adapted.logits(jnp.asarray(queries[i : i + 256]))) for i in range(0, len(queries), 256)]
+        send_answers(path, np.concatenate(parts), queries=shared / "queries")
+    return len(queries)
+
+
+# --- The client -------------------------------------------------------------------------------------------------------
+
+
+def run_client(
+    config: Any,
+    workdir: str | os.PathLike[str],
+    exchange: str | os.PathLike[str],
+    *,
+    ledger_path: str | os.PathLike[str] | None = None,
+    queries: bool = True,
+    timeout: float = 3600.0,
+) -> dict[str, Any]:
+    """Plays the client: uploads representations of its few images, and has its test images classified.
+
+    Args:
+      config: the part `client` of a config such as `configs/split/two_parties.py`, whose comments explain the fields.
+      workdir: of the client, for nobody else: its secret seed, the upload, the predictions.
+      exchange: the folder in which the parties exchange packages.
+      ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
+        its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
+        its epsilon, the others without one, unless it is registered already.
+      queries: whether the server classifies the test images. Their representations are sent without Laplace noise
+        unless `config.query_laplace_scale` says otherwise; in no mode does a guarantee cover them.
+      timeout: seconds to wait for the server.
+
+    Returns:
+      What is in result.json: mode, bytes of the upload, epsilon (None is infinite) and delta, accuracy (None without
+      queries, or labels of them).
+
+    Raises:
+      BudgetExceeded: the ledger refuses the upload; nothing is sent.
+      ValueError: the workdir or the exchange folder belongs to another run, or images, labels or config do not fit each
+        other or the frontend; before anything is spent or sent.
+      TimeoutError: the server does not answer.
+    """
+    root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
+    with _own(config, root), Ledger(ledger_path or root / "ledger.sqlite") as ledger:
+        wait_for(shared / "frontend", timeout=timeout, sender="the server")
+        shipment = receive_frontend(shared / "frontend")
+        few, test = _client_images(config, shipment.backbone.preprocessing)
+        _check_client(config, shipment, few, test)
+        _check_same_images({**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json")
+        for name in ("upload", "queries"):
+            if (shared / name).exists() and not (root / name).exists():
+                raise ValueError(
+                    f"{shared / name} is of another client, or this one's workdir was lost: nothing was spent. Delete "
+                    f"{shared} with all that is in it, or exchange through another folder"
+                )
+        bind(config, root)
+        seed = _seed(root / "seed")
+        front = perturb_params(noise.stream(seed, "frontend"), shipment.frontend.params, alpha=config.alpha)
+        extract = functools.partial(represent, shipment.backbone, shipment.frontend, front)
+        if not (root / "upload").exists():
+            _make_upload(config, shipment, extract(few["image"]), few["label"], seed, ledger, root / "upload")
+        asks = queries and len(test["image"]) > 0
+        if asks:
+            if not (root / "queries").exists():
+                x = extract(test["image"])
+                x = x + noise.laplace(noise.stream(seed, "queries"), x, config.query_laplace_scale)
+                send_queries(root / "queries", x, shipment)
+            share(root / "queries", shared / "queries", "queries")
+        share(root / "upload", shared / "upload", "upload")
+        loss = None if config.mode == "private" else LossClient(few["label"], config.num_classes).gradients
+        answer_until(shared / "adapted", shared / "loss", loss, timeout=timeout)
+        if read_package(shared / "adapted", "adapted").fields != {"upload": manifest_sum(root / "upload")}:
+            raise ValueError(f"{shared / 'adapted'} is about another upload; delete {shared} with all that is in it")
+        accuracy = None
+        if asks:
+            wait_for(shared / "answers", timeout=timeout, sender="the server")
+            accuracy = _predict(config, test, root, shared)
+        epsilon = ledger.epsilon(DATASET, delta=config.delta)
+        result = {
+            "mode": config.mode,
+            "bytes": package_bytes(root / "upload"),
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "delta": config.delta,
+            "queries": len(test["image"]) if asks else 0,
+            "accuracy": accuracy,
+        }
+        write_json(root / "result.json", result)
+        print(_statement(result))
+        return result
+
+
+def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: dict[str, Any]) -> None:
+    """Refuses what would fail later, before anything is spent or sent."""
+    if config.mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    if config.mode == "private" and shipment.projection is None:
+        raise ValueError("mode='private' needs a frontend with a projection; the server has config.directions=0")
+    check_images(shipment.backbone, few["image"])
+    check_labels(few["label"], len(few["image"]), config.num_classes)
+    shipment.check_count(len(few["image"]))
+    if len(test["image"]):
+        check_images(shipment.backbone, test["image"])
+    if len(test["image"]) and "label" in test:
+        check_labels(test["label"], len(test["image"]), config.num_classes)
+    for name in ("laplace_scale", "query_laplace_scale"):
+        if not 0 <= config[name] < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {config[name]!r}")
+
+
+def _make_upload(
+    config: Any, shipment: Shipment, x: jax.Array, labels: np.ndarray, seed: bytes, ledger: Ledger, path: pathlib.Path
+) -> None:
+    """Pays, then makes the upload and keeps it: from then on the same one is sent, however often the client starts."""
+    if config.mode == "private":
+        assert shipment.projection is not None and shipment.clip_norm is not None  # `_check_client` has checked
+        release = PrivateRelease.calibrated(
+            epsilon=config.epsilon,
+            delta=config.delta,
+            clip_norm=shipment.clip_norm,
+            num_classes=config.num_classes,
+            label_share=config.label_share,
+        )
+        _register(ledger, epsilon=config.epsilon, delta=config.delta)
+        released = release_privately(
+            ledger,
+            DATASET,
+            release=release,
+            representations=x,
+            labels=labels,
+            projection=shipment.projection,
+            seed=seed,
+            label="split adaptation, private",
+        )
+        send_upload(path, Private(released, release), shipment)
+        return
+    _register(ledger, delta=config.delta, allow_unproven=True)
+    key = noise.stream(seed, "upload", impl="threefry2x32")
+    with ledger.spend(DATASET, published_event(config.laplace_scale), label=f"split adaptation, {config.mode}"):
+        upload: Upload
+        if config.mode == "noise_once":
+            upload = NoisyOnce(x + noise.laplace(key, x, config.laplace_scale), config.num_classes)
+        else:
+            copies = augment_then_noise(
+                key,
+                x,
+                laplace_scale=config.laplace_scale,
+                copies=shipment.copies,
+                n_patches=shipment.n_patches,
+                prefix_tokens=shipment.backbone.prefix_tokens,
+            )
+            upload = Uploaded.of(copies, num_classes=config.num_classes)
+        send_upload(path, upload, shipment)
+
+
+def _register(ledger: Ledger, **terms: Any) -> None:
+    """Registers the client's images, unless their owner has done so on terms of his own."""
+    try:
+        ledger.adjacency(DATASET)
+    except ValueError:
+        ledger.register(DATASET, adjacency="replace_one", unit="image", **terms)
+
+
+def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: pathlib.Path) -> float | None:
+    """Keeps the predicted classes; accuracy if the test images have labels."""
+    logits = receive_answers(shared / "answers", queries=root / "queries", num_classes=config.num_classes)
+    predicted = logits.argmax(1)
+    np.save(root / "predictions.npy", predicted)
+    return float(np.mean(predicted == test["label"])) if "label" in test else None
+
+
+def _statement(result: dict[str, Any]) -> str:
+    lines = [f"client: uploaded {result['bytes']:,} bytes"]
+    if result["accuracy"] is not None:
+        lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
+    if result["epsilon"] is None:
+        lines.append("epsilon = inf (empirical only): representations, copies and labels have no proof")
+    else:
+        lines.append(
+            f"epsilon = {result['epsilon']:.6g} at delta = {result['delta']:g} for replacing one image and its label"
+        )
+    if result["queries"]:
+        lines.append(
+            f"The {result['queries']} queries are representations of other images, outside any guarantee (--noqueries "
+            "sends none)"
+        )
+    return "\n".join(lines)
+
+
+def _client_images(config: Any, preprocessing: Preprocessing) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The client's few images with labels, and its test images, with labels if there are any."""
+    if config.images:
+        with np.load(config.images, allow_pickle=False) as file:
+            arrays = dict(file)
+        if not {"image", "label"} <= set(arrays):
+            raise ValueError(f"{config.images} must have the arrays 'image' and 'label', it has {sorted(arrays)}")
+        few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
+        test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
+        if "test_label" in arrays:
+            test["label"] = arrays["test_label"]
+        return few, test
+    pool, test_source = _read(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
+    batch = pool.gather(np.arange(len(pool)))
+    rows = np.concatenate([np.flatnonzero(batch["label"] == k)[: config.shots] for k in range(pool.num_classes)])
+    return {name: array[rows] for name, array in batch.items()}, test_source.gather(np.arange(len(test_source)))
+
+
+def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
+    """Refuses other images than those of the upload that the workdir may hold."""
+    sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
+    if path.exists() and json.loads(path.read_text()) != sums:
+        raise ValueError(
+            f"{path.parent} was begun with other images or labels; use a new workdir, and another folder to exchange"
+        )
+    write_json(path, sums)
+
+
+def _seed(path: pathlib.Path) -> bytes:
+    """The client's secret, from which all its noise comes; drawn once."""
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(noise.new_seed())
+        os.replace(temporary, path)
+    return path.read_bytes()
+
+
+# --- Both -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _own(config: Any, root: pathlib.Path) -> Iterator[None]:
+    """A party's workdir, for one process at a time and one config for ever."""
+    with alone(root):
+        check_same_config(config, root / "config.json")
+        yield
+
+
+def _read(config: Any, preprocessing: Preprocessing) -> Source:
+    """Images of some classes, as large as the model wants them."""
+    if config.source == "bundled":
+        source = bundled(config.name)
+    else:
+        prepare = preprocessing.prepare if config.prepare else None
+        source = from_tfds(config.name, config.split, data_dir=config.data_dir or None, prepare=prepare)
+    source = source.of_classes(config.classes) if config.classes else source
+    return fit_images(source, preprocessing.size, len(preprocessing.mean))

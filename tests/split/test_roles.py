@@ -1,0 +1,235 @@
+"""Client and server in one process: what is refused, when it costs nothing yet, and what happens after a crash."""
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs.split import two_parties
+from jaxdp.data import bundled
+from jaxdp.models import save_params
+from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.split import roles
+from jaxdp.split.exchange import Shipment, send_frontend
+from jaxdp.split.package import read_package, write_package
+from jaxdp.split.private import fit_projection
+from jaxdp.split.roles import run_client, run_server
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def shipment(vit):
+    public = np.random.default_rng(0).normal(size=(12, *vit.backbone.tokens))
+    return Shipment(vit.backbone, vit.quantized(), 2, 4, fit_projection(public, 4), 2.0)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    source = bundled("digits").of_classes([4, 5, 6])
+    return source.gather(np.arange(COUNT + 5))
+
+
+class Client:
+    """A client with its files: images, workdir, and a folder in which it meets a server that has sent its frontend."""
+
+    def __init__(self, folder, shipment, batch):
+        self.root, self.shared, self.file = folder / "client", folder / "exchange", folder / "images.npz"
+        self.config = ConfigDict(two_parties.get_config().client.to_dict())
+        self.config.update({"images": str(self.file), "num_classes": 3, "laplace_scale": 0.1})
+        self.save(**{name: array[:COUNT] for name, array in batch.items()}, test_image=batch["image"][COUNT:])
+        send_frontend(self.shared / "frontend", shipment)
+
+    def save(self, **arrays):
+        np.savez(self.file, **arrays)
+
+    def run(self, timeout=0.2, **changes):
+        config = ConfigDict({**self.config.to_dict(), **changes})
+        return run_client(config, self.root, self.shared, timeout=timeout)
+
+    def spends(self):
+        """How often the ledger was charged."""
+        with Ledger(self.root / "ledger.sqlite") as ledger:
+            return sum(row["spends"] for entry in ledger.report()["datasets"] for row in entry["spends"])
+
+    def untouched(self):
+        """Whether nothing was spent, sent or kept."""
+        kept = {path.name for path in self.root.glob("*")} - {"ledger.sqlite", "lock"}
+        return not kept and [path.name for path in self.shared.iterdir()] == ["frontend"] and self.spends() == 0
+
+
+@pytest.fixture
+def client(tmp_path, shipment, batch):
+    return Client(tmp_path, shipment, batch)
+
+
+# --- Before anything is spent -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mode": "raw"}, "mode must be one of published, noise_once, private, got 'raw'"),
+        ({"num_classes": 2}, r"labels must be in \[0, 2\)"),
+        ({"laplace_scale": -1.0}, "laplace_scale must be finite and at least 0, got -1.0"),
+        ({"query_laplace_scale": float("inf")}, "query_laplace_scale must be finite and at least 0, got inf"),
+    ],
+)
+def test_a_wrong_config_costs_nothing(client, changes, match):
+    with pytest.raises(ValueError, match=match):
+        client.run(**changes)
+    assert client.untouched()
+
+
+def test_wrong_images_cost_nothing(client, batch):
+    image, label = batch["image"], batch["label"]
+    for arrays, match in (
+        ({"image": image}, r"images.npz must have the arrays 'image' and 'label', it has \['image'\]"),
+        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, from which 4 patches"),
+        ({"image": image[:0], "label": label[:0]}, r"images must be \[n, 8, 8, 1\] with n >= 1"),
+        ({"image": image, "label": label[1:]}, "labels must be 17 integers, one per image"),
+        ({"image": image, "label": label, "test_image": image, "test_label": label + 1}, r"labels must be in \[0, 3\)"),
+        ({"image": np.repeat(image, 3, -1), "label": label}, r"every image must be \[H, W, 1\]"),
+    ):
+        client.save(**arrays)
+        with pytest.raises(ValueError, match=match):
+            client.run()
+        assert client.untouched()
+
+
+def test_a_wrong_frontend_costs_nothing(client, shipment):
+    def replaced(sent):
+        shutil.rmtree(client.shared / "frontend")
+        if sent is not None:
+            send_frontend(client.shared / "frontend", sent)
+
+    replaced(shipment._replace(projection=None, clip_norm=None))
+    with pytest.raises(ValueError, match="mode='private' needs a frontend with a projection"):
+        client.run()
+    manifest = client.shared / "frontend" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"cut": 2', '"cut": 1'))
+    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states; .* send it again"):
+        client.run()
+    assert client.untouched()
+    replaced(None)
+    with pytest.raises(TimeoutError, match=r"frontend did not come from the server within 0.2 seconds"):
+        client.run()
+
+
+def test_an_upload_of_another_client_costs_nothing(client):
+    write_package(client.shared / "upload", "upload", fields={}, arrays={})
+    with pytest.raises(
+        ValueError, match=r"upload is of another client, .*: nothing was spent. Delete .*exchange with all"
+    ):
+        client.run()
+    assert client.spends() == 0
+
+
+@pytest.mark.parametrize(("mode", "match"), [("private", "epsilon"), ("published", "allow_unproven=True")])
+def test_a_budget_is_kept(client, mode, match):
+    client.root.mkdir()
+    with Ledger(client.root / "ledger.sqlite") as ledger:
+        ledger.register(roles.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
+    with pytest.raises(BudgetExceeded, match=match):
+        client.run(mode=mode)
+    assert client.spends() == 0 and [path.name for path in client.shared.iterdir()] == ["frontend"]
+
+
+# --- After a crash ----------------------------------------------------------------------------------------------------
+
+
+def full(*args):
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("mode", ["private", "noise_once"])
+def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monkeypatch, mode):
+    with monkeypatch.context() as patch:
+        patch.setattr(roles, "share", full)
+        with pytest.raises(OSError, match="disk full"):
+            client.run(mode=mode)
+    assert client.spends() == 1 and [path.name for path in client.shared.iterdir()] == ["frontend"]
+    kept = read_package(client.root / "upload", "upload")
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"adapted did not come from the server within 0.2 seconds"):
+            client.run(mode=mode)
+    assert client.spends() == 1
+    sent = read_package(client.shared / "upload", "upload")
+    assert sent.fields == kept.fields
+    for name, array in kept.arrays.items():
+        np.testing.assert_array_equal(sent.arrays[name], array)
+    with pytest.raises(ValueError, match="belongs to an experiment with another epsilon; use a new workdir"):
+        client.run(mode=mode, epsilon=9.0)
+    client.save(**{name: array[1:COUNT] for name, array in batch.items()})
+    with pytest.raises(ValueError, match="was begun with other images or labels; use a new workdir"):
+        client.run(mode=mode)
+    assert (client.root / "seed").stat().st_mode & 0o777 == 0o600
+
+
+# --- The server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path, vit, shipment):
+    """Config and workdir of a server that has everything that it makes before it meets a client."""
+    root = tmp_path / "server"
+    send_frontend(root / "frontend", shipment)
+    save_params(root / "backend.safetensors", vit.back)
+    config = ConfigDict(two_parties.get_config().server.to_dict())
+    attributes = ("patch_size", "width", "depth", "num_heads", "mlp_width")
+    config.model.options = {name: getattr(vit.backbone.model, name) for name in attributes}
+    config.model.num_classes = 3
+    config.model.preprocessing = {
+        "size": 8,
+        "mean": vit.backbone.preprocessing.mean,
+        "std": vit.backbone.preprocessing.std,
+    }
+    config.adaptation.epochs = 2
+    return config, root
+
+
+def test_noise_once_between_two_parties(client, server, batch):
+    config, root = server
+    client.save(
+        **{name: array[:COUNT] for name, array in batch.items()},
+        test_image=batch["image"][COUNT:],
+        test_label=batch["label"][COUNT:],
+    )
+    results = {}
+
+    def serve():
+        results["server"] = run_server(config, root, client.shared, timeout=120)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    result = client.run(mode="noise_once", timeout=120)
+    thread.join()
+    assert results["server"] == {"mode": "noise_once", "bytes": result["bytes"], "queries": 5}
+    assert result["epsilon"] is None and 0 <= result["accuracy"] <= 1
+    logits = read_package(client.shared / "answers", "answers").arrays["logits"]
+    np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), logits.argmax(1))
+    assert run_server(config, root, client.shared, timeout=0.2) == results["server"]  # nothing is left to do
+    for path in root.glob("adapted-*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"adapted is of another server or another upload; delete .*exchange with all"):
+        run_server(config, root, client.shared, timeout=0.2)
+
+
+def test_a_server_refuses_before_it_begins(client, server, tmp_path):
+    config, root = server
+    config.n_patches = 17
+    with pytest.raises(ValueError, match="n_patches=17 is more than the 16 patches of a representation"):
+        run_server(config, tmp_path / "new", client.shared, timeout=0.2)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
+    config.n_patches = 4
+    with pytest.raises(TimeoutError, match=r"upload did not come from the client within 0.2 seconds"):
+        run_server(config, root, client.shared, timeout=0.2)
+    write_package(
+        client.shared / "upload", "upload", fields={"mode": "raw", "num_classes": 3, "frontend": ""}, arrays={}
+    )
+    with pytest.raises(ValueError, match=r"upload is whole but of no use.*made with another frontend"):
+        run_server(config, root, client.shared, timeout=0.2)
