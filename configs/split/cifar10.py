@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
         "preprocessing": {"size": 32, "mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
     }
     config.train = {"steps": 3000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0}
-    config.auxiliary.model.name = ""  # no second public model, so no auxiliary backend
+    config.stolen = config.stolen[:-1]  # no second public model, so no auxiliary backend
     config.learning_rates = (3e-4, 1e-3, 3e-3)
     config.tuning.seeds = (1,)
     # Chosen for two CPU cores; with a GPU take the paper's 100 epochs.

@@ -37,6 +37,15 @@ def get_config() -> ConfigDict:
             "cut": 0,  # blocks of the frontend; 0 is two thirds
             "head_hidden": 0,  # width of a hidden layer in front of new heads; 0 is none
             "auxiliary": {"model": model, "train": {**train, "init_seed": 1}, "cut": 0},
+            # What is compared; leave out what takes too long.
+            "methods": (
+                *("Linear probing", "Fine-tuning", "LN-tune", "Split learning", "Offsite tuning"),
+                *("Split Adaptation", "SA, noise once"),
+            ),
+            "stolen": (
+                *("Quantised frontend", "Original frontend", "Quantised frontend, all of it tuned"),
+                "Auxiliary backend",
+            ),
             "seeds": (1, 42, 215, 7, 11),  # the paper's three, and two more
             "shots": (3, 5, 10),
             "learning_rates": (1e-4, 3e-4, 1e-3, 3e-3),  # tried for every method
@@ -61,8 +70,31 @@ def get_config() -> ConfigDict:
             },
             "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies; the paper has 100
             "baselines": {"epochs": 100, "batch_size": 32},
-            "ablation": {"shots": 5},
-            "attack": {"images": 400, "epochs": 20, "batch_size": 32},
+            "ablation": {
+                "shots": 5,
+                "rows": (
+                    "Split Adaptation",
+                    "without Hilbert augmentation",
+                    "backend tuned with F_0 only",
+                    "backend not tuned",
+                    "one noisy copy (no patch retrieval)",
+                    "fresh noise on all copies, no retrieval",
+                    "noise once, then retrieval",
+                    "no Laplace noise",
+                    "no noise",
+                    "no noise, no retrieval",
+                ),
+            },
+            "attack": {
+                "uploads": (
+                    *("Split learning", "Split Adaptation", "SA without Laplace noise", "SA without model noise"),
+                    "SA, noise once",
+                ),
+                "attackers": ("noise-unaware", "noise-aware", "aggregating", "oracle"),
+                "images": 400,
+                "epochs": 20,
+                "batch_size": 32,
+            },
             "noise": {"scales": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0), "seeds": 3},
             "private": {
                 "delta": 1e-5,

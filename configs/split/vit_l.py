@@ -48,7 +48,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "naming": "auto",
         "preprocessing": {},  # as the checkpoint says
     }
-    config.auxiliary.model = {**config.model, "name": ""}  # name another public model for "auxiliary backend"
+    config.stolen = config.stolen[:-1]  # "Auxiliary backend" needs another public model in config.auxiliary
     config.head_hidden = 1024 if client == "places365" else 0  # two linear maps; the paper does not say how wide
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"

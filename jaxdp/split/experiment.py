@@ -98,7 +98,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     bind(config, root)
     study = Study(config, root)
     runs = _Runs(study, root)
-    table_1 = list(itertools.product((*BASELINES, SA, SA_ONCE), config.shots))
+    table_1 = list(itertools.product(config.methods, config.shots))
     accuracy: dict[str, Any] = {}
     for name, shots in tqdm(table_1, desc="accuracy", unit="cell"):
         accuracy.setdefault(name, {})[str(shots)] = runs.method(name, shots)
@@ -108,12 +108,12 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "accuracy": accuracy,
         "stealing": {
             name: runs.method(name, config.ablation.shots)
-            for name in tqdm(_stolen(config), desc="stolen models", unit="model")
+            for name in tqdm(config.stolen, desc="stolen models", unit="model")
         },
         "ablation": _ablations(runs),
         "attacks": {
-            name: runs.attack(f"attack, {name}", variant, ATTACKERS)
-            for name, variant in tqdm(UPLOADS.items(), desc="attacks", unit="upload")
+            name: runs.attack(f"attack, {name}", UPLOADS[name], config.attack.attackers)
+            for name in tqdm(config.attack.uploads, desc="attacks", unit="upload")
         },
         "noise": _noise(runs),
         "private": _private(runs),
@@ -130,6 +130,19 @@ def _check(config: Any) -> None:
     for name in ("seeds", "shots", "learning_rates"):
         if not len(config[name]):
             raise ValueError(f"config.{name} must have at least one entry, got none.")
+    chosen = {
+        "methods": (config.methods, (*BASELINES, SA, SA_ONCE), {"Linear probing", SA}),
+        "stolen": (config.stolen, STOLEN, set()),
+        "ablation.rows": (config.ablation.rows, ABLATIONS, {SA}),
+        "attack.uploads": (config.attack.uploads, UPLOADS, {SA}),
+        "attack.attackers": (config.attack.attackers, ATTACKERS, {"noise-aware", "aggregating"}),
+    }
+    for name, (given, known, needed) in chosen.items():
+        if not needed <= set(given) <= set(known):
+            raise ValueError(
+                f"config.{name} must be some of {', '.join(known)}"
+                f"{' with ' + ' and '.join(sorted(needed)) if needed else ''}, got {tuple(given)}."
+            )
     if config.ablation.shots not in config.shots:
         raise ValueError(f"config.ablation.shots must be one of config.shots {tuple(config.shots)}.")
 
@@ -223,7 +236,7 @@ class _Runs:
     def _learning_rates(self) -> dict[str, float]:
         """For every method the rate that is best on the server's own task; the client's images have no say."""
         config, best = self.study.config, {}
-        names = [*BASELINES, SA, SA_ONCE, *_stolen(config), PRIVATE]
+        names = [*dict.fromkeys([*config.methods, SA, SA_ONCE]), *config.stolen, PRIVATE]
         for name in tqdm(names, desc="learning rates", unit="method"):
             found = {}
             for rate in config.learning_rates:
@@ -258,17 +271,10 @@ def _method(study: Study, name: str, task: Task, shots: int, seed: int, rate: fl
     return study.baseline({**BASELINES, **STOLEN}[name], task, few, learning_rate=rate, seed=seed)
 
 
-def _stolen(config: Any) -> dict[str, str]:
-    """The models of Table 3; without a second public model there is no auxiliary backend."""
-    return {
-        name: short for name, short in STOLEN.items() if short != "auxiliary backend" or config.auxiliary.model.name
-    }
-
-
 def _ablations(runs: _Runs) -> dict[str, Any]:
     rows, accuracies = {}, {}
-    for label, variant in tqdm(ABLATIONS.items(), desc="ablations", unit="row"):
-        found = runs.variant(f"ablation, {label}", variant, runs.study.config.seeds)
+    for label in tqdm(runs.study.config.ablation.rows, desc="ablations", unit="row"):
+        found = runs.variant(f"ablation, {label}", ABLATIONS[label], runs.study.config.seeds)
         accuracies[label] = np.array([run["accuracy"] for run in found])
         # On the same images: differences are far more certain than the means.
         rows[label] = {**_mean(found), "loss": _moments(accuracies[SA] - accuracies[label])}
@@ -432,7 +438,7 @@ def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None
     for upload, attackers in result["attacks"].items():
         with np.load(root / "runs" / f"attack, {upload}.npz") as file:
             rows.setdefault("truth", file["truth"])
-            for name in ("noise-aware", "aggregating") if upload != "Split learning" else ("noise-unaware",):
+            for name in [name for name in ("noise-aware", "aggregating") if name in attackers]:
                 label = f"{upload}: {name}"
                 rows[label] = file[name]
                 ssim = next(score for score in attackers[name] if score.startswith("ssim"))

@@ -305,7 +305,8 @@ class Study:
         if variant is None:
             front, _ = backbone.divide(self.setting.params)
             uploads = np.asarray(_front(backbone, front, few.images))[None]
-            attackers = {"noise-unaware": attacks.Attacker(_plain(backbone), front)}
+            # There is no noise to know of.
+            attackers = {"noise-aware": attacks.Attacker(_plain(backbone), front)}
         else:
             frontend, _ = self.server(variant.server)
             copies, params = self.upload(few, variant, seed)
@@ -318,6 +319,8 @@ class Study:
                 release=self._release(variant),
                 copies=len(uploads),
             )
+            if len(uploads) == 1:  # it has no median
+                del attackers["aggregating"]
         return attacks.attack(
             jax.random.key(seed),
             {name: attackers[name] for name in names if name in attackers},
