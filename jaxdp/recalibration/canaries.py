@@ -1,0 +1,143 @@
+"""Canaries for recalibration: what a source's answers tell about one of its records.
+
+    print(canaries.audit_source(AccT(), logits, labels, epsilon=1.0, trials=1000).describe())
+
+A trial is a conversation of the source, with a record or with its neighbour, and a calibrator who keeps the answers.
+Which two records, is found by trying all without noise: those whose answers are farthest apart.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.privacy import Ledger, audit
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.recalibration.protocol import Method, Records, Source
+from jaxdp.recalibration.recalibrate import recalibrate
+from jaxdp.transforms.noise import new_seed, stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+    """A calibrator who asks what a method would, at one temperature, and keeps every answer: a `Method`.
+
+    Attributes:
+      method: whose questions are asked.
+      temperature: in every round, whatever was answered.
+    """
+
+    method: Method
+    temperature: float
+
+    @property
+    def rounds(self) -> int:
+        """Those of the method."""
+        return self.method.rounds
+
+    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+        """That of the method."""
+        return self.method.sensitivity(k, adjacency, num_classes)
+
+    def init(self, variance: float | jax.Array) -> tuple[jax.Array, ...]:
+        """No answers."""
+        return ()
+
+    def question(self, k: int, state: tuple[jax.Array, ...]) -> jax.Array:
+        """The temperature."""
+        return jnp.float32(self.temperature)
+
+    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+        """That of the method."""
+        return self.method.summand(k, records, temperature)
+
+    def update(self, k: int, state: tuple[jax.Array, ...], answer: jax.Array) -> tuple[jax.Array, ...]:
+        """One more answer."""
+        return (*state, answer)
+
+    def finish(self, state: tuple[jax.Array, ...]) -> jax.Array:
+        """All answers, one after the other."""
+        return jnp.concatenate(state)
+
+    def confidence(self, parameters: jax.Array, logits: jax.Array) -> jax.Array:
+        """None: nothing is recalibrated."""
+        return jnp.full(len(logits), jnp.nan)
+
+
+def audit_source(
+    method: Method,
+    logits: Any,
+    labels: Any,
+    *,
+    epsilon: float,
+    trials: int,
+    candidates: tuple[Any, Any] | None = None,
+    temperature: float = 1.0,
+    adjacency: Adjacency = "add_remove",
+    confidence: float = 0.95,
+    seed: bytes | None = None,
+) -> audit.Audit:
+    """Audits a source's answers by many conversations with a canary among its records and as many without it.
+
+    Args:
+      method: what the calibrator runs.
+      logits, labels: the source's other records, floating point [n, m] and integer [n]; n may be 0.
+      epsilon: what the source pays for all answers of a conversation, finite.
+      trials: conversations of either kind, at least 2.
+      candidates: (logits [N, m], labels [N]) of records that may be the canary; by default some that are surely right,
+        surely wrong and undecided.
+      temperature: that the calibrator asks about.
+      adjacency: under "add_remove" the canary's neighbour is no record, under "zero_out" an invalid one, under
+        "replace_one" another candidate.
+      confidence: in (0.5, 1).
+      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+
+    Returns:
+      The `Audit` at delta 0, for one record, with the ledger's epsilon of one conversation.
+
+    Raises:
+      ValueError, TypeError: as `recalibrate`.
+    """
+    logits, labels = np.asarray(logits, np.float32), np.asarray(labels, np.int32)
+    if adjacency not in ("add_remove", "zero_out", "replace_one"):
+        raise ValueError(f"adjacency must be 'add_remove', 'zero_out' or 'replace_one', got {adjacency!r}.")
+    canaries = _extremes(logits.shape[1]) if candidates is None else list(zip(*candidates, strict=True))
+    invalid = np.zeros(logits.shape[1], np.float32), -1
+    others: dict[str, list[Any]] = {"add_remove": [None], "zero_out": [invalid], "replace_one": canaries}
+    calibrator, seed = Transcript(method, temperature), new_seed() if seed is None else seed
+
+    def answers(record: Any, epsilon: float, key: jax.Array | None = None, ledger: Ledger | None = None) -> np.ndarray:
+        rows, label = (
+            (logits, labels) if record is None else (np.vstack([logits, record[0]]), np.append(labels, record[1]))
+        )
+        source = Source(rows, label, account="source")
+        found = recalibrate(calibrator, [source], epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+        return found.parameters
+
+    with Ledger.in_memory() as ledger:
+        ledger.register("source", adjacency=adjacency, unit="record")
+        answers(canaries[0], epsilon, ledger=ledger)
+        upper = ledger.epsilon("source", delta=0.0)
+
+    exact = [[(answers(record, math.inf), record) for record in records] for records in (canaries, others[adjacency])]
+    pairs = itertools.product(*exact)
+    (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
+    return audit.audit_mechanism(
+        lambda i: answers(canary, epsilon, stream(seed, f"with the canary, {i}")),
+        lambda i: answers(neighbour, epsilon, stream(seed, f"without the canary, {i}")),
+        # The likelihood ratio of Laplace noise, but for its scale.
+        lambda heard: np.abs(heard - other).sum() - np.abs(heard - one).sum(),
+        trials=trials,
+        upper=upper,
+        delta=0.0,
+        confidence=confidence,
+    )
+
+
+def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:
+    """Records of the first class by far, and of no class in particular, with a right label and with a wrong one."""
+    return [(scale * np.eye(num_classes, dtype=np.float32)[0], label) for scale in (50.0, 0.0) for label in (0, 1)]

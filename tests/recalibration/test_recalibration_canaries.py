@@ -1,0 +1,96 @@
+"""Audits of recalibration: sources that keep their promise pass, halved noise and a forgotten clip are caught.
+
+Runs have fixed seeds. Over the choice of a seed, a healthy source fails with probability below 0.05, and a broken one
+is let off with probability below 1e-3.
+"""
+
+import dataclasses
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp.recalibration import AccT, HistogramBinning, NllT, canaries
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
+SEED, CLASSES = bytes(range(16)), 3
+RNG = np.random.default_rng(0)
+LOGITS, LABELS = RNG.normal(size=(5, CLASSES)).astype(np.float32), RNG.integers(0, CLASSES, 5)
+
+
+def audit(method, *, epsilon=1.0, trials=500, **options):
+    return canaries.audit_source(method, LOGITS, LABELS, epsilon=epsilon, trials=trials, seed=SEED, **options)
+
+
+@pytest.fixture
+def half_the_noise(monkeypatch):
+    def noise_scale(*args, whole=MODULE.noise_scale, **kwargs):
+        scale = whole(*args, **kwargs)
+        return scale if scale is None else scale._replace(noise=scale.noise / 2)
+
+    monkeypatch.setattr(MODULE, "noise_scale", noise_scale)
+
+
+@pytest.mark.parametrize("method", [HistogramBinning(bins=2), AccT(iterations=1)], ids=["histogram", "acc"])
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_private_answers_pass_and_much_of_epsilon_is_found(method, adjacency):
+    found = audit(method, epsilon=2.0, adjacency=adjacency)
+    assert found.upper == 2.0 and found.delta == 0.0 and found.trials == 1000
+    assert 0.4 * found.upper < found.lower <= found.upper
+
+
+def test_half_the_noise_is_caught(half_the_noise):
+    found = audit(HistogramBinning(bins=2))
+    assert found.violated and found.upper == 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unbounded(NllT):
+    """Losses that are not clipped, with noise for those that are."""
+
+    def summand(self, k, records, temperature):
+        return dataclasses.replace(NllT(), bound=1e6).summand(k, records, temperature)
+
+
+@pytest.mark.parametrize("kind", [NllT, Unbounded])
+def test_a_clip_passes_and_a_forgotten_one_is_caught(kind):
+    found = audit(kind(bound=10.0, iterations=1), epsilon=2.0, trials=200)
+    assert found.upper == 2.0 and found.violated == (kind is Unbounded)
+
+
+def test_a_source_of_one_record_that_may_be_null():
+    none = np.zeros((0, CLASSES), np.float32), np.zeros(0, np.int32)
+    found = canaries.audit_source(
+        HistogramBinning(bins=2), *none, epsilon=2.0, trials=300, adjacency="zero_out", seed=SEED
+    )
+    assert 0.4 < found.lower / 2.0 <= 1
+
+
+def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
+    undecided = np.zeros((2, CLASSES), np.float32), np.array([0, 1])
+    weak = audit(NllT(bound=10.0, iterations=1), candidates=undecided, trials=100)
+    assert weak.lower == 0.0 and not weak.violated
+    both = np.vstack([undecided[0], [0, 50, 0]]).astype(np.float32), np.array([0, 1, 0])
+    assert audit(NllT(bound=10.0, iterations=1), epsilon=8.0, candidates=both, trials=100).lower > 1.0
+
+
+def test_the_calibrator_asks_at_the_temperature_and_keeps_every_answer():
+    calibrator = canaries.Transcript(AccT(iterations=2), 0.7)
+    state = calibrator.init(0.0)
+    for k in range(calibrator.rounds):
+        assert calibrator.question(k, state) == np.float32(0.7)
+        state = calibrator.update(k, state, jnp.full(2, float(k)))
+    np.testing.assert_array_equal(calibrator.finish(state), [0, 0, 1, 1, 2, 2])
+    assert np.isnan(calibrator.confidence(calibrator.finish(state), jnp.zeros((4, 3)))).all()
+    assert calibrator.sensitivity(0, "replace_one", 3) == AccT().sensitivity(0, "replace_one", 3)
+
+
+def test_arguments_are_checked_before_anything_runs():
+    with pytest.raises(ValueError, match="adjacency must be 'add_remove', 'zero_out' or 'replace_one', got 'user'"):
+        audit(AccT(), adjacency="user")
+    with pytest.raises(ValueError, match="epsilon must be > 0"):
+        audit(AccT(), epsilon=0.0)
+    with pytest.raises(ValueError, match="trials must be an integer >= 2, got 1"):
+        audit(HistogramBinning(bins=2), trials=1)
