@@ -1,0 +1,132 @@
+"""Audits of private answers: what keeps its promise passes, what breaks it is caught.
+
+Runs have fixed seeds. Over the choice of a seed, a healthy mechanism fails with probability below 0.05, and a broken
+one is let off with probability below 1e-3.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp import losses
+from jaxdp.prediction import canaries, certify, mechanisms, private, train_with_bounds
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SEED, ROWS, CLIP = bytes(range(16)), 24, 0.1
+QUERY = np.float32(1.0)
+# A record (x, y) pushes the weight by the sign of y, and by CLIP / ROWS whatever x > 0 is.
+CANDIDATES = {"x": np.array([1.0, 50.0], np.float32), "y": np.array([0.0, 1.0], np.float32)}
+
+
+def records(zeros, ones):
+    return {"x": np.ones(zeros + ones, np.float32), "y": np.repeat(np.array([0, 1], np.float32), [zeros, ones])}
+
+
+def loss(params, example):
+    return losses.sigmoid_cross_entropy(params["w"] * example["x"], example["y"])
+
+
+def apply_fn(params, query):
+    return params["w"] * query
+
+
+def train(data, *, ks=(0, 1, 2), clip=CLIP):
+    """One full batch."""
+    return train_with_bounds(
+        loss,
+        {"w": jnp.zeros(())},
+        data,
+        ks=ks,
+        clip=clip,
+        learning_rate=1.0,
+        batch_size=ROWS,
+        epochs=1,
+        order=np.arange(len(data["y"]))[None],
+    )
+
+
+def audit(data, *, train=train, epsilon=1.0, trials=3000, **options):
+    return canaries.audit_answers(
+        train, apply_fn, QUERY, data, CANDIDATES, epsilon=epsilon, trials=trials, seed=SEED, **options
+    )
+
+
+# Rounding Cauchy noise makes no use of some of its epsilon: log((1 - p) / p) is 0.63 there.
+@pytest.mark.parametrize(("mechanism", "least"), [("randomised_response", 0.8), ("smooth_cauchy", 0.5)])
+def test_private_answers_pass_where_a_record_flips_the_label(mechanism, least):
+    found = audit(records(10, 10), mechanism=mechanism)
+    assert found.upper == pytest.approx(1.0, rel=1e-12) and found.delta == 0.0 and found.trials == 6000
+    assert least < found.lower <= found.upper
+
+
+def test_half_the_noise_is_caught(monkeypatch):
+    whole = mechanisms.randomised_response
+    half = functools.wraps(whole)(lambda *args, epsilon, **kwargs: whole(*args, epsilon=2 * epsilon, **kwargs))
+    monkeypatch.setitem(mechanisms.LABEL_MECHANISMS, "randomised_response", half)
+    found = audit(records(10, 10))
+    assert found.violated and found.upper == pytest.approx(1.0, rel=1e-12)
+
+
+SPARSE = functools.partial(train, ks=(0, 10))
+
+
+def test_distances_counted_on_a_sparse_grid_pass():
+    """With a surplus of 11 records of a label, 10 changes do not flip it; with one of 10, they may."""
+    assert [int(certify(SPARSE(records(5, n)), apply_fn, QUERY[None]).distance[0]) for n in (15, 16)] == [0, 1]
+    found = audit(records(5, 15), train=SPARSE, mechanism="smooth_cauchy")
+    assert 0.3 < found.lower <= found.upper
+
+
+def test_distances_read_off_a_sparse_grid_are_caught(monkeypatch):
+    """The distance itself, not its number on the grid, jumps by 10 between neighbours: no sensitivity is smooth."""
+
+    def off_the_grid(bounds, *args):
+        counted = certify(bounds, *args)
+        return counted._replace(distance=jnp.asarray(bounds.ks)[counted.distance])
+
+    monkeypatch.setattr(private, "certify", off_the_grid)
+    for mechanism in ("randomised_response", "smooth_cauchy"):
+        found = audit(records(5, 15), train=SPARSE, mechanism=mechanism)
+        assert found.violated and found.upper == pytest.approx(1.0, rel=1e-12)
+
+
+def test_a_clip_that_training_forgets_is_caught():
+    """Boxes for clipped gradients around a model that was trained with others."""
+
+    def forgetful(data):
+        said, done = train(data), train(data, clip=20.0)
+        moved = {
+            end: {"w": getattr(said, end)["w"] - said.params["w"] + done.params["w"]} for end in ("lower", "upper")
+        }
+        return dataclasses.replace(said, params=done.params, **moved)
+
+    assert audit(records(16, 4), train=forgetful).violated
+    assert not audit(records(16, 4)).violated
+
+
+def test_an_ensemble_is_audited_by_its_vote():
+    def members(data):
+        parts = [{name: leaf[i::3] for name, leaf in data.items()} for i in range(3)]
+        return [train(part) for part in parts]
+
+    found = audit(records(9, 9), train=members, trials=1000)
+    assert 0 <= found.lower <= found.upper == pytest.approx(1.0, rel=1e-12)
+
+
+def test_a_replaced_record_is_two_changes():
+    found = audit(records(10, 10), adjacency="replace_one", epsilon=2.0)
+    assert 1.4 < found.lower <= found.upper == pytest.approx(2.0, rel=1e-12)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"):
+        audit(records(1, 1), adjacency="zero_out")
+    with pytest.raises(ValueError, match="candidates must hold at least 2 records under 'replace_one', got 1"):
+        canaries.audit_answers(
+            train, apply_fn, QUERY, records(1, 1), records(0, 1), epsilon=1.0, trials=2, adjacency="replace_one"
+        )
+    with pytest.raises(ValueError, match="mechanism must be one of"):
+        audit(records(10, 10), mechanism="none", trials=2)
