@@ -105,7 +105,7 @@ class Plan(NamedTuple):
       training: pieces from there to the logits, as they are trained.
       evaluation: pieces from there to the logits, as they are used.
       trained: paths of the parameters that are trained, such as "block_0/norm_0/scale".
-      client: paths of the parameters that the client holds, of those that are arrays.
+      client: paths of the parameters that the client holds.
     """
 
     features: tuple[Piece, ...]

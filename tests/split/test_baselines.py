@@ -270,7 +270,7 @@ def test_blocks_are_dropped_evenly_or_at_random():
     # Of 2, ..., 7 those at round(5 i / 2) are kept; of 1, 2, 3 one.
     assert blocks_of(plan_of(some_vit(10))) == [0, 1, 2, 4, 7, 8, 9]
     assert blocks_of(plan_of(some_vit(5))) == [0, 2, 4]
-    draws = [blocks_of(plan_of(some_vit(4), drop="random", seed=seed)) for seed in (0, 0, *range(1, 6))]
+    draws = [blocks_of(plan_of(some_vit(4), drop="random", seed=seed)) for seed in (0, 0, 1)]
     assert draws[0] == draws[1] and {tuple(draw) for draw in draws} == {(0, 1, 3), (0, 2, 3)}
 
 
@@ -300,32 +300,27 @@ def normalised(x):
 quantized = jax.jit(quantized_front, static_argnums=0)
 
 
-def test_heads_on_frontends_read_the_normalised_class_token(params, frontend, digits):
+def test_a_head_on_a_frontend_reads_the_normalised_class_token(frontend, digits):
     train, (images, _) = digits
-    front, _ = BACKBONE.divide(params)
-    for baseline, given, representations in (
-        (probe_quantized_frontend, frontend, quantized(BACKBONE, frontend, images)),
-        (probe_original_frontend, params, apply(front, images, stop=1)),
-    ):
-        found = adapted(baseline, given, train)
-        head = found.params["head"]
-        expected = normalised(representations[:, 0]) @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
-        np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
-        assert found.plan.trained == HEAD and head["kernel"].shape == (12, 2)
-    assert moved(front, found.params) == set()
-
-
-def test_mean_tokens_are_read_where_there_is_no_class_token(params, digits):
-    train, (images, _) = digits
-    model = VIT.clone(pool="mean")
-    backbone = dataclasses.replace(BACKBONE, model=model)
-    params = {**params, "positions": params["positions"][:, 1:]}
-    given = {"num_classes": 2, "learning_rate": NO_STEP, "epochs": 1, "key": KEY}
-    found = adapt(probe_original_frontend, backbone, params, *train, **given)
+    found = adapted(probe_quantized_frontend, frontend, train)
     head = found.params["head"]
-    tokens = normalised(apply(backbone.divide(params)[0], images, model, stop=1)).mean(1)
+    tokens = normalised(quantized(BACKBONE, frontend, images)[:, 0])
     expected = tokens @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
     np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
+    assert found.plan.trained == HEAD and head["kernel"].shape == (12, 2)
+
+
+def test_it_reads_the_mean_token_where_there_is_no_class_token(params, digits):
+    train, (images, _) = digits
+    model = VIT.clone(pool="mean")
+    params = {**params, "positions": params["positions"][:, 1:]}
+    found = adapted(probe_original_frontend, params, train, backbone=dataclasses.replace(BACKBONE, model=model))
+    head = found.params["head"]
+    front = {name: params[name] for name in ("embed", "positions", "block_0")}
+    tokens = normalised(apply(front, images, model, stop=1)).mean(1)
+    expected = tokens @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
+    np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
+    assert found.plan.trained == HEAD and moved(front, found.params) == set()
 
 
 def test_a_thief_tunes_the_whole_frontend(frontend, digits):
