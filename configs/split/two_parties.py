@@ -7,6 +7,12 @@
 
 The server has the digits 0 to 4, the client five images each of 5 to 9. Each process reads its own part of this file:
 two parties would each have a file with their part alone.
+
+Two minutes of computation on two CPU cores, most of it once for the server. Of one run each, with the upload's size:
+
+    published    accuracy .52   3.5 MB   epsilon = inf (empirical only)
+    noise_once   accuracy .42    55 kB   epsilon = inf (empirical only)
+    private      accuracy .25     3 kB   epsilon = 8 at delta = 1e-5; chance is .20, and 25 images are few
 """
 
 from ml_collections import ConfigDict

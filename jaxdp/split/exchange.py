@@ -8,7 +8,8 @@
     answers    server to client   logits of the queries
 
 Every package is checked before it is written and again after it is read, by the same functions. A party that reads one
-runs no code of the other: models and activations are looked up in a table.
+runs no code of the other: models and activations are looked up in a table. Where the parties share no folder, anything
+that carries folders will do, if it puts each in its place whole, for example by renaming it.
 """
 
 import dataclasses
