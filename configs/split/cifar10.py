@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     }
     config.train = {"steps": 3000, "batch_size": 128, "learning_rate": 1e-3, "crop_padding": 4, "init_seed": 0}
     config.stolen = config.stolen[:-1]  # no second public model, so no auxiliary backend
-    config.learning_rates = (3e-4, 1e-3, 3e-3)
+    config.learning_rates = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     config.tuning.seeds = (1,)
     # Chosen for two CPU cores; with a GPU take the paper's 100 epochs.
     config.adaptation.epochs = 3

@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
             ),
             "seeds": (1, 42, 215, 7, 11),  # the paper's three, and two more
             "shots": (3, 5, 10),
-            "learning_rates": (1e-4, 3e-4, 1e-3, 3e-3),  # tried for every method
+            "learning_rates": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),  # tried for every method
             "tuning": {"seeds": (1, 42)},
             "server": {
                 "seed": 0,
@@ -91,7 +91,9 @@ def get_config() -> ConfigDict:
                     "SA, noise once",
                 ),
                 "attackers": ("noise-unaware", "noise-aware", "aggregating", "oracle"),
-                "images": 400,
+                "client_images": 25,  # at most so many are attacked
+                "epsilons": (8.0, 64.0),  # of private uploads
+                "images": 400,  # public ones, to train decoders
                 "epochs": 20,
                 "batch_size": 32,
             },

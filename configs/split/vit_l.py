@@ -19,7 +19,7 @@ from configs.split import digits
 CLIENTS = {
     # data set, training and test split; DomainNet's smallest domain is Clipart
     "cifar100": ("cifar100", "train", "test"),
-    "places365": ("places365_small", "train", "validation"),
+    "places365": ("places365_small", "train[:2%]", "validation[:20%]"),  # all of it would be 271 GB at this size
     "domainnet": ("domainnet/clipart", "train", "test"),
 }
 
@@ -35,8 +35,9 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "server": {**images, "name": "imagenet2012", "split": "validation"},
         "pretrain_fraction": 0.0,
         "server_images": 5000,
-        "client": {**images, "name": name, "split": train},
-        "client_test": {**images, "name": name, "split": test},
+        # Images are held as float32: 10,000 of them are 6 GB.
+        "client": {**images, "name": name, "split": train, "images": 20000},
+        "client_test": {**images, "name": name, "split": test, "images": 5000},
         "tuning": {**images, "name": "food101", "split": "validation", "rotate": 0},
         "split_seed": 0,
     }
@@ -53,6 +54,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"
     config.adaptation.epochs = 100
-    config.learning_rates = (1e-5, 1e-4, 1e-3)
-    config.private.update({"dimensions": (8, 32), "shots": (10, 100)})
+    config.attack.client_images = 10  # whose copies are 520 MB
+    config.learning_rates = (1e-5, 1e-4, 1e-3, 1e-2)
+    config.private.update({"dimensions": (8, 32), "shots": (10, 50)})
     return config

@@ -19,6 +19,7 @@ with its label, neighbours differ by replacing one image; how many images there 
 import dataclasses
 import fractions
 import functools
+import hmac
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -375,7 +376,8 @@ class PrivateRelease:
         Args:
           key: typed noise key, used for this call only.
           representations: floating point [n, T, D]. Row i must depend on no image but the i-th: a frontend without
-            batch statistics, and no patch retrieval before this.
+            batch statistics, and no patch retrieval before this. Nor may the order of the images: one sorted by class
+            tells every label, and `release_privately` shuffles.
           labels: integers [n] in [0, num_classes).
           projection: chosen without looking at these images.
 
@@ -421,13 +423,18 @@ def release_privately(
       dataset: registered in it with the adjacency "replace_one".
       release: what is released; public.
       representations, labels, projection: as in `PrivateRelease.release`.
-      seed: 16 secret bytes; drawn from the operating system unless given to reproduce a release. The number of the
-        spend is mixed in, so that two calls on one ledger never share noise.
+      seed: 16 secret bytes, drawn from the operating system by default. With a seed, the same release of the same data
+        is the same release: it is paid once, however often it is asked for, as after a crash. Any other one gets
+        other noise.
       label: for people who read the ledger. Never put data in it.
 
+    Returns:
+      The release, its rows in a random secret order: that of a client's files may tell labels.
+
     Formal guarantees:
-      As `PrivateRelease.release`. `release.event` is spent before anything is computed: a refused call releases
-      nothing, a call that fails has paid.
+      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is computed: a
+      refused call releases nothing, a call that fails has paid. What a release depends on enters a hash keyed by the
+      seed, from which its noise and its entry in the ledger are derived.
 
     Raises:
       BudgetExceeded: nothing is spent, nothing released.
@@ -439,11 +446,26 @@ def release_privately(
             f"dataset {dataset!r} is registered with {registered!r}; the release shows how many images there are and "
             "hides what each one is: register it with adjacency='replace_one'"
         )
-    key = noise.stream(noise.new_seed() if seed is None else seed, "split adaptation")
+    seed = noise.new_seed() if seed is None else seed
+    noise.stream(seed, "split adaptation")  # refuses what is no seed
     release.check(representations, labels=labels, projection=projection)
-    with ledger.spend(dataset, release.event, label=label) as spend:
-        key = jax.random.fold_in(key, spend.id)
-        return release.release(key, representations, labels=labels, projection=projection)
+    token = _token(seed, release, representations, labels, projection)
+    order_key, key = jax.random.split(noise.stream(seed, f"split adaptation {token}"))
+    with ledger.spend(dataset, release.event, label=label, token=token):
+        order = np.asarray(jax.random.permutation(order_key, len(representations)))
+        shuffled = jnp.asarray(representations)[order]
+        return release.release(key, shuffled, labels=np.asarray(labels)[order], projection=projection)
+
+
+def _token(seed: bytes, release: PrivateRelease, representations: Any, labels: Any, projection: Projection) -> str:
+    """A keyed hash of all that determines a release bit for bit."""
+    device = jax.devices()[0]
+    program = (repr(release), jax.__version__, device.platform, device.device_kind)
+    digest = hmac.new(seed, repr(program).encode(), "sha256")
+    for array in (representations, labels, *projection):
+        array = np.ascontiguousarray(array)
+        digest.update(f"{array.dtype.str}{array.shape}".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 def published_event(laplace_scale: float) -> UnprovenDpEvent:

@@ -24,6 +24,7 @@ from jaxdp.split.costs import cost
 from jaxdp.split.private import (
     PrivateRelease,
     Projection,
+    clip_representation,
     fit_projection,
     label_noise_matrix,
     lift,
@@ -138,7 +139,8 @@ class Study:
             images,
             labels,
             learning_rate=options.learning_rate,
-            epochs=options.epochs,
+            # Half the images, twice as often: as many steps.
+            epochs=options.epochs * (2 if variant == "without Hilbert" else 1),
         )
         return frontends[0], back
 
@@ -162,11 +164,15 @@ class Study:
             *few,
             num_classes=task.num_classes,
             learning_rate=learning_rate,
-            epochs=options.epochs // 2 if name.startswith("ot") else options.epochs,
+            epochs=self._epochs(name),
             batch_size=options.batch_size,
             key=jax.random.key(seed),
         )
         return {"accuracy": baselines.accuracy(adapted, *task.test)}
+
+    def _epochs(self, baseline: str) -> int:
+        """The paper gives offsite tuning half as many."""
+        return self.config.baselines.epochs // (2 if baseline.startswith("ot") else 1)
 
     def upload(self, few: Labelled, variant: Variant, seed: int) -> tuple[Copies, Any]:
         """What a client sends, and the parameters of its noisy frontend."""
@@ -228,14 +234,7 @@ class Study:
         """Test accuracy of the private mode, and the epsilon that its ledger shows for the client `name`."""
         options = self.config.private
         frontend, back = self.server("full")
-        projection, clip_norm = self.projection(dimensions)
-        release = PrivateRelease.calibrated(
-            epsilon=epsilon,
-            delta=options.delta,
-            clip_norm=clip_norm,
-            num_classes=task.num_classes,
-            label_share=options.label_share,
-        )
+        projection, release = self._private_release(epsilon, dimensions)
         representations = represent(self.setting.backbone, frontend, frontend.params, few.images)
         ledger.register(name, adjacency="replace_one", unit="image", delta=options.delta)
         released = release_privately(
@@ -264,6 +263,17 @@ class Study:
         # The backend has seen the subspace of the projection only.
         test = lift(projection, project(projection, test))
         return {"accuracy": _accuracy(adapted, test, task), "epsilon": ledger.epsilon(name)}
+
+    def _private_release(self, epsilon: float, dimensions: int) -> tuple[Projection, PrivateRelease]:
+        projection, clip_norm = self.projection(dimensions)
+        release = PrivateRelease.calibrated(
+            epsilon=epsilon,
+            delta=self.config.private.delta,
+            clip_norm=clip_norm,
+            num_classes=self.setting.client.num_classes,
+            label_share=self.config.private.label_share,
+        )
+        return projection, release
 
     def _batches(self, few: Labelled, copies: int) -> int:
         """Steps of one epoch."""
@@ -332,6 +342,32 @@ class Study:
             batch_size=options.batch_size,
         )
 
+    def reconstruct_private(
+        self, few: Labelled, *, epsilon: float, dimensions: int, seed: int
+    ) -> dict[str, attacks.Reconstruction]:
+        """What a noise-aware attacker makes of a private upload of which he even knows the order."""
+        options, prefix = self.config.attack, self.setting.backbone.prefix_tokens
+        frontend, _ = self.server("full")
+        projection, release = self._private_release(epsilon, dimensions)
+
+        def simulated(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
+            clipped = clip_representation(project(projection, x), release.clip_norm)
+            return lift(projection, clipped + noise.gaussian(key, clipped, release.noise_scale))
+
+        x = represent(self.setting.backbone, frontend, frontend.params, few.images)
+        uploads = simulated(noise.stream(seed.to_bytes(16, "little"), "private upload"), x, jnp.array(0))
+        simulation = attacks.Simulation(self._extract("full"), release=simulated)
+        return attacks.attack(
+            jax.random.key(seed),
+            {"noise-aware": attacks.Attacker(simulation, frontend.params)},
+            np.asarray(uploads)[None],
+            few.images,
+            public=self.setting.server.images[: options.images],
+            prefix_tokens=prefix,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+        )
+
     @functools.lru_cache  # noqa: B019 - one object per variant, so that decoders compile once
     def _extract(self, server: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
         frontend, _ = self.server(server)
@@ -349,13 +385,15 @@ class Study:
         """What each method costs one client with the shots of the ablations (Table 2), measured on this device."""
         config, classes = self.config, self.setting.client.num_classes
         rows = []
-        for label, method in COSTS.items():
+        methods = {k: v for k, v in COSTS.items() if k in config.methods or v == "sa_private"}
+        for label, method in methods.items():
+            epochs = config.adaptation.epochs if method.startswith("sa") else self._epochs(method)
             found = cost(
                 method,
                 self.setting.backbone,
                 images=config.ablation.shots * classes,
                 num_classes=classes,
-                epochs=config.adaptation.epochs if method.startswith("sa") else config.baselines.epochs,
+                epochs=epochs,
                 batch_size=config.baselines.batch_size,
                 copies=config.client.copies,
                 directions=config.private.dimensions[0],
@@ -365,6 +403,7 @@ class Study:
             rows.append(
                 {
                     "Method": label,
+                    "epochs": epochs,
                     "parameters": found.parameters,
                     "peak memory, MB": measured.peak_bytes / 1e6,
                     "seconds": measured.seconds,

@@ -455,17 +455,48 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
 
 
 def test_noise_comes_from_the_system_unless_a_seed_is_given(projection):
-    def features(ledger, seed=None):
-        return np.asarray(call(ledger, projection, seed=seed).features)
+    def features(ledger, **changes):
+        return np.asarray(call(ledger, projection, **changes).features)
 
     with registered(epsilon=None) as one, registered(epsilon=None) as two:
         assert (features(one) != features(two)).all()
-        seeded = features(one, SEED)
-        features(two)
-        assert (features(two, SEED) != seeded).all()  # another spend, other noise
-    with registered(epsilon=None) as three:
-        features(three)
-        np.testing.assert_array_equal(features(three, SEED), seeded)
+        seeded = features(one, seed=SEED)
+        np.testing.assert_array_equal(features(two, seed=SEED), seeded)
+        other = images(20, projection)[0].copy()
+        other[3] += 1e-3
+        changed = features(two, seed=SEED, representations=other)
+        assert (changed != seeded).all()  # other data, other noise
+
+
+def test_with_a_seed_a_release_is_paid_once(projection):
+    with registered() as ledger:
+        first = call(ledger, projection, seed=SEED)
+        cost = ledger.epsilon("scans")
+        again = call(ledger, projection, seed=SEED)
+        assert ledger.epsilon("scans") == cost
+        np.testing.assert_array_equal(first.features, again.features)
+        np.testing.assert_array_equal(first.labels, again.labels)
+        with pytest.raises(BudgetExceeded):
+            call(ledger, projection, seed=SEED[::-1])
+
+
+def test_the_order_of_the_images_is_not_released(projection):
+    x, y = images(20, projection)
+    order = np.argsort(y, kind="stable")
+    open_release = config(noise_multiplier=1e-6, label_epsilon=50.0)  # so that rows can be told apart
+    places = []
+    for k in range(30):
+        with registered(epsilon=None) as ledger:
+            seed = bytes([k]) * 16
+            released = call(
+                ledger, projection, representations=x[order], labels=y[order], release=open_release, seed=seed
+            )
+        plain = clip_representation(project(projection, x[order]), open_release.clip_norm)
+        nearest = np.abs(np.asarray(released.features)[:, None] - np.asarray(plain)[None]).sum(-1).argmin(1)
+        np.testing.assert_array_equal(np.sort(nearest), np.arange(20))
+        np.testing.assert_array_equal(released.labels, y[order][nearest])  # features and labels stay together
+        places.append(np.flatnonzero(nearest == 0)[0])
+    assert len(set(places)) > 8  # of 20 places in 30 draws, about 15.7
 
 
 @pytest.mark.parametrize(

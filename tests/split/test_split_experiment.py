@@ -33,6 +33,7 @@ def tiny_config():
     config.ablation.update({"shots": 3, "rows": rows})
     uploads, attackers = ("Split learning", "Split Adaptation"), ("noise-aware", "aggregating")
     config.attack.update({"uploads": uploads, "attackers": attackers, "images": 40, "epochs": 1})
+    config.attack.epsilons = (8.0,)
     config.noise.update({"scales": (0.8,), "seeds": 1})
     config.private.update({"epsilons": (1.0, 8.0), "dimensions": (2,), "shots": (5,), "steps": 5})
     return config
