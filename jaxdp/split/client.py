@@ -81,8 +81,10 @@ def represent(
       float32 [n, T, D].
 
     Raises:
-      ValueError: images of another shape, outside [0, 1] or none at all.
+      ValueError: images of another shape, outside [0, 1] or none at all; batches without images.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
     check_images(backbone, images)
     size = min(batch_size, len(images))
     parts = []

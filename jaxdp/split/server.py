@@ -76,12 +76,14 @@ def calibrate_frontends(
       F_0, which is shipped to the client, F_1, ..., F_M.
 
     Raises:
-      ValueError: an unknown partition, fewer images than parts, or as `search_scales`.
+      ValueError: an unknown partition, fewer images than parts, no samples, or as `search_scales`.
     """
     if partition not in ("random", "domain", "class"):
         raise ValueError(f"partition must be 'random', 'domain' or 'class', got {partition!r}")
     if not 0 <= frontends <= len(images):
         raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}")
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples!r}")
     check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
     order = np.arange(len(images))
@@ -105,8 +107,13 @@ def mixup_representations(key: jax.Array, quantized: jax.Array, exact: jax.Array
     Args:
       key: typed PRNG key.
       quantized, exact: float32 [B, T, D], of the quantised frontend (dequantised) and of the original one.
-      beta: both parameters of the distribution.
+      beta: both parameters of the distribution, positive.
+
+    Raises:
+      ValueError: beta is not positive.
     """
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta!r}")
     share = jax.random.beta(key, beta, beta, (len(exact), 1, 1))
     return share * quantized + (1 - share) * exact
 
@@ -142,7 +149,13 @@ def tune_backend(
 
     Returns:
       The parameters of the backend, the head included.
+
+    Raises:
+      ValueError: labels of another number than the images or outside their range, no images, no frontends; a learning
+        rate, number of epochs, batch size or beta that is not positive.
     """
+    if not frontends:
+        raise ValueError("frontends must be at least one, got none; make them with calibrate_frontends")
     check_labels(labels, len(images), backbone.num_classes)
     front, back = backbone.divide(params)
     return minimise(
@@ -233,16 +246,22 @@ def adapt(
       copies: what the client sent, n images.
       labels: int [n] in [0, num_classes), or what `randomized_response` made of them.
       num_classes: of the client's task.
-      label_noise: [K, K] probabilities of an observed label given the true one (`label_noise_matrix`); the loss is then
-        that of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
+      label_noise: [K, K] probabilities of an observed label (column) given the true one (row), of
+        `label_noise_matrix`; the loss is then that of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
       learning_rate: of Adam.
       epochs: passes over all copies.
       batch_size: copies per step.
 
     Raises:
-      ValueError: labels outside [0, num_classes) or of another number than the images; fewer than 2 classes.
+      ValueError: labels outside [0, num_classes) or of another number than the images; fewer than 2 classes;
+        label_noise of another shape.
     """
     check_labels(labels, len(copies.representations), num_classes)
+    if label_noise is not None and jnp.shape(label_noise) != (num_classes, num_classes):
+        raise ValueError(
+            f"label_noise must be {[num_classes, num_classes]}, got {list(jnp.shape(label_noise))}; "
+            "make it with label_noise_matrix for these classes"
+        )
     head_key, key = jax.random.split(key)
     backbone, back = backbone.with_head(head_key, back, num_classes)
     if label_noise is None:
