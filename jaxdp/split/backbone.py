@@ -1,6 +1,7 @@
 """A pre-trained transformer cut in two: a frontend for the client, a backend that the server keeps (section 3.3)."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,19 +98,18 @@ class Backbone:
         """
         if num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
-        model = self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden)
-        tokens = jnp.zeros((1, *self.tokens))
-
-        @jax.jit  # so that nothing but the head is drawn
-        def heads(key: jax.Array) -> dict[str, Any]:
-            fresh = model.init(key, tokens, self.cut)["params"]
-            return {name: value for name, value in fresh.items() if name.startswith("head")}
-
-        return dataclasses.replace(self, model=model), {**back, **heads(key)}
+        cut = dataclasses.replace(self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden))
+        return cut, {**back, **_draw_head(cut, key)}
 
     def _init_front(self) -> Params:
         images = jnp.zeros(self.images.shape)
         return nn.Module.init(self.model, jax.random.key(0), images, 0, self.cut)["params"]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that nothing but the head is drawn
+def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
+    fresh = backbone.model.init(key, jnp.zeros((1, *backbone.tokens)), backbone.cut)["params"]
+    return {name: value for name, value in fresh.items() if name.startswith("head")}
 
 
 def two_thirds(model: Any) -> int:
