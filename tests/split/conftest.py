@@ -1,5 +1,6 @@
 """One tiny ViT on real digits, whole and cut in two, in JAX and in NumPy."""
 
+import dataclasses
 import importlib.util
 import pathlib
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from jaxdp.split.quantization import QuantizedFrontend, Scales, quantize_fronten
 _spec = importlib.util.spec_from_file_location("reference_vit", pathlib.Path(__file__).with_name("reference_vit.py"))
 _reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_reference)
+
+_quantize_frontend = jax.jit(quantize_frontend, static_argnames="bits")
 
 
 class TinyViT(NamedTuple):
@@ -40,6 +43,12 @@ class TinyViT(NamedTuple):
     reference: Any
     exact: Any
 
+    def cut_after(self, blocks: int) -> "TinyViT":
+        """The same with another frontend."""
+        backbone = dataclasses.replace(self.backbone, cut=blocks)
+        front, back = backbone.divide(self.params)
+        return self._replace(backbone=backbone, front=front, back=back)
+
     def represent(self, images: np.ndarray) -> np.ndarray:
         """Representations in float64, of the original frontend."""
         return self.reference.front(self.exact, images, self.backbone.cut)
@@ -48,6 +57,15 @@ class TinyViT(NamedTuple):
         """Logits in float64, with other parameters of the backend if they are given."""
         params = self.exact if params is None else jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
         return self.reference.back(params, representations, self.backbone.cut, self.backbone.model.num_blocks)
+
+    def represent_quantized(self, frontend: QuantizedFrontend, params: Any, images: np.ndarray) -> np.ndarray:
+        """Representations in float64 of a frontend with these parameters, whose activations alone are rounded."""
+        scales, exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (frontend.scales, params))
+        pairs = {"output": (scales.output,)}
+        for path in set(scales.first) - {"embed"}:
+            product = path.endswith(self.reference.PRODUCTS)
+            pairs[path] = (scales.first[path], scales.second[path] if product else None)
+        return self.reference.front(exact, images, self.backbone.cut, self.reference.quantising(pairs, frontend.bits))
 
     def quantized(self, bits: int = 8, factor: float = 1.0) -> QuantizedFrontend:
         """A frontend with scales that nothing was searched for: `factor` times those of the largest entries."""
@@ -58,7 +76,7 @@ class TinyViT(NamedTuple):
             scales = [jnp.float32(factor * self.reference.largest(path, x, bits)) for x in operands]
             first[path], second[path] = scales
         scale = jnp.float32(factor * self.reference.largest("output", output, bits))
-        return quantize_frontend(self.front, Scales(first, second, scale), bits=bits)
+        return _quantize_frontend(self.front, Scales(first, second, scale), bits=bits)
 
 
 @pytest.fixture(scope="session")

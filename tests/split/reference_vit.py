@@ -7,6 +7,7 @@ import numpy as np
 from scipy import special
 
 MEAN, STD, HEADS = 0.3, 0.4, 2
+PRODUCTS = ("scores", "mixture")
 
 
 def plain(path, product, *operands):
@@ -99,7 +100,7 @@ def rounded(x, scale, bits):
 
 def largest(path, x, bits):
     """max|x| / (2^(k-1) - 1/2): of everything, of every head, or of every channel of the patch embedding's kernel."""
-    if path.endswith(("scores", "mixture")):
+    if path.endswith(PRODUCTS):
         peak = abs(x).max((0, 2, 3))
     else:
         peak = abs(x).max(0) if path == "embed" and x.ndim == 2 else abs(x).max()
@@ -108,18 +109,16 @@ def largest(path, x, bits):
 
 def spread(path, scale):
     """To be broadcast against an operand: the scales of heads stand beside [B, heads, T, d]."""
-    return scale[:, None, None] if path.endswith(("scores", "mixture")) else scale
+    return scale[:, None, None] if path.endswith(PRODUCTS) else scale
 
 
 def quantising(scales, bits):
-    """A hook that rounds operands, except images; `scales` has those of every operand, by path."""
+    """A hook that rounds operands; `scales` has those of every operand by path, None for one that stays as it is."""
 
     def hook(path, product, *operands):
-        if path == "embed":
-            both = (operands[0], rounded(operands[1], scales[path][1], bits))
-        else:
-            both = (rounded(x, spread(path, s), bits) for x, s in zip(operands, scales[path], strict=True))
-        return product(*both)
+        given = scales.get(path, (None, None))
+        both = zip(operands, given, strict=True)
+        return product(*(x if s is None else rounded(x, spread(path, s), bits) for x, s in both))
 
     return hook
 
