@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import hmac
 import json
 import math
 import os
@@ -312,7 +313,10 @@ def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: di
 def _make_upload(
     config: Any, shipment: Shipment, x: jax.Array, labels: np.ndarray, seed: bytes, ledger: Ledger, path: pathlib.Path
 ) -> None:
-    """Pays, then makes the upload and keeps it: from then on the same one is sent, however often the client starts."""
+    """Pays, then makes the upload and keeps it: from then on the same one is sent, however often the client starts.
+
+    One that is paid for but not kept, since the process died, is made again as it was and not paid again.
+    """
     if config.mode == "private":
         assert shipment.projection is not None and shipment.clip_norm is not None  # `_check_client` has checked
         release = PrivateRelease.calibrated(
@@ -337,7 +341,9 @@ def _make_upload(
         return
     _register(ledger, delta=config.delta, allow_unproven=True)
     key = noise.stream(seed, "upload", impl="threefry2x32")
-    with ledger.spend(DATASET, published_event(config.laplace_scale), label=f"split adaptation, {config.mode}"):
+    event, label = published_event(config.laplace_scale), f"split adaptation, {config.mode}"
+    token = hmac.digest(seed, (label + shipment.fingerprint).encode() + np.asarray(x).tobytes(), "sha256").hex()
+    with ledger.spend(DATASET, event, label=label, token=token):
         upload: Upload
         if config.mode == "noise_once":
             upload = NoisyOnce(x + noise.laplace(key, x, config.laplace_scale), config.num_classes)

@@ -147,6 +147,24 @@ def full(*args):
 
 
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
+def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch, mode):
+    lost = []
+    with monkeypatch.context() as patch:
+        patch.setattr(roles, "send_upload", lambda path, upload, shipment: lost.append(upload) or full())
+        with pytest.raises(OSError, match="disk full"):
+            client.run(mode=mode)
+    assert client.spends() == 1 and not (client.root / "upload").exists()
+    with pytest.raises(TimeoutError, match="adapted did not come from the server"):
+        client.run(mode=mode)
+    assert client.spends() == 1
+    sent = read_package(client.shared / "upload", "upload").arrays
+    made = lost[0].released._asdict() if mode == "private" else {"representations": lost[0].representations}
+    assert set(sent) == set(made)
+    for name, array in made.items():
+        np.testing.assert_array_equal(sent[name], array)
+
+
+@pytest.mark.parametrize("mode", ["private", "noise_once"])
 def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monkeypatch, mode):
     with monkeypatch.context() as patch:
         patch.setattr(roles, "share", full)
