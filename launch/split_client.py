@@ -17,7 +17,9 @@ _EXCHANGE = flags.DEFINE_string(
 )
 _TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the server.", lower_bound=0.0)
 _LEDGER = flags.DEFINE_string("ledger", None, "Ledger of the client's images; by default ledger.sqlite in the workdir.")
-_QUERIES = flags.DEFINE_bool("queries", True, "Have the test images classified, which no guarantee covers.")
+_QUERIES = flags.DEFINE_bool(
+    "queries", None, "Have the test images classified, which no guarantee covers; by default not in the private mode."
+)
 # Each stands for --config.client.NAME=...
 _FIELDS = (
     flags.DEFINE_string(

@@ -3,7 +3,7 @@
     python -m launch.split_server --config configs/split/two_parties.py --workdir workdir/server \
         --exchange workdir/exchange &
     python -m launch.split_client --config configs/split/two_parties.py --workdir workdir/client \
-        --exchange workdir/exchange --mode private
+        --exchange workdir/exchange --mode private --queries
 
 The server has the digits 0 to 4, the client five images each of 5 to 9. Each process reads its own part of this file:
 two parties would each have a file with their part alone.

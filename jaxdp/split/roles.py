@@ -77,7 +77,7 @@ from jaxdp.split.server import (
 )
 from jaxdp.transforms import noise
 
-DATASET = "client/images"
+DATASET, QUERIES = "client/images", "client/queries"
 _MOST = 1000  # images by which the projection is fitted
 
 # --- The server -------------------------------------------------------------------------------------------------------
@@ -136,9 +136,10 @@ def run_server(
             "queries": _answer(adapted, shipment, shared),
         }
         write_json(root / "result.json", result)
+        labels = "" if isinstance(upload, Private) else " and the loss gradients, which tell the labels"
         print(
             f"server: the client uploaded {result['bytes']:,} bytes ({result['mode']}); {result['queries']} queries "
-            "answered. Nothing private was read here but that"
+            f"answered. Nothing private was read here but that{labels}"
         )
         return result
 
@@ -150,8 +151,8 @@ def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
         raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}")
     model = public_model(config.model)
     if not config.model.checkpoint:
-        share = config.data.pretrain_fraction
-        pretraining, images = images.split((share, 1 - share), seed=config.seed)
+        part = config.data.pretrain_fraction
+        pretraining, images = images.split((part, 1 - part), seed=config.seed)
         model = trained(model, pretraining, config.train, root / "backbone.safetensors")
     key = noise.stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
     keys = jax.random.split(key, 2)
@@ -217,7 +218,7 @@ def run_client(
     exchange: str | os.PathLike[str],
     *,
     ledger_path: str | os.PathLike[str] | None = None,
-    queries: bool = True,
+    queries: bool | None = None,
     timeout: float = 3600.0,
 ) -> dict[str, Any]:
     """Plays the client: uploads representations of its few images, and has its test images classified.
@@ -229,8 +230,9 @@ def run_client(
       ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
         its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
         its epsilon, the others without one, unless it is registered already.
-      queries: whether the server classifies the test images. Their representations are sent without Laplace noise
-        unless `config.query_laplace_scale` says otherwise; in no mode does a guarantee cover them.
+      queries: whether the server classifies the test images; None is not in the private mode. Their representations
+        are sent without Laplace noise unless `config.query_laplace_scale` says otherwise. No guarantee covers them in
+        any mode: the ledger gets a release without proof on "client/queries".
       timeout: seconds to wait for the server.
 
     Returns:
@@ -253,8 +255,10 @@ def run_client(
         for name in ("upload", "queries"):
             if (shared / name).exists() and not (root / name).exists():
                 raise ValueError(
-                    f"{shared / name} is of another client, or this one's workdir was lost: nothing was spent. Delete "
-                    f"{shared} with all that is in it, or exchange through another folder"
+                    f"{shared / name} is of another client, or this one's workdir was lost. Nothing was spent now, but "
+                    "if it was this client's, it stays spent: restore the ledger that paid, or register its cost, "
+                    f"before anything else is released. To begin anew delete {shared} with all that is in it, or "
+                    "exchange through another folder"
                 )
         bind(config, root)
         seed = _seed(root / "seed")
@@ -262,12 +266,16 @@ def run_client(
         extract = functools.partial(represent, shipment.backbone, shipment.frontend, front)
         if not (root / "upload").exists():
             _make_upload(config, shipment, extract(few["image"]), few["label"], seed, ledger, root / "upload")
-        asks = queries and len(test["image"]) > 0
+        wanted = config.mode != "private" if queries is None else queries
+        asks = wanted and len(test["image"]) > 0
         if asks:
             if not (root / "queries").exists():
                 x = extract(test["image"])
                 x = x + noise.laplace(noise.stream(seed, "queries"), x, config.query_laplace_scale)
-                send_queries(root / "queries", x, shipment)
+                _register(ledger, QUERIES, delta=config.delta, allow_unproven=True)
+                event = published_event(config.query_laplace_scale)
+                with ledger.spend(QUERIES, event, label="split adaptation, queries"):
+                    send_queries(root / "queries", x, shipment)
             share(root / "queries", shared / "queries", "queries")
         share(root / "upload", shared / "upload", "upload")
         loss = None if config.mode == "private" else LossClient(few["label"], config.num_classes).gradients
@@ -305,7 +313,9 @@ def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: di
         check_images(shipment.backbone, test["image"])
     if len(test["image"]) and "label" in test:
         check_labels(test["label"], len(test["image"]), config.num_classes)
-    for name in ("laplace_scale", "query_laplace_scale"):
+    if config.mode == "private":
+        _private_release(config, shipment)
+    for name in ("alpha", "laplace_scale", "query_laplace_scale"):
         if not 0 <= config[name] < math.inf:
             raise ValueError(f"{name} must be finite and at least 0, got {config[name]!r}")
 
@@ -318,15 +328,9 @@ def _make_upload(
     One that is paid for but not kept, since the process died, is made again as it was and not paid again.
     """
     if config.mode == "private":
-        assert shipment.projection is not None and shipment.clip_norm is not None  # `_check_client` has checked
-        release = PrivateRelease.calibrated(
-            epsilon=config.epsilon,
-            delta=config.delta,
-            clip_norm=shipment.clip_norm,
-            num_classes=config.num_classes,
-            label_share=config.label_share,
-        )
-        _register(ledger, epsilon=config.epsilon, delta=config.delta)
+        assert shipment.projection is not None  # `_check_client` has checked
+        release = _private_release(config, shipment)
+        _register(ledger, DATASET, epsilon=config.epsilon, delta=config.delta)
         released = release_privately(
             ledger,
             DATASET,
@@ -339,7 +343,7 @@ def _make_upload(
         )
         send_upload(path, Private(released, release), shipment)
         return
-    _register(ledger, delta=config.delta, allow_unproven=True)
+    _register(ledger, DATASET, delta=config.delta, allow_unproven=True)
     key = noise.stream(seed, "upload", impl="threefry2x32")
     event, label = published_event(config.laplace_scale), f"split adaptation, {config.mode}"
     token = hmac.digest(seed, (label + shipment.fingerprint).encode() + np.asarray(x).tobytes(), "sha256").hex()
@@ -360,12 +364,25 @@ def _make_upload(
         send_upload(path, upload, shipment)
 
 
-def _register(ledger: Ledger, **terms: Any) -> None:
-    """Registers the client's images, unless their owner has done so on terms of his own."""
+def _private_release(config: Any, shipment: Shipment) -> PrivateRelease:
+    if not 0 < config.epsilon < math.inf:
+        raise ValueError(f"epsilon must be positive and finite, got {config.epsilon!r}")
+    assert shipment.clip_norm is not None  # it comes with the projection
+    return PrivateRelease.calibrated(
+        epsilon=config.epsilon,
+        delta=config.delta,
+        clip_norm=shipment.clip_norm,
+        num_classes=config.num_classes,
+        label_share=config.label_share,
+    )
+
+
+def _register(ledger: Ledger, dataset: str, **terms: Any) -> None:
+    """Registers a data set of the client's, unless their owner has done so on terms of his own."""
     try:
-        ledger.adjacency(DATASET)
+        ledger.adjacency(dataset)
     except ValueError:
-        ledger.register(DATASET, adjacency="replace_one", unit="image", **terms)
+        ledger.register(dataset, adjacency="replace_one", unit="image", **terms)
 
 
 def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: pathlib.Path) -> float | None:
@@ -388,8 +405,8 @@ def _statement(result: dict[str, Any]) -> str:
         )
     if result["queries"]:
         lines.append(
-            f"The {result['queries']} queries are representations of other images, outside any guarantee (--noqueries "
-            "sends none)"
+            f"The {result['queries']} queries are representations of other images, with epsilon = inf on the ledger "
+            "(--noqueries sends none)"
         )
     return "\n".join(lines)
 
@@ -408,7 +425,10 @@ def _client_images(config: Any, preprocessing: Preprocessing) -> tuple[dict[str,
         return few, test
     pool, test_source = _read(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
     batch = pool.gather(np.arange(len(pool)))
-    rows = np.concatenate([np.flatnonzero(batch["label"] == k)[: config.shots] for k in range(pool.num_classes)])
+    found = [np.flatnonzero(batch["label"] == k)[: config.shots] for k in range(pool.num_classes)]
+    if min(map(len, found)) < config.shots:
+        raise ValueError(f"shots={config.shots}, but a class has only {min(map(len, found))} images; take fewer shots")
+    rows = np.concatenate(found)
     return {name: array[rows] for name, array in batch.items()}, test_source.gather(np.arange(len(test_source)))
 
 

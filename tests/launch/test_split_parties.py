@@ -103,7 +103,9 @@ def private(images, tmp_path_factory):
     """Both parties in the private mode; the server's folder holds its secrets, the client's those of the client."""
     root = tmp_path_factory.mktemp("private")
     server = start("server", root, forbidden=[root / "client", images.parent])
-    client = start("client", root, "--mode", "private", "--images", str(images), forbidden=[root / "server"])
+    client = start(
+        "client", root, "--mode", "private", "--queries", "--images", str(images), forbidden=[root / "server"]
+    )
     return root, *finish(server, client)
 
 
@@ -113,7 +115,7 @@ def test_two_processes_adapt_privately(private, images):
     assert 7.5 < result["epsilon"] <= 8.0 and result["delta"] == 1e-5
     assert f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label" in client
     assert f"accuracy {result['accuracy']:.4f} on 100 test images" in client
-    assert "The 100 queries are representations of other images, outside any guarantee" in client
+    assert "The 100 queries are representations of other images, with epsilon = inf on the ledger" in client
     assert f"uploaded {result['bytes']:,} bytes (private); 100 queries answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("client/images") == result["epsilon"]
@@ -131,12 +133,15 @@ def test_two_processes_adapt_privately(private, images):
 def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     root, _, client = private
     before = {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")}
-    again = finish(start("client", root, "--mode", "private", "--images", str(images)), start("server", root))
+    again = finish(
+        start("client", root, "--mode", "private", "--queries", "--images", str(images)), start("server", root)
+    )
     assert again[0] == client and "100 queries answered" in again[1]
     assert {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")} == before
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
-        (entry,) = ledger.report()["datasets"]
-    assert sum(row["spends"] for row in entry["spends"]) == 1, entry["spends"]
+        entries = ledger.report()["datasets"]
+    assert sorted(entry["name"] for entry in entries) == ["client/images", "client/queries"]
+    assert all(sum(row["spends"] for row in entry["spends"]) == 1 for entry in entries), entries
 
 
 def test_two_processes_adapt_as_published(private, images, tmp_path):
