@@ -12,7 +12,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in blocks:
@@ -24,6 +24,7 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert int(names["served"].state.step) == 1797 // 64
     assert int(names["state"].step) == 50 and int(names["embedded"].step) == 4
     assert (tmp_path / "run" / "checkpoints" / "50").is_dir()
+    assert 7.9 < names["ledger"].epsilon("client") <= 8 and names["split_adapted"].backbone.num_classes == 10
     truth = names["source"].gather(range(1700, 1720))["label"]
     assert (names["answers"] == truth).mean() > 0.5
     assert all((box.lower <= box.upper).all() for box in jax.tree.leaves(names["gradients"], is_leaf=_is_interval))
