@@ -99,7 +99,8 @@ class Backbone:
         if num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {num_classes}")
         cut = dataclasses.replace(self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden))
-        return cut, {**back, **_draw_head(cut, key)}
+        kept = {name: value for name, value in back.items() if not name.startswith("head")}
+        return cut, {**kept, **_draw_head(cut, key)}
 
     def _init_front(self) -> Params:
         images = jnp.zeros(self.images.shape)

@@ -76,20 +76,23 @@ def test_where_the_paper_cuts():
     assert two_thirds(Swin(10, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))) == 22
 
 
-@pytest.mark.parametrize("distilled", [False, True])
-def test_another_head_and_all_else_kept(vit, distilled):
-    backbone = dataclasses.replace(vit.backbone, model=vit.backbone.model.clone(distilled=distilled))
+@pytest.mark.parametrize(("distilled", "hidden"), [(False, 0), (True, 6)])
+def test_another_head_and_all_else_kept(vit, distilled, hidden):
+    model = vit.backbone.model.clone(distilled=distilled)
+    backbone = dataclasses.replace(vit.backbone, model=model, head_hidden=hidden)
     assert backbone.prefix_tokens == 1 + distilled
-    heads = {"head", "head_distilled"} if distilled else {"head"}
-    other, back = backbone.with_head(jax.random.key(1), vit.back, 5)
-    assert other == dataclasses.replace(backbone, model=backbone.model.clone(num_classes=5)) and other.num_classes == 5
-    assert set(back) == {"block_2", "norm"} | heads
-    assert all(back[name]["kernel"].shape == (8, 5) for name in heads)
+    before = {**vit.back, "head_of_another_task": vit.back["head"]}
+    other, back = backbone.with_head(jax.random.key(1), before, 5)
+    assert other == dataclasses.replace(backbone, model=model.clone(num_classes=5, head_hidden=hidden))
+    assert other.num_classes == 5
+    heads = {"head": (hidden or 8, 5)} | ({"head_hidden": (8, 6), "head_distilled": (8, 5)} if distilled else {})
+    assert set(back) == {"block_2", "norm", *heads}
+    assert all(back[name]["kernel"].shape == shape for name, shape in heads.items())
     assert same({k: back[k] for k in ("block_2", "norm")}, {k: vit.back[k] for k in ("block_2", "norm")})
-    if distilled:  # Drawn with the key, each head for itself.
+    if distilled:  # Drawn with the key, each layer for itself.
         drawn = [back, backbone.with_head(jax.random.key(2), vit.back, 5)[1]]
         kernels = [np.asarray(params[name]["kernel"]) for params in drawn for name in heads]
-        assert len({kernel.tobytes() for kernel in kernels}) == 4
+        assert len({kernel.tobytes() for kernel in kernels}) == 6
 
 
 def test_a_head_for_one_class_is_refused(vit):
