@@ -6,7 +6,20 @@ from typing import TYPE_CHECKING, Any
 from jaxdp.version import __version__
 
 if TYPE_CHECKING:
-    from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, report, split, transforms, tta
+    from jaxdp import (
+        data,
+        finetune,
+        lifecycle,
+        models,
+        prediction,
+        pretrain,
+        privacy,
+        recalibration,
+        report,
+        split,
+        transforms,
+        tta,
+    )
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
@@ -29,6 +42,7 @@ _MODULES = {
     "models": "jaxdp.models",
     "data": "jaxdp.data",
     "finetune": "jaxdp.finetune",
+    "lifecycle": "jaxdp.lifecycle",
     "prediction": "jaxdp.prediction",
     "pretrain": "jaxdp.pretrain",
     "recalibration": "jaxdp.recalibration",
@@ -46,6 +60,7 @@ __all__ = [
     "data",
     "finetune",
     "interval",
+    "lifecycle",
     "losses",
     "models",
     "prediction",

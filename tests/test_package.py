@@ -20,6 +20,7 @@ ALLOWED = {
     "models": {"privacy", "transforms", "data"},
     "report": {"privacy", "transforms"},
     **{stage: {"privacy", "transforms", "models", "data", "report"} for stage in STAGES},
+    "lifecycle": {"privacy", "transforms", "models", "data", "report", *STAGES},
 }
 SOURCES = sorted((ROOT / "jaxdp").rglob("*.py"))
 CODE = [path for folder in ("jaxdp", "launch", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
@@ -128,6 +129,7 @@ def test_the_layer_checks_can_fail():
     assert layer_violations("transforms", {"jaxdp.models.mlp", "flax.linen"}) == {"jaxdp.models.mlp", "flax.linen"}
     assert layer_violations("finetune", {"jaxdp.tta", "jaxdp.data", "flax.linen"}) == {"jaxdp.tta"}
     assert layer_violations("data", {"jaxdp.Ledger"}) == {"jaxdp.Ledger"}
+    assert layer_violations("tta", {"jaxdp.lifecycle"}) == {"jaxdp.lifecycle"}
     bad = {"jax._src.core", "jaxlib.xla_client", "pickle", "tensorflow.io"}
     assert forbidden_imports(bad | {"jaxlib", "jax.extend.core", "tensorflow_datasets"}) == bad
 

@@ -345,12 +345,15 @@ class Ledger:
         self._finish([record], "committed")
 
     @contextlib.contextmanager
-    def spend_all(self, requests: Sequence[tuple[str, DpEvent]], *, label: str = "") -> Iterator[tuple[Spend, ...]]:
+    def spend_all(
+        self, requests: Sequence[tuple[str, DpEvent]], *, label: str = "", token: str | None = None
+    ) -> Iterator[tuple[Spend, ...]]:
         """Reserves an event on each of several datasets or on none, runs the body of the `with`, and commits all.
 
         Args:
             requests: (registered dataset, event) pairs; a dataset that is named twice pays twice.
             label: as in `spend`.
+            token: as in `spend`, one for all of them; each dataset may then be named once only.
 
         Yields:
             One `Spend` per request.
@@ -359,7 +362,10 @@ class Ledger:
             BudgetExceeded, ValueError: as `spend`, for the first request that cannot be met; then nothing is charged on
                 any dataset.
         """
-        records = self._reserve([_Request(name, event, None, label, None) for name, event in requests])
+        names = [name for name, _ in requests]
+        if token is not None and len(set(names)) < len(names):
+            raise ValueError(f"with a token each dataset pays once, but requests names {sorted(names)}")
+        records = self._reserve([_Request(name, event, None, label, token) for name, event in requests])
         try:
             yield records
         except BaseException:

@@ -75,7 +75,8 @@ def audit_stream(
         account = StreamAccount(ledger, "stream", event=adapter.method.event, label="audit")
 
         # Under one noise the difference of two updates has none.
-        same = stream(new_seed(), "audit")
+        seed = new_seed() if seed is None else seed
+        same = stream(seed, "choice")
         moved_by = [
             [(_updates(adapter, batch, None, same)(image), image) for image in images]
             for images in (candidates, neighbours)
@@ -83,7 +84,7 @@ def audit_stream(
         pairs = itertools.product(*moved_by)
         (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.linalg.norm(pair[0][0] - pair[1][0]))
 
-        update = _updates(adapter, batch, account, stream(new_seed() if seed is None else seed, "audit"))
+        update = _updates(adapter, batch, account, stream(seed, "audit"))
         found = audit.audit_mechanism(
             lambda _: update(canary),
             lambda _: update(neighbour),

@@ -364,6 +364,22 @@ def test_a_token_stands_for_one_release(ledger):
     assert ledger.epsilon("data") == pytest.approx(1.3)
 
 
+def test_a_token_is_paid_once_by_all(ledger):
+    for name in ("a", "b"):
+        register(ledger, name, epsilon=1.0, delta=0.0)
+    with pytest.raises(KeyError), ledger.spend_all([("a", PureDpEvent(0.8)), ("b", PureDpEvent(0.6))], token="t"):
+        raise KeyError
+    with ledger.spend_all([("a", PureDpEvent(0.8)), ("b", PureDpEvent(0.6))], token="t") as again:
+        assert [spend.replay for spend in again] == [True, True]
+    assert (ledger.epsilon("a"), ledger.epsilon("b")) == (0.8, 0.6)
+    with pytest.raises(BudgetExceeded), ledger.spend_all([("a", PureDpEvent(0.8))], token="u"):
+        raise AssertionError
+    twice = [("a", PureDpEvent(0.1)), ("a", PureDpEvent(0.1))]  # the second would be taken for a retry of the first
+    with pytest.raises(ValueError, match="each dataset pays once"), ledger.spend_all(twice, token="v"):
+        raise AssertionError
+    assert ledger.epsilon("a") == 0.8
+
+
 # --- The Renyi filter -----------------------------------------------------------------------------------------------
 
 

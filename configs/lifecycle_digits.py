@@ -1,0 +1,91 @@
+"""A model's whole life on scikit-learn's 1797 digits: runs anywhere, without data or network.
+
+python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
+
+"""
+
+from ml_collections import ConfigDict
+
+from configs.method_options import METHOD_OPTIONS
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(
+        {
+            "ledger": "",  # "" is ledger.sqlite in the workdir; several lifecycles may share a file
+            "data": {
+                "source": "bundled",
+                "name": "digits",
+                "split_seed": 0,
+                "parts": {"public": 40, "private": 860, "sources": 250, "stream": 320, "test": 327},
+                "sources": 5,  # the hospitals that share `parts.sources`
+                "source_shift": "brightness",
+                "stream_shifts": ("brightness",),  # one after the other
+                "severity": 4,
+            },
+            "budgets": {  # of each private data set in the ledger; every release must fit
+                "private": {"epsilon": 10.0, "delta": 1e-5},
+                "sources": {"epsilon": 2.0, "delta": 0.0},
+                "stream": {"epsilon": 8.0, "delta": 1e-5},
+            },
+            "model": {
+                "name": "cnn",
+                "options": {"widths": (16, 32), "dense": 0, "norm": "group"},
+                "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
+            },
+            "augmentation": {"crop_padding": 1, "flip": False},
+            "pretrain": {
+                "seed": 0,
+                "steps": 300,
+                "batch_size": 32,
+                "perturbation_batch_size": 40,
+                "learning_rate": 0.1,
+                "gamma": 0.5,
+                "checkpoint_every": 100,
+            },
+            "finetune": {
+                "seed": 0,  # of a new head, not of any noise
+                "new_head": False,
+                "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
+                "method_options": METHOD_OPTIONS,
+                "accountant": "auto",
+                "epsilon": 4.0,
+                "delta": 1e-5,
+                "batch_size": 192,
+                "physical_batch_size": 240,
+                "steps": 80,
+                "clip_norm": 1.0,
+                "learning_rate": 0.35,
+                "momentum": 0.9,
+                "schedule": "cosine",
+                "augmult": 4,
+                "ema_decay": 0.0,
+                "ascent_radius": 0.0,
+                "checkpoint_every": 10,
+            },
+            "recalibrate": {"epsilon": 1.0},  # of each source
+            "adapt": {
+                "seed": 0,  # of the order of the stream
+                "epsilon": 8.0,
+                "delta": 1e-5,
+                "batch_size": 64,
+                "clip_norm": 1.0,
+                "learning_rate": 0.1,
+            },
+            "predict": {
+                "epsilon": 6.0,
+                "delta": 1e-5,
+                "queries": 30,
+                "dimensions": 0,  # of the linear model's features; 0 is all that the backbone's outputs span
+                "whiten": 0.5,
+                "clip": 0.02,
+                "learning_rate": 10.0,
+                "max_distance": 60,
+                "show_certificates": True,  # reads the private records without noise, to draw a figure
+            },
+            "audit_finetune": {"canaries": 500},
+            "audit_recalibrate": {"trials": 1000},
+            "audit_adapt": {"candidates": 16, "trials": 300},
+            "audit_predict": {"images": 40, "candidates": 4, "trials": 5000},
+        }
+    )

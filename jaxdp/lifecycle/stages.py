@@ -1,0 +1,523 @@
+"""The stages of a model's life, one function each, in the order in which they are run.
+
+    pretrain     public images                  a backbone on which noise hurts less (DPAdapter)
+    finetune     the private training set       a model, by DP-SGD or one of its relatives
+    recalibrate  several private sources        confidences that fit their images, from noisy answers
+    adapt        a private stream under drift   an adapted model (DP test-time adaptation)
+    deploy       nothing                        what is put to use: the adapted model with recalibrated confidences
+    predict      the private training set       certified, private answers of a small model to some queries
+    audit_*      canaries                       what attackers can prove about each of these releases
+
+A private stage touches private data inside `job.release` only, which pays first (`finetune` leaves that to `fit`).
+Quality is measured on the held-out test images, which are public, with released parameters: it costs nothing. The one
+exception is the share of certified answers, see `predict`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, tta
+from jaxdp.finetune import canaries as finetune_canaries
+from jaxdp.finetune.configured import configured_trainer
+from jaxdp.lifecycle.cache import Job, Stage
+from jaxdp.models import Pretrained
+from jaxdp.prediction import canaries as prediction_canaries
+from jaxdp.prediction.tasks import FeatureMap
+from jaxdp.privacy import GaussianDpEvent, Ledger, NoOpDpEvent, PureDpEvent, SelfComposedDpEvent
+from jaxdp.recalibration import canaries as recalibration_canaries
+from jaxdp.recalibration.methods import Logistic
+from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
+from jaxdp.transforms import losses
+from jaxdp.transforms.noise import stream
+from jaxdp.tta import canaries as tta_canaries
+
+Params = Any
+
+
+def accounts(config: Any) -> dict[str, dict[str, Any]]:
+    """The private data sets by their name in the ledger, and the terms on which they are registered there."""
+    budgets = config.budgets
+    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": "image", **budgets.private}}
+    for k in range(config.data.sources):
+        terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": "image", **budgets.sources}
+    return terms | {"stream": {"adjacency": "replace_one", "unit": "image", **budgets.stream}}
+
+
+# --- The model ------------------------------------------------------------------------------------------------------
+
+
+def _network(config: Any, num_classes: int) -> Pretrained:
+    """The architecture, on images in [0, 1], without parameters."""
+    how = config.model
+    model = models.create(how.name, num_classes=num_classes, **dict(how.options))
+    return Pretrained(model, {}, models.Preprocessing(**how.preprocessing))
+
+
+def _fresh(network: Pretrained, seed: int) -> Params:
+    side, channels = network.preprocessing.size, len(network.preprocessing.mean)
+    return network.model.init(jax.random.key(seed), jnp.zeros((1, side, side, channels)))["params"]
+
+
+def _loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
+    """Cross entropy of one example."""
+
+    def loss(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
+        return losses.softmax_cross_entropy(network.apply_fn(params, example["image"][None])[0], example["label"])
+
+    return loss
+
+
+def _logits(network: Pretrained, params: Params, source: data.Source) -> np.ndarray:
+    """[n, C], of all images of a source."""
+    predict = jax.jit(network.apply_fn)
+    rows, mask = data.pad_to_physical(np.arange(len(source)), min(500, len(source)))
+    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in rows])
+    return found[mask]
+
+
+def _labels(source: data.Source) -> np.ndarray:
+    return source.gather(np.arange(len(source)))["label"]
+
+
+# --- Pre-training -----------------------------------------------------------------------------------------------------
+
+
+def pretrain_public(job: Job) -> dict[str, Any]:
+    """Trains a backbone on public images so that noise on its parameters hurts less; no ledger is asked."""
+    how, public = job.config.pretrain, job.data.public
+    network = _network(job.config, public.num_classes)
+    loss = _loss(network)
+    trainer = pretrain.dpadapter(
+        lambda params, batch: jax.vmap(loss, in_axes=(None, 0))(params, batch).mean(),
+        optax.sgd(optax.cosine_decay_schedule(how.learning_rate, how.steps), momentum=0.9),
+        gamma=how.gamma,
+    )
+    params = pretrain.fit(
+        trainer,
+        _fresh(network, how.seed),
+        public,
+        steps=how.steps,
+        perturbation_batch_size=how.perturbation_batch_size,
+        update_batch_size=how.batch_size,
+        seed=how.seed.to_bytes(16, "little"),
+        augment=data.augmentation(job.config.augmentation),
+        workdir=job.folder,
+        checkpoint_every=how.checkpoint_every,
+    ).params
+    models.save_params(job.folder / "backbone.safetensors", params)
+
+    # With other classes than the test images have, it is the public images that say how well it learned.
+    judge = job.data.test if job.data.test.num_classes == public.num_classes else public
+    stds = [0.0, 0.1, 0.2, 0.3, 0.5]
+    robust = pretrain.robust_accuracy(network.apply_fn, params, judge, std=stds, draws=5, relative=True).mean(1)
+    plot_curves(
+        job.folder / "robustness.png",
+        {"backbone": list(zip(stds, robust.tolist(), strict=True))},
+        title="The public backbone under noise on its parameters",
+        subtitle="DPAdapter trains for this: private training adds such noise",
+        xlabel="noise / root mean square of each tensor",
+        ylabel="accuracy",
+    )
+    return {"images": len(public), "accuracy": float(robust[0]), "judged_on_test": judge is job.data.test}
+
+
+# --- Fine-tuning ------------------------------------------------------------------------------------------------------
+
+
+def finetune_private(job: Job) -> dict[str, Any]:
+    """Trains the backbone on the private training set."""
+    how, private, test = job.config.finetune, job.data.private, job.data.test
+    network = _network(job.config, private.num_classes)
+    start = _fresh(network, how.seed)
+    backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
+    same_head = job.data.public.num_classes == private.num_classes and not how.new_head
+    start = models.merge_pretrained(start, backbone, exclude=() if same_head else ("head",))
+    trainer = _trainer(job.config, _loss(network), len(private), job.data.public, private.num_classes)
+    judge = functools.partial(finetune.accuracy, network.apply_fn)
+    state = finetune.fit(
+        trainer,
+        start,
+        private,
+        steps=how.steps,
+        ledger=job.ledger,
+        dataset=private.name,
+        workdir=job.folder,
+        checkpoint_every=how.checkpoint_every,
+        evaluate=lambda params: {"accuracy": judge(params, test)},
+        label="fine-tuning",
+    )
+    params = state.params if state.ema is None else state.ema
+    models.save_params(job.folder / "model.safetensors", params)
+    rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
+    plot_training(
+        job.folder / "training.png",
+        accuracy=[(0, before)] + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
+        epsilon=[(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
+        budget=job.ledger.epsilon(private.name) + job.ledger.remaining(private.name),
+        delta=how.delta,
+        dataset=private.name,
+    )
+    event = trainer.event(0, how.steps)
+    return {
+        "before": before,
+        "accuracy": judge(params, test),
+        "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
+        "delta": how.delta,
+        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "steps": how.steps,
+        "method": how.method,
+    }
+
+
+def _trainer(config: Any, loss: Any, num_examples: int, public: data.Source, num_classes: int) -> Any:
+    augment = data.augmentation(config.augmentation)
+    return configured_trainer(
+        config.finetune, loss, num_examples, augment=augment, public=public, num_classes=num_classes
+    )
+
+
+# --- Recalibration ----------------------------------------------------------------------------------------------------
+
+
+def recalibrate(job: Job) -> dict[str, Any]:
+    """Fits the model's confidence to the images of several sources, each of which answers with noise and pays."""
+    epsilon = job.config.recalibrate.epsilon
+    network, params = _model(job)
+
+    def fit(secret: bytes) -> dict[str, Any]:
+        sources = [(_logits(network, params, source), _labels(source)) for source in job.data.sources]
+        found = recalibration.logistic_binning(sources, epsilon=epsilon, key=stream(secret, "recalibration"))
+        return found.parameters._asdict()
+
+    paid = [(source.name, PureDpEvent(epsilon)) for source in job.data.sources]
+    found = _recalibration(job.release(paid, fit, label="recalibration"))
+
+    ((shift, test),) = job.data.source_test.items()
+    logits, labels = _logits(network, params, test), _labels(test)
+    right = logits.argmax(1) == labels
+    confidences = {"before": recalibration.none().apply(logits), "after": found.apply(logits)}
+    diagrams = {
+        name: recalibration.reliability(jnp.asarray(confidence), right, bins=10)
+        for name, confidence in confidences.items()
+    }
+    plot_reliability(
+        job.folder / "reliability.png",
+        diagrams,
+        title="Confidence before and after recalibration",
+        subtitle=f"{len(right)} test images under {shift.replace('_', ' ')}; {len(paid)} sources, ε = {epsilon:g} each",
+    )
+    return {
+        "shift": shift,
+        "sources": len(paid),
+        "epsilon": epsilon,
+        "accuracy": float(right.mean()),
+        "ece": {name: _ece(confidence, right) for name, confidence in confidences.items()},
+        "brier": {name: float(np.mean((c - right) ** 2)) for name, c in confidences.items()},
+    }
+
+
+def _recalibration(parameters: Mapping[str, jax.Array]) -> recalibration.Recalibration:
+    return recalibration.Recalibration(recalibration.LogisticBinning(), Logistic(**parameters), NoOpDpEvent())
+
+
+def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
+    return float(recalibration.ece(jnp.asarray(confidence), jnp.asarray(right), bins=10))
+
+
+def _model(job: Job) -> tuple[Pretrained, Params]:
+    """The fine-tuned model."""
+    path = job.before["finetune"].folder / "model.safetensors"
+    return _network(job.config, job.data.private.num_classes), models.load_params(path)
+
+
+# --- Adaptation -------------------------------------------------------------------------------------------------------
+
+
+def adapt(job: Job) -> dict[str, Any]:
+    """Adapts the model's normalisation layers to a stream, batch by batch; every image comes once."""
+    how, streamed = job.config.adapt, job.data.stream
+    network, params = _model(job)
+    adapter = _adapter(job, network, params)
+    batches = tta.Stream(streamed, batch_size=how.batch_size, seed=how.seed)
+    judge = functools.partial(finetune.accuracy, network.apply_fn)
+
+    def serve(secret: bytes) -> dict[str, Any]:
+        state = adapter.init(stream(secret, "adaptation"))
+        accuracy: dict[str, list[float]] = {shift: [] for shift in streamed}
+        for batch in tqdm(batches, desc="adaptation", unit="batch"):
+            state, _ = adapter.step(state, batch.images, mask=batch.mask)  # the logits are their owners' own
+            shift = batch.domains[0]
+            accuracy[shift].append(judge(state.params, job.data.stream_test[shift]))
+        return {"params": state.params, "accuracy": {name: jnp.asarray(rows) for name, rows in accuracy.items()}}
+
+    assert isinstance(adapter.method, tta.Private)
+    released = job.release([("stream", adapter.method.event)], serve, label="adaptation")
+    source = {shift: judge(params, test) for shift, test in job.data.stream_test.items()}
+    adapted = [(shift, float(value)) for shift in streamed for value in released["accuracy"][shift]]
+    first = source[adapted[0][0]]
+    curves = {
+        "adapted": [first, *(value for _, value in adapted)],
+        "not adapted": [first, *(source[shift] for shift, _ in adapted)],
+    }
+    plot_curves(
+        job.folder / "stream.png",
+        {name: [(k * how.batch_size, value) for k, value in enumerate(values)] for name, values in curves.items()},
+        title="Accuracy over the stream",
+        subtitle=f"{len(job.data.test)} test images under the stream's shift, after each batch; ε = {how.epsilon:g}",
+        xlabel="images of the stream",
+        ylabel="accuracy",
+    )
+    return {
+        "images": len(batches) * how.batch_size,
+        "epsilon": adapter.method.epsilon(delta=how.delta),
+        "delta": how.delta,
+        "noise_multiplier": adapter.method.noise_multiplier,
+        "method": adapter.method.describe(),
+        "accuracy": {shift: {"before": source[shift], "after": value} for shift, value in dict(adapted).items()},
+    }
+
+
+def _adapter(job: Job, network: Pretrained, params: Params) -> tta.Adapter:
+    how = job.config.adapt
+    sigma = privacy.calibrate_noise(GaussianDpEvent, epsilon=how.epsilon, delta=how.delta, adjacency="replace_one")
+    method = tta.private(tta.Tent(), clip_norm=how.clip_norm, noise_multiplier=sigma)
+    return tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
+
+
+# --- The model in use -------------------------------------------------------------------------------------------------
+
+
+def deploy(job: Job) -> dict[str, Any]:
+    """Puts together what was released: the adapted parameters and the confidences that fit the sources."""
+    network, params = _model(job)
+    adapted = models.load_params(job.before["adapt"].folder / "released.safetensors")["params"]
+    parameters = models.load_params(job.before["recalibrate"].folder / "released.safetensors")
+    models.save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
+
+    def error(params: Params, confidence: recalibration.Recalibration, test: data.Source) -> float:
+        logits = _logits(network, params, test)
+        return _ece(confidence.apply(logits), logits.argmax(1) == _labels(test))
+
+    return {
+        "ece": {
+            shift: {
+                "before": error(params, recalibration.none(), test),
+                "after": error(adapted, _recalibration(parameters), test),
+            }
+            for shift, test in (job.data.source_test | job.data.stream_test).items()
+        }
+    }
+
+
+# --- Certified answers ------------------------------------------------------------------------------------------------
+
+
+def predict(job: Job) -> dict[str, Any]:
+    """Answers queries about test images by a linear model on the public backbone's outputs, with certificates.
+
+    The answers come from a model of their own: bounds of training are tight for a linear one, loose for the network.
+    """
+    how, private, test = job.config.predict, job.data.private, job.data.test
+    records = _featurise(job)
+    asked = records(test.take(np.arange(how.queries)))  # the test images are in random order
+    each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
+    event = SelfComposedDpEvent(PureDpEvent(each), how.queries)
+
+    def train() -> prediction.Bounds:
+        return _certified(how, len(private), private.num_classes, records(private))
+
+    def answer(secret: bytes) -> dict[str, Any]:
+        with Ledger.in_memory() as charged:  # `release` charges the real one, with a token
+            charged.register(private.name, adjacency="add_remove", unit="image")
+            answers = prediction.private_predict(
+                train(), _linear, asked["x"], ledger=charged, dataset=private.name, epsilon=each, seed=secret
+            )
+        return {"answers": answers}
+
+    answers = np.asarray(job.release([(private.name, event)], answer, label="certified answers")["answers"])
+    result = {
+        "queries": how.queries,
+        "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
+        "delta": how.delta,
+        "epsilon_per_query": each,
+        "answers": answers.tolist(),
+        "accuracy": float(np.mean(answers == asked["y"])),
+    }
+    if not how.show_certificates:
+        return result
+    certificates = prediction.certify(train(), _linear, records(test)["x"])
+    distance = np.asarray(certificates.distance)
+    shares = [(k, float(np.mean(distance >= k))) for k in range(how.max_distance + 1)]
+    plot_curves(
+        job.folder / "certified.png",
+        {"certified": shares},
+        title="Answers that k records cannot change",
+        subtitle=f"{len(distance)} test images. For evaluation only: this curve is not private.",
+        xlabel="training images added or removed, k",
+        ylabel="share of answers that stay the same whatever they are",
+    )
+    return result | {"without_noise": float(np.mean(np.asarray(certificates.label) == _labels(test))), "shares": shares}
+
+
+def _featurise(job: Job) -> Callable[[data.Source], dict[str, np.ndarray]]:
+    """`records(source) -> {"x" [n, d], "y" [n]}`: outputs of the public backbone, scaled on public images; labels."""
+    how, public = job.config.predict, job.data.public
+    network = _network(job.config, public.num_classes)
+    backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
+    features = FeatureMap.fit(_logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
+    return lambda source: {"x": features(_logits(network, backbone, source)), "y": _labels(source)}
+
+
+def _certified(how: Any, images: int, num_classes: int, records: dict[str, np.ndarray]) -> prediction.Bounds:
+    """One step of full batches; `images` is their public number."""
+    return prediction.train_with_bounds(
+        _linear_loss,
+        jnp.zeros((records["x"].shape[1], num_classes)),
+        records,
+        ks=min(how.max_distance, images),
+        clip=how.clip,
+        learning_rate=how.learning_rate,
+        batch_size=images,
+        epochs=1,
+    )
+
+
+def _linear(params: Params, x: jax.Array) -> jax.Array:
+    return params.T @ x
+
+
+def _linear_loss(params: Params, record: Mapping[str, jax.Array]) -> jax.Array:
+    return losses.softmax_cross_entropy(_linear(params, record["x"]), record["y"])
+
+
+# --- Audits -----------------------------------------------------------------------------------------------------------
+
+
+def audit_finetune(job: Job) -> dict[str, Any]:
+    """Attacks the fine-tuning, with its batches, noise and steps, by canaries whose gradients nothing else hides."""
+    how = job.config.audit_finetune
+    plain = {"learning_rate": 1.0, "momentum": 0.0, "schedule": "constant", "augmult": 0, "ema_decay": 0.0}
+    config = job.config.copy_and_resolve_references()
+    config.finetune.update(plain)
+    training, private = config.finetune, job.data.private
+    trainer = _trainer(config, finetune_canaries.loss, len(private), job.data.public, private.num_classes)
+    parameters, examples = finetune_canaries.worst_case(how.canaries, norm=10 * training.clip_norm)
+    found = finetune_canaries.one_run(trainer, parameters, examples, steps=training.steps, delta=training.delta)
+    return _audited(found, [private.name], "fine-tuning")
+
+
+def audit_recalibrate(job: Job) -> dict[str, Any]:
+    """Attacks what one source answers, by a record that changes the answers most; the others are test images."""
+    network, params = _model(job)
+    (test,) = job.data.source_test.values()
+    others = test.take(np.arange(min(20, len(test))))
+    found = recalibration_canaries.audit_source(
+        recalibration.LogisticBinning(),
+        _logits(network, params, others),
+        _labels(others),
+        epsilon=job.config.recalibrate.epsilon,
+        trials=job.config.audit_recalibrate.trials,
+    )
+    return _audited(found, [source.name for source in job.data.sources], "recalibration")
+
+
+def audit_adapt(job: Job) -> dict[str, Any]:
+    """Attacks an update of the adaptation by test images that move it most."""
+    how, test = job.config.audit_adapt, next(iter(job.data.stream_test.values()))
+    network, params = _model(job)
+    size = job.config.adapt.batch_size
+    rows = [np.arange(size) % len(test), np.arange(size, size + how.candidates) % len(test)]
+    images, candidates = (test.gather(part)["image"] for part in rows)
+    adapter = dataclasses.replace(_adapter(job, network, params), optimizer=optax.sgd(1.0))
+    found = tta_canaries.audit_stream(adapter, images, candidates, trials=how.trials, delta=job.config.adapt.delta)
+    return _audited(found, ["stream"], "adaptation")
+
+
+def audit_predict(job: Job) -> dict[str, Any]:
+    """Attacks one answer of a model of a few test images, by the image that changes it most."""
+    how, asked, test = job.config.audit_predict, job.config.predict, job.data.test
+    records = _featurise(job)(test.take(np.arange(how.images + how.candidates)))
+    others = {name: column[: how.images] for name, column in records.items()}
+    candidates = {name: column[how.images :] for name, column in records.items()}
+    found = prediction_canaries.audit_answers(
+        functools.partial(_certified, asked, how.images, test.num_classes),
+        _linear,
+        candidates["x"][0],
+        others,
+        candidates,
+        epsilon=prediction.query_epsilon(asked.epsilon, asked.delta, asked.queries),
+        trials=how.trials,
+    )
+    return _audited(found, [job.data.private.name], "one certified answer")
+
+
+def _audited(found: privacy.audit.Audit, accounts: Sequence[str], release: str) -> dict[str, Any]:
+    return {**dataclasses.asdict(found), "violated": found.violated, "accounts": list(accounts), "release": release}
+
+
+# --- The order --------------------------------------------------------------------------------------------------------
+
+_NETWORK = ("model", "augmentation")
+
+STAGES = (
+    Stage("pretrain", pretrain_public, data=("public", "test"), config=(*_NETWORK, "pretrain")),
+    Stage(
+        "finetune",
+        finetune_private,
+        after=("pretrain",),
+        data=("public", "private", "test"),
+        config=(*_NETWORK, "finetune"),
+    ),
+    Stage(
+        "recalibrate",
+        recalibrate,
+        after=("finetune",),
+        data=("sources", "source_test"),
+        config=("model", "recalibrate"),
+    ),
+    Stage("adapt", adapt, after=("finetune",), data=("stream", "stream_test"), config=("model", "adapt")),
+    Stage(
+        "deploy",
+        deploy,
+        after=("finetune", "recalibrate", "adapt"),
+        data=("source_test", "stream_test"),
+        config=("model",),
+    ),
+    Stage("predict", predict, after=("pretrain",), data=("public", "private", "test"), config=("model", "predict")),
+    Stage(
+        "audit_finetune",
+        audit_finetune,
+        after=("finetune",),
+        data=("public", "private"),
+        config=(*_NETWORK, "finetune", "audit_finetune"),
+    ),
+    Stage(
+        "audit_recalibrate",
+        audit_recalibrate,
+        after=("finetune", "recalibrate"),
+        data=("source_test",),
+        config=("model", "recalibrate", "audit_recalibrate"),
+    ),
+    Stage(
+        "audit_adapt",
+        audit_adapt,
+        after=("finetune", "adapt"),
+        data=("stream_test",),
+        config=("model", "adapt", "audit_adapt"),
+    ),
+    Stage(
+        "audit_predict",
+        audit_predict,
+        after=("pretrain", "predict"),
+        data=("public", "test"),
+        config=("model", "predict", "audit_predict"),
+    ),
+)
