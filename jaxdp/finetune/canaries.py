@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxdp.data import Source, from_arrays
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import Ledger, audit
+from jaxdp.privacy import GaussianDpEvent, Ledger, audit
+from jaxdp.privacy.events import composition
 from jaxdp.transforms.noise import new_seed, stream
 
 
@@ -63,7 +64,7 @@ def one_run(
       steps: of the run.
       delta: of both bounds, in [0, 1).
       rows: which examples are canaries; by default all.
-      confidence, claim: as in `jaxdp.privacy.audit.one_run`. "gaussian" fits a sampling probability of 1 only.
+      confidence, claim: as in `jaxdp.privacy.audit.one_run`. "gaussian" needs a sampling probability of 1.
       seed: 16 secret bytes of coins, batches and noise; drawn from the operating system unless given for tests.
 
     Returns:
@@ -72,7 +73,8 @@ def one_run(
     Raises:
       ValueError: an argument is out of range.
     """
-    upper = _charged(trainer, steps, delta)
+    upper = _charged(trainer, steps, delta, claim)
+    audit.check(upper, delta, confidence, claim)
     seed = new_seed() if seed is None else seed
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
@@ -110,7 +112,7 @@ def multi_run(
     Raises:
       ValueError: an argument is out of range.
     """
-    upper = _charged(trainer, steps, delta)
+    upper = _charged(trainer, steps, delta, claim)
     seed = new_seed() if seed is None else seed
     present = _training(trainer, params, source, steps, seed)
     absent = _training(trainer, params, source.take(np.delete(np.arange(len(source)), row)), steps, seed)
@@ -144,14 +146,17 @@ def _training(trainer: PrivateTrainer, params: Any, source: Source, steps: int, 
     return run
 
 
-def _charged(trainer: PrivateTrainer, steps: int, delta: float) -> float:
+def _charged(trainer: PrivateTrainer, steps: int, delta: float, claim: audit.Claim) -> float:
     """The ledger's epsilon after it has been charged for a run."""
     if trainer.stochastic:
         raise ValueError("trainer must not be stochastic: the loss of a canary would depend on a key of its own.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
+    event = trainer.event(0, steps)
+    if claim == "gaussian" and not all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event)):
+        raise ValueError("claim='gaussian' needs noise and a sampling probability of 1; use claim='approximate'.")
     with Ledger.in_memory() as ledger:
         ledger.register("canaries", adjacency="add_remove", unit="example")
-        with ledger.spend("canaries", trainer.event(0, steps), label="audit"):
+        with ledger.spend("canaries", event, label="audit"):
             pass
         return ledger.epsilon("canaries", delta=delta)

@@ -10,6 +10,7 @@ probability of an answer most, because it flips the label, or the vote of an ens
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,9 @@ def audit_answers(
     """
     if adjacency not in ("add_remove", "replace_one"):
         raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}")
+    if trials < 2:
+        raise ValueError(f"trials must be at least 2, got {trials}")
+    audit.check(math.inf, 0.0, confidence)
     count, least = count_rows(candidates, "candidates"), 2 if adjacency == "replace_one" else 1
     if count < least:
         raise ValueError(f"candidates must hold at least {least} records under {adjacency!r}, got {count}")

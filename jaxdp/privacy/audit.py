@@ -109,7 +109,7 @@ def multi_run(
     Raises:
         ValueError: an argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
     """
-    _check(upper, delta, confidence, claim)
+    check(upper, delta, confidence, claim)
     present, absent = _ranks(scores_with=scores_with, scores_without=scores_without)
     if claim == "gaussian":
         lower, method = _gaussian_lower(present, absent, delta, 1 - confidence), "multi-run, Gaussian"
@@ -157,7 +157,7 @@ def one_run(
     """
     from jax_privacy import auditing
 
-    _check(upper, delta, confidence, claim)
+    check(upper, delta, confidence, claim)
     inside, outside = _ranks(scores_in=scores_in, scores_out=scores_out)
     rank = np.concatenate([inside, outside])
     present = np.arange(len(rank)) < len(inside)
@@ -165,8 +165,8 @@ def one_run(
     lower = 0.0
     # how sure a guess is, whether it is right, and the share of guesses: those of both ends, those of the upper end
     for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
-        # What jax_privacy makes of a threshold is (guesses, right guesses, canaries). The two that are never guessed
-        # keep both lists filled; a canary more can only lower the bound.
+        # All that counts of a threshold is (guesses, right guesses, canaries). Two made-up canaries without effect,
+        # which are never guessed, keep both lists filled.
         auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
         bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
         for fraction in _FRACTIONS:
@@ -204,12 +204,26 @@ def audit_mechanism(
     Raises:
         ValueError: as `multi_run`; bad arguments before anything runs.
     """
-    _check(upper, delta, confidence, claim)
+    check(upper, delta, confidence, claim)
     if isinstance(trials, bool) or not isinstance(trials, int | np.integer) or trials < 2:
         raise ValueError(f"trials must be an integer >= 2, got {trials!r}")
     pairs = [[float(score(run(i))) for run in (run_with, run_without)] for i in range(trials)]
     present, absent = zip(*pairs, strict=True)
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+def check(upper: float, delta: float, confidence: float, claim: str = "approximate") -> None:
+    """Raises ValueError for terms of an audit that are out of range, before anything runs."""
+    if not upper >= 0:
+        raise ValueError(f"upper must be an epsilon >= 0 (math.inf where nothing is proven), got {upper!r}")
+    if not 0 <= delta < 1:
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+    if not 0.5 < confidence < 1:
+        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}")
+    if claim not in ("approximate", "gaussian"):
+        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
+    if claim == "gaussian" and delta == 0:
+        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
 
 
 def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, significance: float) -> float:
@@ -234,19 +248,6 @@ def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, signi
         return 0.0
     with np.errstate(divide="ignore"):  # where mu is so small that the logarithm of its delta is out of sight
         return dp_accounting.get_epsilon_gaussian(1 / mu, delta)
-
-
-def _check(upper: float, delta: float, confidence: float, claim: str) -> None:
-    if not upper >= 0:
-        raise ValueError(f"upper must be an epsilon >= 0 (math.inf where nothing is proven), got {upper!r}")
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
-    if not 0.5 < confidence < 1:
-        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}")
-    if claim not in ("approximate", "gaussian"):
-        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
-    if claim == "gaussian" and delta == 0:
-        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
 
 
 def _ranks(**scores: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -116,5 +116,5 @@ def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
 def two_thirds(model: Any) -> int:
     """After how many blocks the paper cuts: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1 to 3 of Swin-L."""
     if hasattr(model, "depths"):
-        return sum(model.depths[:-1])
+        return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)

@@ -47,22 +47,24 @@ def perturb_params(key: jax.Array, params: Params, *, alpha: float = 0.01, mode:
     if not (np.isfinite(alpha) and alpha >= 0):
         raise ValueError(f"alpha must be finite and at least 0, got {alpha!r}")
     noise.check_key(key)
-    theta, unravel = ravel_pytree(params)
-    sizes = np.array([leaf.size for leaf in jax.tree.leaves(params)])
-    rms = [float(jnp.sqrt(jnp.mean(leaf**2))) if mode == "rms" else 0.0 for leaf in jax.tree.leaves(params)]
-    return unravel(_perturbed(mode, key, theta, alpha, jnp.asarray(np.repeat(rms, sizes), jnp.float32)))
+    return _perturbed(mode, key, params, alpha)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _perturbed(mode: NoiseMode, key: jax.Array, theta: jax.Array, alpha: float, rms: jax.Array) -> jax.Array:
+def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) -> Any:
+    theta, unravel = ravel_pytree(params)
+
+    def rms() -> jax.Array:
+        return ravel_pytree(jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.sqrt(jnp.mean(leaf**2))), params))[0]
+
     std = {
         "rel": lambda: alpha * jnp.abs(theta),
         "abs": lambda: alpha * jnp.ones_like(theta),
         "var": lambda: jnp.sqrt(alpha * jnp.abs(theta)),
-        "rms": lambda: alpha * rms,
+        "rms": lambda: alpha * rms(),
     }[mode]()
     factor, term = noise.gaussian(key, (theta, theta), 1.0)
-    return (1 + std * factor) * theta + std * term  # Eq. 12
+    return unravel((1 + std * factor) * theta + std * term)  # Eq. 12
 
 
 def represent(

@@ -14,6 +14,8 @@ from jaxdp.transforms import noise
 class Copies:
     """Augmented copies of n representations, made when they are asked for: all of them are never in memory.
 
+    The client's secret: `representations` are exact before `augment_then_noise`. What leaves the client is `batch`.
+
     Attributes:
       representations: float32 [n, T, D].
       neighbors: int32 [T, n] of `retrieve_neighbors`.

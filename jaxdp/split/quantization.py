@@ -20,8 +20,9 @@ from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.transforms import losses
 
-# Beside the site's output, a backward pass that returns rounding errors has no opinion about scales.
-_NO_GRADIENT = 1e-10
+# softmax - onehot is rounded to 6e-8: logits' gradients below this, or a site's beside the largest one, are round-off.
+_NO_GRADIENT = 1e-6
+_LOGITS = "logits"
 _OUTPUT = "output"
 _VECTOR_BITS = 8
 
@@ -119,18 +120,14 @@ def search_scales(
     sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
     weights = {path: kernel for path, kernel in _kernels(params).items() if path in sites}
     found = {}
-    for path, (operands, y, g) in sites.items():
-        if metric == "mse":
-            g = jnp.ones_like(g)
-        elif not jnp.max(jnp.abs(g)) > _NO_GRADIENT * jnp.max(jnp.abs(y)):
-            raise ValueError(
-                f"the gradients of the loss with respect to {path!r} are numerically zero: any scale would do. Check "
-                "that the head in params is trained for these labels and the loss not zero, or take metric='mse'"
-            )
+    _, of_logits = sites.pop(_LOGITS)
+    if metric == "hessian":
+        _check_gradients({path: float(jnp.max(jnp.abs(g))) for path, (_, g) in sites.items()}, of_logits)
+    for path, (operands, g) in sites.items():
         # The largest |g| as unit: squares of small gradients would underflow, and the minimum does not move.
-        g = g / jnp.max(jnp.abs(g))
+        g = g / jnp.max(jnp.abs(g)) if metric == "hessian" else jnp.ones_like(g)
         if path == _OUTPUT:
-            output = _search_output(bits, y, g, candidates)
+            output = _search_output(bits, *operands, g, candidates)
         else:
             pair = operands if len(operands) == 2 else (*operands, weights[path])
             found[path] = _search(_spec(backbone, path), bits, rounds, pair, g, candidates)
@@ -177,7 +174,7 @@ def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> Quanti
     for path, leaf in flatten_dict(front, sep="/").items():
         site = path.removesuffix("/kernel")
         searched = site in scales.second
-        units[path] = scales.second[site] if searched else _largest(leaf, _Spec("dense"), 1, _VECTOR_BITS)
+        units[path] = scales.second[site] if searched else _exact_maximum(leaf)
         codes[path] = quantize(leaf, _per_output(units[path], leaf), bits if searched else _VECTOR_BITS)
     return QuantizedFrontend(codes, units, scales, bits)
 
@@ -229,8 +226,8 @@ def check_labels(labels: Any, count: int, num_classes: int) -> None:
 
 # --- Sites ------------------------------------------------------------------------------------------------------
 
-# Operands that are activations, output, and gradient with respect to it.
-_Observed = tuple[tuple[jax.Array, ...], jax.Array, jax.Array]
+# Operands that are activations, and the gradient with respect to the output.
+_Observed = tuple[tuple[jax.Array, ...], jax.Array]
 
 
 class _Spec(NamedTuple):
@@ -283,31 +280,46 @@ def _kernels(params: Params) -> dict[str, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
     """Runs the model once forward and once backward."""
-    specs = _specs(backbone)
     front, back = backbone.divide(params)
+    paths = (*_specs(backbone), _OUTPUT, _LOGITS)
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
 
-    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
-        seen: dict[str, Any] = {}
+    def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, tuple[jax.Array, ...]]]:
+        seen: dict[str, tuple[jax.Array, ...]] = {}
+
+        def tapped(path: str, operands: tuple[jax.Array, ...], y: jax.Array) -> jax.Array:
+            seen[path], shapes[path] = operands, jax.ShapeDtypeStruct(y.shape, y.dtype)
+            return y + taps[path]
 
         def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             path = _path(context)
             y = next_fun(*args, **kwargs)
-            if path is None or path not in taps:
-                return y
-            seen[path] = (args, y)
-            return y + taps[path]
+            return y if path is None or path not in taps else tapped(path, args, y)
 
         with nn.intercept_methods(tap):
             representations = backbone.front(front, images)
-        seen[_OUTPUT] = ((), representations)
-        logits = backbone.back(back, representations + taps[_OUTPUT])
+        logits = backbone.back(back, tapped(_OUTPUT, (representations,), representations))
+        logits = tapped(_LOGITS, (), logits)
         return jax.vmap(losses.softmax_cross_entropy)(logits, labels).sum(), seen
 
     # Scalar taps show the shapes of the real ones.
-    shapes = jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in (*specs, _OUTPUT)})[1])
-    taps = {path: jnp.zeros(y.shape, y.dtype) for path, (_, y) in shapes.items()}
-    gradients, seen = jax.grad(loss, has_aux=True)(taps)
-    return {path: (*seen[path], gradients[path]) for path in seen}
+    jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in paths})[0])
+    gradients, seen = jax.grad(loss, has_aux=True)({path: jnp.zeros(y.shape, y.dtype) for path, y in shapes.items()})
+    return {path: (seen[path], gradients[path]) for path in seen}
+
+
+def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None:
+    """ValueError if a site's gradients are round-off, given the largest of each."""
+    if not float(jnp.max(jnp.abs(of_logits))) > _NO_GRADIENT:
+        site = "the logits"
+    else:
+        found = (path for path, value in largest.items() if not value > _NO_GRADIENT * max(largest.values()))
+        site = next(found, "")
+    if site:
+        raise ValueError(
+            f"the gradients of the loss with respect to {site} are numerically zero: any scale would do. Check "
+            "that the head in params is trained for these labels and the loss not zero, or take metric='mse'"
+        )
 
 
 # --- Search -----------------------------------------------------------------------------------------------------
@@ -337,7 +349,10 @@ def _search(
             yhat = _multiply(spec, rounded, other) if which == 0 else _multiply(spec, other, rounded)
             return _grouped_mean((g * (yhat - y)) ** 2, spec)  # Eq. 8
 
-        return candidates[jnp.argmin(jax.lax.map(score, candidates), axis=0)]
+        scores = jax.lax.map(score, candidates)
+        # A head or channel that no gradient reaches keeps the scale under which nothing is clamped.
+        indifferent = jnp.max(scores, axis=0) == jnp.min(scores, axis=0)
+        return jnp.where(indifferent, 1.0, candidates[jnp.argmin(scores, axis=0)])
 
     def turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         first, _, count, _ = state
@@ -391,6 +406,12 @@ def _largest(x: jax.Array, spec: _Spec, which: int, bits: int) -> jax.Array:
     else:
         largest = jnp.max(jnp.abs(x))
     return jnp.where(largest > 0, largest / (2 ** (bits - 1) - 0.5), 1.0)
+
+
+def _exact_maximum(x: jax.Array) -> jax.Array:
+    """The scale under which the largest entry is a code: a LayerNorm's scales of one stay one."""
+    largest = jnp.max(jnp.abs(x))
+    return jnp.where(largest > 0, largest / (2 ** (_VECTOR_BITS - 1) - 1), 1.0)
 
 
 def _spread(scale: jax.Array, spec: _Spec, x: jax.Array) -> jax.Array:

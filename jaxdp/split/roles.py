@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, bundled, fit_images, from_tfds
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
 from jaxdp.models.public import public_model, trained
@@ -75,6 +74,7 @@ from jaxdp.split.server import (
     merge_hilbert,
     tune_backend,
 )
+from jaxdp.split.tasks import read_images
 from jaxdp.transforms import noise
 
 DATASET, QUERIES = "client/images", "client/queries"
@@ -146,7 +146,7 @@ def run_server(
 
 def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
     """Everything that the server does before it meets a client, on its own PUBLIC images."""
-    images = _read(config.data, backbone.preprocessing)
+    images = read_images(config.data, backbone.preprocessing)
     if images.num_classes != backbone.num_classes:
         raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}")
     model = public_model(config.model)
@@ -423,7 +423,7 @@ def _client_images(config: Any, preprocessing: Preprocessing) -> tuple[dict[str,
         if "test_label" in arrays:
             test["label"] = arrays["test_label"]
         return few, test
-    pool, test_source = _read(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
+    pool, test_source = read_images(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
     batch = pool.gather(np.arange(len(pool)))
     found = [np.flatnonzero(batch["label"] == k)[: config.shots] for k in range(pool.num_classes)]
     if min(map(len, found)) < config.shots:
@@ -461,14 +461,3 @@ def _own(config: Any, root: pathlib.Path) -> Iterator[None]:
     with alone(root):
         check_same_config(config, root / "config.json")
         yield
-
-
-def _read(config: Any, preprocessing: Preprocessing) -> Source:
-    """Images of some classes, as large as the model wants them."""
-    if config.source == "bundled":
-        source = bundled(config.name)
-    else:
-        prepare = preprocessing.prepare if config.prepare else None
-        source = from_tfds(config.name, config.split, data_dir=config.data_dir or None, prepare=prepare)
-    source = source.of_classes(config.classes) if config.classes else source
-    return fit_images(source, preprocessing.size, len(preprocessing.mean))

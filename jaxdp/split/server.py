@@ -69,7 +69,7 @@ def calibrate_frontends(
       samples: images per scale search, drawn without replacement; all of a smaller part.
       partition: of the images into parts of equal size: "random" (the paper does not say; independent draws of 32
         images give frontends that hardly differ), "domain" (in the order of `images`, so that originals and transformed
-        ones part), "class" (by label).
+        ones part; with an odd number of parts the middle one has both), "class" (by label).
       bits, metric: of `search_scales`.
 
     Returns:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Source, bundled, fit_images, from_tfds
+from jaxdp.models import Preprocessing
 from jaxdp.models.public import public_model, trained
 from jaxdp.split.backbone import Backbone, Params, two_thirds
 
@@ -103,7 +104,7 @@ def load(config: Any, root: pathlib.Path) -> Setting:
       ValueError: the parts of the config do not fit.
     """
     model, data = public_model(config.model), config.data
-    read = functools.partial(_read, preprocessing=model.preprocessing)
+    read = functools.partial(read_images, preprocessing=model.preprocessing)
     server = read(data.server)
     if server.num_classes != config.model.num_classes:
         raise ValueError(
@@ -159,7 +160,8 @@ def _labelled(source: Source, most: int, seed: int) -> Labelled:
     return Labelled(batch["image"], batch["label"])
 
 
-def _read(spec: Any, *, preprocessing: Any) -> Source:
+def read_images(spec: Any, preprocessing: Preprocessing) -> Source:
+    """The images that a config names, of some classes, as large as the model wants them."""
     if spec.source == "bundled":
         source = bundled(spec.name)
     else:

@@ -129,7 +129,7 @@ def test_sites_are_all_products_of_the_frontend(vit, observed):
     attention = [f"attention/{site}" for site in ("query", "key", "value", "scores", "mixture", "out")]
     names = ["embed", *(f"block_{k}/{site}" for k in (0, 1) for site in (*attention, "mlp_0", "mlp_1"))]
     assert list(_specs(vit.backbone)) == names
-    assert set(observed) == {*names, "output"}
+    assert set(observed) == {*names, "output", "logits"}
 
 
 def test_sites_are_found_after_jax_has_cached_the_frontend():
@@ -144,7 +144,7 @@ def test_operands_are_those_of_the_forward_pass(vit, calibration, observed):
     expected = vit.reference.observe(vit.exact, calibration[0], 2)
     for path, operands in expected.items():
         if path == "output":
-            np.testing.assert_allclose(observed[path][1], operands[0], atol=2e-5)
+            np.testing.assert_allclose(observed[path][0][0], operands[0], atol=2e-5)
             continue
         seen = [by_images(path, x) for x in observed[path][0]]
         if path == "embed":
@@ -157,7 +157,7 @@ def test_operands_are_those_of_the_forward_pass(vit, calibration, observed):
 def test_one_backward_pass_has_the_gradients_of_every_site_on_its_own(vit, calibration, observed):
     rng, step = np.random.default_rng(0), 1e-5
     for path, y in outputs(vit, calibration).items():
-        g = by_images(path, np.asarray(observed[path][2], np.float64))
+        g = by_images(path, np.asarray(observed[path][1], np.float64))
         directions = rng.normal(size=(3, *y.shape))
         higher, lower = (losses(vit, calibration, {path: sign * step * directions}) for sign in (1, -1))
         expected = (higher - lower) / (2 * step)  # [3, 4]
@@ -258,9 +258,34 @@ def without(vit, *paths):
     [("head", "block_0/attention/key"), ("block_1/mlp_1", "block_1/mlp_0")],
 )
 def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
-    message = rf"with respect to '{named}' are numerically zero: any scale would do. .* metric='mse'"
+    message = rf"with respect to {named} are numerically zero: any scale would do. .* metric='mse'"
     with pytest.raises(ValueError, match=message):
         search_scales(vit.backbone, without(vit, zero), *calibration, bits=BITS, batch_size=2)
+
+
+def test_gradients_that_are_round_off_are_refused(vit, calibration):
+    """The right classes with a probability of one, but for the last digits."""
+    images = calibration[0]
+    params = {**vit.params, "head": {**vit.params["head"], "bias": jnp.array([16.0, 0.0, 0.0])}}
+    _, of_logits = _observe(vit.backbone, params, images, jnp.zeros(4, int))["logits"]
+    assert 1e-8 < abs(of_logits).max() < 1e-6
+    with pytest.raises(ValueError, match="with respect to the logits are numerically zero"):
+        search_scales(vit.backbone, params, images, jnp.zeros(4, int), bits=BITS)
+
+
+def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
+    """The output of the first head is not used; its scales are the largest ones."""
+    params = jax.tree.map(jnp.copy, vit.params)
+    out = params["block_0"]["attention"]["out"]
+    width = len(out["kernel"]) // vit.backbone.model.num_heads
+    out["kernel"] = out["kernel"].at[:width].set(0.0)
+    scales = search_scales(vit.backbone, params, *calibration, bits=BITS, batch_size=2)
+    path = "block_0/attention/mixture"
+    operands = vit.reference.observe(jax.tree.map(lambda x: np.asarray(x, np.float64), params), calibration[0], 2)[path]
+    for scale, x in zip((scales.first[path], scales.second[path]), operands, strict=True):
+        fractions = np.asarray(scale) / vit.reference.largest(path, x, BITS)
+        np.testing.assert_allclose(fractions[0], 1.0, rtol=1e-5)
+        assert np.all(abs(fractions[1:] - 1) > 1e-4)
 
 
 def test_the_plain_error_needs_no_gradient(vit, calibration):
@@ -304,8 +329,12 @@ def test_all_that_is_shipped_are_codes(vit, bits):
     for path, leaf in leaves.items():
         codes, unit = np.asarray(frontend.codes[path]), np.asarray(frontend.units[path])
         assert codes.dtype == np.int8 and codes.shape == leaf.shape
-        kernel = path.endswith("kernel")
-        k = bits if kernel else 8
+        if not path.endswith("kernel"):
+            peak = abs(np.asarray(leaf, np.float64)).max()
+            np.testing.assert_allclose(unit, peak / 127 if peak else 1.0, rtol=1e-6)
+            np.testing.assert_allclose(codes * np.float64(unit), leaf, atol=0.501 * unit)
+            continue
+        k = bits
         axes = (0, 1, 2) if path == "embed/kernel" else None
         peak = abs(np.asarray(leaf)).max(axes)
         np.testing.assert_allclose(unit, peak / (2 ** (k - 1) - 0.5), rtol=1e-6)
@@ -375,12 +404,13 @@ def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     np.testing.assert_allclose(distance, 0, atol=2e-5)
 
     for path in (f"{attention}/scores", f"{attention}/mixture"):
-        operands, y, g = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1, 2, *x.shape[1:]), observed[path])
-        assert y.shape == (8, 2, 4, 4)
+        operands, g = jax.tree.map(lambda x: np.asarray(x, np.float64).reshape(-1, 2, *x.shape[1:]), observed[path])
+        assert g.shape == (8, 2, 4, 4)
+        y = np.matmul(operands[0], operands[1].swapaxes(-1, -2) if path.endswith("scores") else operands[1])
         check_search(reference, path, 8, operands, y, g, scales)
 
     frontend = jax.jit(quantize_frontend)(backbone.divide(params)[0], scales)
-    found, exact = represent(backbone, frontend, frontend.params, images), observed["output"][1]
+    found, exact = represent(backbone, frontend, frontend.params, images), observed["output"][0][0]
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     assert found.shape == (2, 16, 8) and 0.001 < error < 0.05
     np.testing.assert_allclose(found / scales.output, np.rint(found / scales.output), atol=1e-3)

@@ -13,7 +13,6 @@ import scipy.stats
 from jaxdp.data import bundled
 from jaxdp.split import server
 from jaxdp.split.augment import hilbert_augment
-from jaxdp.split.copies import noise_then_augment
 from jaxdp.split.quantization import quantize_frontend, search_scales
 from jaxdp.split.server import (
     adapt,
@@ -198,25 +197,6 @@ def test_impossible_tuning_is_refused(vit):
 # --- Adaptation -------------------------------------------------------------------------------------------------------
 
 
-def test_few_images_teach_the_task(vit):
-    """Zeros and ones, ten images of each, by a frontend that has learnt nothing; chance is one half."""
-    batch = bundled("digits").of_classes([0, 1]).gather(np.arange(120))
-    order = np.argsort(batch["label"], kind="stable")
-    few, rest = np.concatenate([order[:10], order[-10:]]), order[10:-10]
-    x = vit.represent(batch["image"]).astype(np.float32)
-    noisy = {"laplace_scale": 0.1 * float(x.std()), "copies": 3, "n_patches": 4, "prefix_tokens": 1}
-    copies = noise_then_augment(KEY, jnp.asarray(x[few]), **noisy)
-    options = {"num_classes": 2, "learning_rate": 1e-2, "epochs": 20, "batch_size": 10}
-    accuracy = []
-    for labels in (batch["label"], 1 - batch["label"]):
-        adapted = adapt(KEY, vit.backbone, vit.back, copies, labels[few], **options)
-        logits = np.asarray(adapted.logits(x[rest]))
-        assert adapted.backbone.num_classes == 2 and logits.shape == (100, 2)
-        accuracy.append(np.mean(logits.argmax(1) == batch["label"][rest]))
-    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, accuracy  # With the labels exchanged, it learns that.
-    np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shifted:
@@ -230,6 +210,24 @@ class Shifted:
 
     def batch(self, images, numbers):
         return self.representations[images] + numbers[:, None, None] / 10
+
+
+def test_few_images_teach_the_task(vit):
+    """Zeros and ones, ten images of each, by a frontend that has learnt nothing; chance is one half."""
+    batch = bundled("digits").of_classes([0, 1]).gather(np.arange(120))
+    order = np.argsort(batch["label"], kind="stable")
+    few, rest = np.concatenate([order[:10], order[-10:]]), order[10:-10]
+    x = vit.represent(batch["image"]).astype(np.float32)
+    copies = Shifted(jnp.asarray(x[few]))
+    options = {"num_classes": 2, "learning_rate": 1e-2, "epochs": 20, "batch_size": 10}
+    accuracy = []
+    for labels in (batch["label"], 1 - batch["label"]):
+        adapted = adapt(KEY, vit.backbone, vit.back, copies, labels[few], **options)
+        logits = np.asarray(adapted.logits(x[rest]))
+        assert adapted.backbone.num_classes == 2 and logits.shape == (100, 2)
+        accuracy.append(np.mean(logits.argmax(1) == batch["label"][rest]))
+    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, accuracy  # With the labels exchanged, it learns that.
+    np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
 
 
 def test_noisy_labels_are_corrected_by_their_probabilities(vit):
