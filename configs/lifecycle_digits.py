@@ -1,7 +1,10 @@
 """A model's whole life on scikit-learn's 1797 digits: runs anywhere, without data or network.
 
-python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
+    python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
+    python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke --workdir workdir/lifecycle_smoke
 
+"smoke" is every stage at a size that is compiled rather than run, for launch/colab.ipynb; its figures have the right
+shape and poor numbers.
 """
 
 from ml_collections import ConfigDict
@@ -9,8 +12,26 @@ from ml_collections import ConfigDict
 from configs.method_options import METHOD_OPTIONS
 
 
-def get_config() -> ConfigDict:
-    return ConfigDict(
+_VARIANTS = ("", "smoke")
+_SMOKE = {
+    "model.options.widths": (8, 16),
+    "pretrain.steps": 100,
+    "finetune.steps": 30,
+    "finetune.augmult": 0,
+    "recalibrate.epsilon": 2.0,  # all that a source has
+    "predict.queries": 10,
+    "predict.max_distance": 30,
+    "audit_finetune.canaries": 200,
+    "audit_recalibrate.trials": 200,
+    "audit_adapt.trials": 100,
+    "audit_predict.trials": 1000,
+}
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    if variant not in _VARIANTS:
+        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}")
+    config = ConfigDict(
         {
             "ledger": "",  # "" is ledger.sqlite in the workdir; several lifecycles may share a file
             "data": {
@@ -89,3 +110,6 @@ def get_config() -> ConfigDict:
             "audit_predict": {"images": 40, "candidates": 4, "trials": 5000},
         }
     )
+    if variant == "smoke":
+        config.update_from_flattened_dict(_SMOKE)
+    return config

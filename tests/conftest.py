@@ -58,6 +58,15 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_mappings() -> Iterator[None]:
+    """Forget compiled programs in time: each keeps some memory mappings, of which Linux allows a process 65,530."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return `run(code, env={}, timeout=120)`: run Python code in a fresh interpreter at the repository root.
