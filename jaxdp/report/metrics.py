@@ -23,8 +23,8 @@ class MetricsWriter:
     """Appends metrics to a JSON-lines file.
 
         with MetricsWriter(workdir / "metrics.jsonl") as metrics:
-            metrics.truncate_after(restored_step)   # on resume: forget what the crash left beyond the
-            checkpoint metrics.write(step, accuracy=0.93, epsilon=1.2)
+            metrics.truncate_after(restored_step)  # on resume: forget what the crash left beyond the checkpoint
+            metrics.write(step, accuracy=0.93, epsilon=1.2)
 
     Opening repairs the file: a last line torn by a crash is cut off. One writer per file at a time.
     """
@@ -34,13 +34,11 @@ class MetricsWriter:
 
         Args:
             path: the file.
-            fsync: also force each line to the disk, so that it survives a power failure; without it a line
-              survives
+            fsync: also force each line to the disk, so that it survives a power failure; without it a line survives
                 the death of the process, not of the machine.
 
         Raises:
-            ValueError: if a line other than the last is not a JSON object with a step: the file is not ours
-              to repair.
+            ValueError: if a line other than the last is not a JSON object with a step: the file is not ours to repair.
         """
         self.path = Path(path)
         self._fsync = fsync

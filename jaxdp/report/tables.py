@@ -16,8 +16,7 @@ def format_table(
 
     Args:
         rows: one mapping per row, from column key to value; a missing key or None is an empty cell.
-        columns: which keys, in which order; a mapping gives their headings as well. None takes every key in
-          order
+        columns: which keys, in which order; a mapping gives their headings as well. None takes every key in order
             of first appearance.
         style: "plain" for terminals; "markdown" for a pipe table that also reads well as plain text.
         digits: significant digits of floats; integers, and booleans as yes or no, are written in full.

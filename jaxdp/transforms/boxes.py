@@ -263,9 +263,9 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
     Returns:
       A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`; an operand is an array where the point is
       known exactly, and an `Interval` otherwise (also where only the rounding is uncertain); the functions `lower` and
-      `upper` of this module take both. The rule returns the
-      result, or a sequence of results. It must contain the exact value at every point of the operands, and be
-      inclusion-isotonic: smaller operands must not give a larger result.
+      `upper` of this module take both. The rule returns the result, or a sequence of results. It must contain the
+      exact value at every point of the operands, and be inclusion-isotonic: smaller operands must not give a larger
+      result.
     """
 
     def register(rule: Rule) -> Rule:
