@@ -10,7 +10,7 @@ from ml_collections import config_flags
 
 
 def main(experiment: Callable[[Any, str], Any]) -> None:
-    """Runs `experiment(config, workdir)` with what the command line says, as a program of its own."""
+    """Runs `experiment(config, workdir)` with what the command line says, as a program; exits with 130 after Ctrl-C."""
     config = config_flags.DEFINE_config_file(
         "config", help_string="The experiment; override fields with --config.x.y=..."
     )
@@ -20,7 +20,11 @@ def main(experiment: Callable[[Any, str], Any]) -> None:
     flags.mark_flag_as_required("config")
     for name in ("config", "workdir"):  # --help lists the flags of the program itself
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-    app.run(functools.partial(_run, experiment, config, workdir))
+    try:
+        app.run(functools.partial(_run, experiment, config, workdir))
+    except KeyboardInterrupt as error:
+        print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
+        sys.exit(130)
 
 
 def _run(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:

@@ -14,11 +14,11 @@ def experiment(config: Any, workdir: str) -> None:
 
     try:
         states = experiment.run(config, workdir)
-    except KeyboardInterrupt as error:
-        print(str(error) or "Interrupted. The same command goes on from here and pays nothing twice.", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, FileNotFoundError, ImportError, BudgetExceeded) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    except (ValueError, OSError, ImportError, BudgetExceeded) as error:
+        sys.exit(
+            f"{type(error).__name__}: {error}\nWhat is finished is kept, and the ledger counts all that was reserved. "
+            "Once this is mended the same command goes on and pays nothing twice."
+        )
     if any(state["status"] != "done" for state in states.values()):
         sys.exit(1)
 

@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError("give the workdir of one lifecycle: python -m launch.report WORKDIR")
     try:
         print(document.write(argv[1]))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
 

@@ -148,7 +148,7 @@ class _Run:
         workdir.mkdir(parents=True, exist_ok=True)
         with self._opened as opened:  # closes what is open if the rest fails
             opened.enter_context(alone(workdir))
-            self._seed = _stored_seed(workdir / "secret_seed", seed)
+            self._seed = stored_seed(workdir / "secret_seed", seed)
             self._workdir = workdir
             self._charges = opened.enter_context(MetricsWriter(workdir / "charges.jsonl", fsync=True))
             self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
@@ -216,7 +216,7 @@ def _derive(seed: bytes, purpose: bytes) -> bytes:
     return hmac.digest(seed, purpose, "sha256")[:16]
 
 
-def _stored_seed(path: pathlib.Path, seed: bytes | None) -> bytes:
+def stored_seed(path: pathlib.Path, seed: bytes | None = None) -> bytes:
     """The seed in `path`, which only its owner may read; a new one if there is none yet."""
     if not path.exists():
         temporary = path.with_suffix(".tmp")
@@ -241,10 +241,10 @@ def _digest(tree: Any) -> bytes:
 
 
 # Of the environment, what changes how XLA computes.
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "PJRT_NPROC", "NPROC")
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "PJRT_NPROC", "NPROC")
 
 
-def _processor() -> list[Any]:
+def processor() -> list[Any]:
     """What XLA compiles for on the host: its instructions, and the cores among which it splits its sums."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     linux = pathlib.Path("/proc/cpuinfo")
@@ -264,7 +264,7 @@ def _identity(trainer: PrivateTrainer, state: TrainState, source: Source) -> byt
         "public": _digest(trainer.query.public).hex(),
         "sampler": repr(trainer.sampler),
         "versions": [__version__, jax.__version__, jaxlib.__version__, np.__version__, sampling],
-        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, *_processor()],
-        "flags": [str(jax.config.values["jax_default_matmul_precision"]), *map(os.environ.get, _VARIABLES)],
+        "devices": [len(devices), devices[0].device_kind, devices[0].client.platform_version, *processor()],
+        "flags": [str(jax.config.values["jax_default_matmul_precision"]), *map(os.environ.get, VARIABLES)],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()

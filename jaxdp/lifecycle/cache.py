@@ -23,13 +23,13 @@ from typing import Any
 
 import jax
 
+from jaxdp.finetune.loop import VARIABLES, processor, stored_seed
 from jaxdp.lifecycle.parts import Parts
 from jaxdp.models import load_params, save_params
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.report import MetricsWriter, read_metrics
 from jaxdp.report.workdir import write_json
-from jaxdp.transforms.noise import new_seed
 from jaxdp.version import __version__
 
 
@@ -87,7 +87,7 @@ class Job:
         path = self.folder / "released.safetensors"
         if not path.exists():
             events = [[name, to_json(event)] for name, event in requests]
-            seed = _stored_seed(self.folder / "secret_seed")
+            seed = stored_seed(self.folder / "secret_seed")
             facts = json.dumps([self.folder.name, events, _program(), _machine()])
             token = hmac.digest(seed, b"token" + facts.encode(), "sha256").hex()
             with self.ledger.spend_all(requests, label=label, token=token):
@@ -130,14 +130,15 @@ class Stage:
 
 
 def find(folder: pathlib.Path) -> Done | None:
-    """The finished stage in a folder; None if there is none, or if its parameters are not those that it left."""
+    """The finished stage in a folder; None if there is none, a file is missing, or parameters are not what it left."""
     path = folder / "stage.json"
     if not path.exists():
         return None
     kept = json.loads(path.read_text())
-    return (
-        Done(folder, kept["result"], kept["content"]) if _content(folder, kept["result"]) == kept["content"] else None
-    )
+    whole = all((folder / name).exists() for name in kept.get("files", ()))
+    if not whole or _content(folder, kept["result"]) != kept["content"]:
+        return None
+    return Done(folder, kept["result"], kept["content"])
 
 
 def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
@@ -146,7 +147,8 @@ def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
         secret.unlink()
     result = json.loads(json.dumps(result))
     done = Done(folder, result, _content(folder, result))
-    write_json(folder / "stage.json", {"result": result, "content": done.content})
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".jsonl", ".safetensors"))
+    write_json(folder / "stage.json", {"result": result, "content": done.content, "files": files})
     return done
 
 
@@ -175,18 +177,6 @@ def _content(folder: pathlib.Path, result: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _stored_seed(path: pathlib.Path) -> bytes:
-    """The seed in a file that only its owner may read; a new one if there is none yet."""
-    if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(new_seed().hex())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    return bytes.fromhex(path.read_text())
-
-
 @functools.cache
 def _program() -> str:
     """A hash of this library."""
@@ -198,8 +188,7 @@ def _program() -> str:
 
 def _machine() -> list[Any]:
     """What besides the library decides about the last bits of a computation."""
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", "flax", "optax")]
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", "scipy", "flax", "optax")]
     devices = [f"{device.device_kind} {device.client.platform_version}" for device in jax.devices()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    flags = [str(jax.config.values["jax_default_matmul_precision"]), os.environ.get("XLA_FLAGS")]
-    return [*versions, *devices, *flags, cores, platform.node(), platform.machine(), platform.processor()]
+    flags = sorted(f"{name}={value}" for name, value in jax.config.values.items())
+    return [*versions, *devices, *flags, *map(os.environ.get, VARIABLES), platform.node(), *processor()]

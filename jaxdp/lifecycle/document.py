@@ -141,19 +141,25 @@ def _page(life: _Life) -> str:
 
 def _plain_words(life: _Life) -> list[str]:
     intro = (
-        "Several parties let a model learn from their images without handing them over or having them published. What "
-        "was published instead (model parameters, noisy counts, noisy answers) was computed with random noise, and a "
-        "ledger counted how much all of it together can tell about any single image. The number is called epsilon: at "
-        "0 nothing can be told, and more the larger it is."
+        "Several parties let a model learn from their images without having them published. What was released instead "
+        "(model parameters, noisy counts, noisy answers) was computed with random noise, and a ledger counted how much "
+        "all of it together can tell about any single image. The number is called epsilon: at 0 nothing can be told, "
+        "and more the larger it is. With it comes delta, roughly the probability that more can be told than epsilon "
+        "says; it should be far smaller than one divided by the number of images."
     )
     items = []
+    for audit in life.audits:
+        if audit["violated"]:
+            text = f"An attack on {audit['release']} told more than it should. Do not rely on what is said here of it."
+            items.append(f"<strong>{_t(text)}</strong>")
     for names, entry in life.grouped:
         items.append(f"<strong>{_t(names)}:</strong> {_t(_in_words(entry, life.audited(entry['name'])))}")
     outro = (
         "These are guarantees for the worst case, against somebody who knows every other image, the program and all "
-        "settings. They hold for one image, not for a person with several, and not for what the section “What is not "
-        "protected” lists. An epsilon up to 1 is usually called strong. Near 10 the guarantee for the worst case is "
-        "weak, and what remains is that attacks as good as that bound have not been found."
+        "settings, and sees what was released. They hold for one image, not for a person with several, and not for "
+        "what the section “What is not protected” lists. An epsilon up to 1 is usually called strong. Near 10 the "
+        "guarantee is weak: it hardly limits the best conceivable attack, and one has to trust that real ones, such as "
+        "those under “What attacks found”, are worse."
     )
     return [f"<p>{_t(intro)}</p>", _list(items), f"<p>{_t(outro)}</p>"]
 
@@ -171,9 +177,16 @@ def _in_words(entry: Mapping[str, Any], audited: float | None) -> str:
         f"toss a coin over {question} guesses right in at most {_ceil_percent(odds)} % of cases after seeing "
         "everything that was released about it."
     )
-    if audited is not None:
-        text += f" The best attack that was tried proves an epsilon of at least {audited:.3g}."
+    if audited == 0:
+        text += " The attacks that were tried on such releases found no leak."
+    elif audited is not None:
+        text += f" The best attack that was tried on such a release proves an epsilon of at least {_floor(audited)}."
     return text
+
+
+def _floor(value: float) -> str:
+    """An audited bound, rounded down: not more than was proven."""
+    return f"{math.floor(100 * value) / 100:g}"
 
 
 def _ceil_percent(value: float) -> str:
@@ -196,7 +209,7 @@ def _budgets(life: _Life) -> list[str]:
                 _t(f"{entry['delta']:g}"),
                 _t("none" if entry["budget"] is None else f"{entry['budget']:g}"),
                 f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>',
-                _t("not audited" if audited is None else f"{audited:.3g}"),
+                _t("not audited" if audited is None else _floor(audited)),
             ]
         )
     headings = ["data set", "protects against", "epsilon", "delta", "budget", "used", "attacks prove at least"]
@@ -227,7 +240,12 @@ def _spends(life: _Life) -> list[str]:
     if not rows:
         return ["<p>Nothing was released yet.</p>"]
     headings = ["data set", "by", "mechanism", "epsilon alone", "first", "not committed"]
-    note = "Epsilons of several releases do not simply add up; the ledger composes them exactly, by privacy loss."
+    note = (
+        "A mechanism is counted as often as it was used. Gaussian(s) adds normal noise of s times the most that one "
+        "image can contribute, PoissonSampled(q, …) does so to a random share q of the images, Pure(e) is any other "
+        "mechanism, of epsilon e at delta 0. Epsilons of several releases do not simply add up: the ledger composes "
+        "the distributions of their privacy losses, and errs upwards."
+    )
     return [_table(headings, rows), f'<p class="small">{_t(note)}</p>']
 
 
@@ -240,7 +258,7 @@ def _attacks(life: _Life) -> list[str]:
                 _t(audit["release"]),
                 _t(_together(audit["accounts"])),
                 _t(f"{audit['upper']:.6g}"),
-                _t(f"{audit['lower']:.3g}"),
+                _t(_floor(audit["lower"])),
                 f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>',
                 _t("VIOLATED: leaks more than claimed" if audit["violated"] else "consistent"),
                 _t(f"{audit['trials']} trials, {audit['method']}, confidence {100 * audit['confidence']:g} %"),
@@ -249,8 +267,9 @@ def _attacks(life: _Life) -> list[str]:
     headings = ["release", "data set", "claimed: at most", "attack: at least", "", "verdict", "how"]
     note = (
         "For each release the same program was run on made-up or public records, some of them made to be noticed, and "
-        "an attacker who knows all but one of them guessed. Good guesses would refute a claim; that an attack finds "
-        "little proves nothing. No private image was used, so the ledger was not charged."
+        "an attacker who knows all but one of them guessed. The guesses prove that epsilon is at least the number "
+        "shown, but for the chance that the confidence leaves. A number above the claim would refute it; that an "
+        "attack finds little proves nothing. No private image was used, so the ledger was not charged."
     )
     table = _table(headings, rows) if rows else "<p>No release was audited yet.</p>"
     return [table, f'<p class="small">{_t(note)}</p>']
@@ -335,11 +354,15 @@ def _quality(life: _Life) -> list[str]:
 
 def _unprotected(life: _Life) -> list[str]:
     items = [
+        "Anything from those who run the computations: they see the images that they compute on. The guarantee is "
+        "against everybody else, who sees what was released.",
         "Public and test images, and the labels of both: they are taken to be anybody's.",
-        "How many images each party has, the settings, and the moment of each release. Settings that somebody chose by "
-        "looking at private images cost privacy that no ledger sees.",
+        "How many images each party has, the settings, the moment of each release, whether a stage failed. Settings "
+        "that somebody chose by looking at private images cost privacy that no ledger sees.",
         "People. The unit is one image: who is in a data set with several images, or in several data sets, loses more "
         "than the figure of any one of them says.",
+        "Images that change sides. The ledger knows a data set by its name: if the data are divided in another way "
+        "(another seed, other parts), nobody counts what an image gives away that was private and becomes public.",
         "What a prediction tells about the image that it is for: during the stream every prediction belongs to the "
         "owner of its image. None of them is kept.",
         "This workdir as a whole. Its folder names are hashes to which the private images contribute, so that they "

@@ -4,6 +4,7 @@ The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`
 means.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,9 +15,12 @@ from ml_collections import ConfigDict
 
 from jaxdp.lifecycle import cache, document, parts
 from jaxdp.lifecycle.stages import STAGES, accounts
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.report.workdir import alone, write_json
 from jaxdp.version import __version__
+
+# What only the owners of private images may read.
+_PRIVATE = {"private", "sources", "stream"}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,6 +52,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: the data is not there; the message says how to get it.
       BudgetExceeded: `config.ledger` is another ledger than the one that the workdir's releases were charged to, and
         has no room for them.
+      OSError: the workdir or the ledger cannot be written, for example because the disk is full.
       Interrupted: by Ctrl-C. The ledger counts what was reserved; another call goes on.
     """
     root = pathlib.Path(workdir)
@@ -99,8 +104,13 @@ def _advance(
         result = stage.run(cache.Job(read, data, before, folder, ledger))
         done[stage.name] = cache.keep(folder, result)
     except Exception as error:
-        (folder / "error.txt").write_text(traceback.format_exc())
-        return _say(stage, "failed", f"{type(error).__name__}: {error}", folder, root)
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            (folder / "error.txt").write_text(traceback.format_exc())
+        state = _say(stage, "failed", f"{type(error).__name__}: {error}", folder, root)
+        if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
+            return state
+        # The report is for others, and what an error says may depend on the private images.
+        return state | {"message": f"{type(error).__name__}; error.txt in its folder says more, to the data's owners"}
     (folder / "error.txt").unlink(missing_ok=True)
     return _say(stage, "done", "", folder, root)
 

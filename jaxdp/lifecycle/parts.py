@@ -77,9 +77,11 @@ def load(config: Any) -> Parts:
 def _parts(config: Any) -> dict[str, data.Source]:
     wanted = {name: config.parts[name] for name in PARTS}
     if config.source == "tfds":
+        if not all(isinstance(where, str) and "/" in where for where in wanted.values()):
+            raise ValueError(f"config.data.parts must name TFDS splits, such as 'cifar10/train[:500]'; got {wanted}.")
         read = {part: where.rpartition("/") for part, where in wanted.items()}
         return {
-            part: data.from_tfds(name, split, data_dir=config.data_dir or None)
+            part: data.from_tfds(name, split, data_dir=config.get("data_dir") or None)
             for part, (name, _, split) in read.items()
         }
     if config.source != "bundled":

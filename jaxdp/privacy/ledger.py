@@ -187,7 +187,7 @@ class Ledger:
         run: an identifier of this run, stored with every spend; random by default.
 
     Raises:
-        ValueError: the file is not a ledger, or a newer jaxdp wrote it.
+        ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run: str | None = None):
@@ -335,12 +335,14 @@ class Ledger:
             BudgetExceeded: before anything runs or is charged.
             ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
                 token that was used for another event or partition.
+            OSError: the file cannot be written, for example because its disk is full. Before the body: it does not run
+                and nothing is charged. After it: the release counts, but its mark in the report stays "reserved".
         """
         (record,) = self._reserve([_Request(name, event, partition, label, token)])
         try:
             yield record
         except BaseException:
-            self._finish([record], "failed")
+            self._mark_failed([record])
             raise
         self._finish([record], "committed")
 
@@ -359,8 +361,8 @@ class Ledger:
             One `Spend` per request.
 
         Raises:
-            BudgetExceeded, ValueError: as `spend`, for the first request that cannot be met; then nothing is charged on
-                any dataset.
+            BudgetExceeded, ValueError, OSError: as `spend`, for the first request that cannot be met; then nothing is
+                charged on any dataset.
         """
         names = [name for name, _ in requests]
         if token is not None and len(set(names)) < len(names):
@@ -369,7 +371,7 @@ class Ledger:
         try:
             yield records
         except BaseException:
-            self._finish(records, "failed")
+            self._mark_failed(records)
             raise
         self._finish(records, "committed")
 
@@ -476,13 +478,19 @@ class Ledger:
                 self._inherited = self._db
                 self._open()
             db = self._db
-            db.execute(f"BEGIN {mode}")
             try:
+                db.execute(f"BEGIN {mode}")
                 yield db
                 db.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError):
+                    raise OSError(
+                        f"ledger {self._path!r} cannot be read or written: {error}. Everything that was reserved in "
+                        "it still counts. Mend this (free space on its disk, or wait for the process that holds it), "
+                        "and go on"
+                    ) from error
                 raise
 
     def _reserve(self, requests: Sequence["_Request"]) -> tuple[Spend, ...]:
@@ -527,6 +535,11 @@ class Ledger:
         if check.refuses_unproven(step) or not all(check.known(counts) for counts in after):
             raise _Unsettled(check, before, after, canonical)
         return Spend(_insert(db, dataset, partition, text, label, token, self._run), name, canonical, replay=False)
+
+    def _mark_failed(self, spends: Sequence[Spend]) -> None:
+        """Notes that a body raised; if that cannot be written, what it raised matters more, and the spends count."""
+        with contextlib.suppress(OSError):
+            self._finish(spends, "failed")
 
     def _finish(self, spends: Sequence[Spend], status: Literal["committed", "failed"]) -> None:
         with self._transaction() as db:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import sqlite3
 import threading
 import time
@@ -104,6 +105,67 @@ def test_a_raising_body_stays_charged(ledger):
     (entry,) = ledger.report()["datasets"]
     assert [(row["status"], row["label"]) for row in entry["open"]] == [("failed", "broken")]
     assert entry["spends"][0]["open"] == 1
+
+
+@contextlib.contextmanager
+def full_disk(path):
+    """The ledger's log cannot grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(path):
+    with Ledger(path) as ledger:
+        register(ledger)
+        words = r"ledger '.*' cannot be read or written: .*still counts.*free space on its disk"
+        with full_disk(path), pytest.raises(OSError, match=words), ledger.spend("data", PureDpEvent(1.0)):
+            pytest.fail("the body ran although nothing was reserved")
+        assert ledger.epsilon("data", delta=0.0) == 0.0
+        with (
+            contextlib.ExitStack() as full,
+            pytest.raises(OSError, match=words),
+            ledger.spend("data", PureDpEvent(2.0)),
+        ):
+            full.enter_context(full_disk(path))
+        # What a body raised matters more than a mark that cannot be written.
+        with contextlib.ExitStack() as full, pytest.raises(KeyError), ledger.spend("data", PureDpEvent(4.0)):
+            full.enter_context(full_disk(path))
+            raise KeyError
+        assert ledger.epsilon("data", delta=0.0) == 6.0
+        assert [row["status"] for row in ledger.report()["datasets"][0]["open"]] == ["reserved", "reserved"]
+        spend(ledger, PureDpEvent(1.0))
+    assert rows(path, "PRAGMA integrity_check") == [("ok",)]
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("data", delta=0.0) == 7.0
+
+
+def test_an_interrupt_leaves_no_transaction_open(path, monkeypatch):
+    """Ctrl-C just after a transaction began, or in it: others are not kept waiting, and the ledger can be used."""
+    monkeypatch.setattr(ledger_module, "_BUSY_SECONDS", 0.1)
+    with Ledger(path) as ledger, Ledger(path) as other:
+        register(ledger)
+
+        class Interrupting:
+            in_transaction = property(lambda self: connection.in_transaction)
+
+            def execute(self, statement, *values):
+                found = connection.execute(statement, *values)
+                if statement.startswith("BEGIN"):
+                    raise KeyboardInterrupt
+                return found
+
+        connection = ledger._db
+        ledger._db = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            spend(ledger, PureDpEvent(1.0))
+        ledger._db = connection
+        spend(other, PureDpEvent(2.0))
+        spend(ledger, PureDpEvent(4.0))
+        assert other.epsilon("data", delta=0.0) == 6.0
 
 
 def test_a_running_body_is_charged_before_it_runs(path):
