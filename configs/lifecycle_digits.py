@@ -11,11 +11,10 @@ from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS
 
-
 _VARIANTS = ("", "smoke")
 _SMOKE = {
-    "model.options.widths": (8, 16),
-    "pretrain.steps": 100,
+    "model.options.widths": (16,),
+    "pretrain.steps": 60,
     "finetune.steps": 30,
     "finetune.augmult": 0,
     "recalibrate.epsilon": 2.0,  # all that a source has

@@ -1,0 +1,139 @@
+"""What the cells of launch/colab.ipynb call: installation beside the runtime's own jax, and pieces of the report.
+
+Until jaxdp is installed this needs the standard library only, and `packaging`, which every Jupyter kernel has.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from packaging.requirements import Requirement
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# jax, its plugins for accelerators and their libraries, and what its compiled parts are built against.
+_RUNTIME = re.compile(r"jax|jaxlib|jax-cuda\d+-.+|libtpu(-.+)?|nvidia-.+|numpy|ml-dtypes")
+_EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": "cuda12"}
+
+
+# --- Installation -----------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Installs this checkout for the running kernel, unless it is; jax and all that belongs to it stay as they are.
+
+    Raises:
+      RuntimeError: jax is too old, pip found no versions that fit the jax that is there (nothing was changed), or
+        something that the kernel had already loaded was replaced. The message says what to do.
+    """
+    before = installed()
+    if "jaxdp" in before:
+        print(f"jaxdp {before['jaxdp']} is installed, with jax {before['jax']}.")
+        return
+    check_jax(before)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "constraints.txt")
+        path.write_text(constraints(before))
+        pip = subprocess.run(command(path), capture_output=True, text=True)
+    if pip.returncode:
+        raise RuntimeError(f"pip could not install jaxdp beside the jax of this runtime:\n{pip.stdout}{pip.stderr}")
+    importlib.invalidate_caches()
+    after = installed()
+    if stale := in_use(name for name, version in before.items() if after.get(name) != version):
+        raise RuntimeError(
+            f"jaxdp is installed, but pip replaced {', '.join(stale)}, which this kernel had loaded. Choose Runtime > "
+            "Restart session, then run all cells again."
+        )
+    print(f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is " + ("as it was." if "jax" in before else "new."))
+
+
+def installed() -> dict[str, str]:
+    """Versions of all installed distributions by their normalised names."""
+    found = importlib.metadata.distributions()
+    # Of two with the same name the first is the one that is imported.
+    return {_normalised(d.metadata["Name"]): d.version for d in reversed(list(found)) if d.metadata["Name"]}
+
+
+def constraints(versions: Mapping[str, str]) -> str:
+    """A file of constraints with which pip fails rather than replaces jax."""
+    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()) if _RUNTIME.fullmatch(name))
+
+
+def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str]:
+    """Of pip. Editable: `!python -m launch.finetune` finds the launchers and configs too."""
+    options = ["--disable-pip-version-check", "--constraint", str(constraints)]
+    return [sys.executable, "-m", "pip", "install", *options, "--editable", str(root)]
+
+
+def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None:
+    """Raises RuntimeError if the installed jax, if there is one, is older than jaxdp needs."""
+    listed = map(Requirement, tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"])
+    [needed] = [requirement.specifier for requirement in listed if requirement.name == "jax"]
+    if "jax" not in versions or needed.contains(versions["jax"], prereleases=True):
+        return
+    extra = next((f"[{extra}]" for plugin, extra in _EXTRAS.items() if plugin in versions), "")
+    raise RuntimeError(
+        f"This runtime has jax {versions['jax']}, and jaxdp needs jax{needed}. Nothing was changed. Choose a newer "
+        "runtime version (Runtime > Change runtime type). If there is none, replace its jax yourself: run\n\n"
+        f'    %pip install --upgrade "jax{extra}{needed}"\n\n'
+        "in a cell of its own, then Runtime > Restart session, and run all cells again."
+    )
+
+
+def in_use(names: Iterable[str]) -> list[str]:
+    """Those of some distributions that have a module which is loaded."""
+    changed = set(names)
+    loaded = {
+        _normalised(name)
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if module in sys.modules
+        for name in distributions
+    }
+    return sorted(changed & loaded)
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+def show(workdir: str | os.PathLike[str], *headings: str) -> None:
+    """Displays pieces of a lifecycle's report: those under some of its headings, with their figures.
+
+    Raises:
+      ValueError: the report has no such heading; the message says which stages are not done.
+    """
+    from IPython.display import HTML, display
+
+    root = pathlib.Path(workdir)
+    page = (root / "report.html").read_text(encoding="utf-8")
+    style = re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)
+    assert style is not None
+    for heading in headings:
+        found = re.search(rf"<(h[23])>{re.escape(heading)}</\1>.*?(?=<h2>|<h3>|</section>)", page, flags=re.DOTALL)
+        if found is None:
+            states = json.loads((root / "lifecycle.json").read_text())["stages"]
+            bad = [f"{name} {s['status']}, {s['message']}" for name, s in states.items() if s["message"]]
+            raise ValueError(f"the report has no {heading!r}; stages that are not done: {'; '.join(bad) or 'none'}")
+        # Nested, so that it styles nothing else in the notebook.
+        display(HTML(f'<style>.jaxdp-report {{{style[1]}}}</style><div class="jaxdp-report">{found[0]}</div>'))
+
+
+def show_images(path: str | os.PathLike[str], rows: Mapping[str, Any], *, title: str, most: int = 10) -> None:
+    """Draws the first images of every row under each other (`jaxdp.report.plot_images`), and displays the figure."""
+    from IPython.display import Image, display
+
+    from jaxdp.report import plot_images
+
+    plot_images(path, {name: images[:most] for name, images in rows.items()}, title=title)
+    display(Image(filename=str(path), width=760))
