@@ -376,8 +376,8 @@ def _unprotected(life: _Life) -> list[str]:
         items.insert(
             0,
             "The figure and the sentence on certified answers in this report. They are computed from private images "
-            "without noise: take them out before the report leaves the house, or run with "
-            "--config.predict.show_certificates=False.",
+            "without noise: take them out before the report leaves the house. A run with "
+            "--config.predict.show_certificates=False has none, but it pays for its answers anew.",
         )
     open_spends = sum(len(entry["open"]) for entry in life.accounts)
     if open_spends:
