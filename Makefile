@@ -2,14 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKDIR ?= workdir/digits
+WORKDIR ?= workdir/lifecycle
 # Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
 
 .PHONY: demo test lint format bench clean
 
 demo: $(VENV)/.run
-	$(BIN)/python -m launch.finetune --config configs/digits_dpsgd.py --workdir $(WORKDIR)
+	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -153,6 +153,9 @@ def plot_curves(
     figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
     _style(axes)
     axes.set_xscale(xscale)
+    if xscale == "log":
+        marked = [x for points in curves.values() for x, _ in points]
+        _log_marks(axes.xaxis, min(marked), max(marked))
     styles = _styles(list(curves))
     labels = _labels(_curves(axes, curves, styles, yscale), styles)
     for name, value in references.items():
@@ -463,16 +466,23 @@ def _labels(ends: Mapping[str, float], styles: Mapping[str, Mapping[str, Any]]) 
     ]
 
 
+def _log_marks(axis: Any, low: float, high: float) -> None:
+    """Where there are few powers of ten, if any: marks between them, written in full."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if 0 < high < 1000 * low:
+        axis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+        axis.set_major_formatter("{x:g}")
+
+
 def _y_marks(axes: "Axes", *, percent: bool) -> None:
     """Round marks on the y axis; percentages end at 0 and 100% unless there are others."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
     low, high = min(low for low, _ in limits), max(high for _, high in limits)
     if axes.get_yscale() == "log":
-        if 0 < high < 1000 * low:  # few powers of ten, if any: marks between them, written in full
-            axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
-            axes.yaxis.set_major_formatter("{x:g}")
+        _log_marks(axes.yaxis, low, high)
         return
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     if percent:
