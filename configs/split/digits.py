@@ -2,9 +2,10 @@
 
     python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits
 
-The server has the digits 0 to 4, the client a few images of 5 to 9. About 40 minutes on one busy CPU core. Accuracy with 10
-images per class: 0.57 for Split Adaptation, 0.45 with noise once, 0.65 and 0.66 for fine-tuning and split learning. An attacker
-who takes the median of the published copies sees the images nearly as if there was no noise (20.8 dB of 21.4).
+The server has the digits 0 to 4, the client a few images of 5 to 9. About 40 minutes on one busy CPU core. Accuracy
+with 10 images per class: 0.57 for Split Adaptation, 0.45 with noise once, 0.65 and 0.66 for fine-tuning and split
+learning. An attacker who takes the median of the published copies sees the images nearly as if there was no noise
+(20.8 dB of 21.4).
 """
 
 from ml_collections import ConfigDict

@@ -338,17 +338,17 @@ def _quality(life: _Life) -> list[str]:
             "what any change of k training images could have made of it; where no such change alters an answer, little "
             "noise is enough. Bounds for the fine-tuned network itself would be far too loose to be of use.</p>",
         ]
-        if "shares" in found:
-            half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
-            text = f"Without noise it would be right on {_p(found['without_noise'])}. " + (
-                "No distance is certified for half of the test images."
-                if half is None
-                else f"For half of the test images no {half} changed training images alter the answer."
-            )
-            parts += [
-                f"<p>{_t(text)} This sentence and the figure read the private images without noise.</p>",
-                life.figure("predict", "certified.png", "Certified share of answers over k. Not private."),
-            ]
+    if found := life.result("certificates"):
+        half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
+        text = f"Without noise this linear model is right on {_p(found['without_noise'])} of the test images. " + (
+            "No distance is certified for half of them."
+            if half is None
+            else f"For half of them no {half} changed training images alter the answer."
+        )
+        parts += [
+            f"<p>{_t(text)} These sentences and the figure read the private images without noise.</p>",
+            life.figure("certificates", "certified.png", "Certified share of answers over k. Not private."),
+        ]
     return parts
 
 
@@ -371,13 +371,12 @@ def _unprotected(life: _Life) -> list[str]:
         "How long computations took, and the rounding of floating-point noise.",
         "Mistakes that no attack here looked for. The audits are attempts, not proofs.",
     ]
-    predicted = life.result("predict")
-    if predicted and "shares" in predicted:
+    if life.result("certificates"):
         items.insert(
             0,
-            "The figure and the sentence on certified answers in this report. They are computed from private images "
-            "without noise: take them out before the report leaves the house. A run with "
-            "--config.predict.show_certificates=False has none, but it pays for its answers anew.",
+            "The figure of certified answers in this report, and the sentences above it. They are computed from "
+            "private images without noise: before the report leaves the house run the same command with "
+            "--config.certificates.show=False, which leaves them out and pays nothing again.",
         )
     open_spends = sum(len(entry["open"]) for entry in life.accounts)
     if open_spends:

@@ -6,11 +6,12 @@
     adapt        a private stream under drift   an adapted model (DP test-time adaptation)
     deploy       nothing                        what is put to use: the adapted model with recalibrated confidences
     predict      the private training set       certified, private answers of a small model to some queries
+    certificates the private training set       how far it might change before answers do: for evaluation, NOT private
     audit_*      canaries                       what attackers can prove about each of these releases
 
 A private stage touches private data inside `job.release` only, which pays first (`finetune` leaves that to `fit`).
 Quality is measured on the held-out test images, which are public, with released parameters: it costs nothing. The one
-exception is the share of certified answers, see `predict`.
+exception is `certificates`, which may be left out.
 """
 
 import dataclasses
@@ -331,19 +332,17 @@ def predict(job: Job) -> dict[str, Any]:
     each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
     event = SelfComposedDpEvent(PureDpEvent(each), how.queries)
 
-    def train() -> prediction.Bounds:
-        return _certified(how, len(private), private.num_classes, records(private))
-
     def answer(secret: bytes) -> dict[str, Any]:
         with Ledger.in_memory() as charged:  # `release` charges the real one, with a token
             charged.register(private.name, adjacency="add_remove", unit="image")
+            bounds = _certified(how, len(private), private.num_classes, records(private))
             answers = prediction.private_predict(
-                train(), _linear, asked["x"], ledger=charged, dataset=private.name, epsilon=each, seed=secret
+                bounds, _linear, asked["x"], ledger=charged, dataset=private.name, epsilon=each, seed=secret
             )
         return {"answers": answers}
 
     answers = np.asarray(job.release([(private.name, event)], answer, label="certified answers")["answers"])
-    result = {
+    return {
         "queries": how.queries,
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
         "delta": how.delta,
@@ -351,9 +350,16 @@ def predict(job: Job) -> dict[str, Any]:
         "answers": answers.tolist(),
         "accuracy": float(np.mean(answers == asked["y"])),
     }
-    if not how.show_certificates:
-        return result
-    certificates = prediction.certify(train(), _linear, records(test)["x"])
+
+
+def certificates(job: Job) -> dict[str, Any]:
+    """Counts for how many test images the training set could change by how much, without noise: NOT private."""
+    if not job.config.certificates.show:
+        return {}
+    how, private, test = job.config.predict, job.data.private, job.data.test
+    records = _featurise(job)
+    bounds = _certified(how, len(private), private.num_classes, records(private))
+    certificates = prediction.certify(bounds, _linear, records(test)["x"])
     distance = np.asarray(certificates.distance)
     shares = [(k, float(np.mean(distance >= k))) for k in range(how.max_distance + 1)]
     plot_curves(
@@ -364,7 +370,7 @@ def predict(job: Job) -> dict[str, Any]:
         xlabel="training images added or removed, k",
         ylabel="share of answers that stay the same whatever they are",
     )
-    return result | {"without_noise": float(np.mean(np.asarray(certificates.label) == _labels(test))), "shares": shares}
+    return {"without_noise": float(np.mean(np.asarray(certificates.label) == _labels(test))), "shares": shares}
 
 
 def _featurise(job: Job) -> Callable[[data.Source], dict[str, np.ndarray]]:
@@ -492,6 +498,13 @@ STAGES = (
         config=("model",),
     ),
     Stage("predict", predict, after=("pretrain",), data=("public", "private", "test"), config=("model", "predict")),
+    Stage(
+        "certificates",
+        certificates,
+        after=("pretrain",),
+        data=("public", "private", "test"),
+        config=("model", "predict", "certificates"),
+    ),
     Stage(
         "audit_finetune",
         audit_finetune,

@@ -51,7 +51,7 @@ def test_every_stage_is_run_and_shown_with_its_figures(executed):
     assert "is installed, with jax" in printed(cells["install"])
     done = re.findall(r"^(\w+): done$", printed(cells["life"]), flags=re.MULTILINE)
     audits = ["audit_finetune", "audit_recalibrate", "audit_adapt", "audit_predict"]
-    assert done == ["pretrain", "finetune", "recalibrate", "adapt", "deploy", "predict", *audits]
+    assert done == ["pretrain", "finetune", "recalibrate", "adapt", "deploy", "predict", "certificates", *audits]
     figures = {"training": 2, "use": 2, "answers": 1, "audits": 0}
     for name, count in figures.items():
         pieces = "".join(shown(cells[name], "text/html"))

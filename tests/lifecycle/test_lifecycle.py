@@ -145,6 +145,17 @@ def test_a_second_run_does_nothing(copied, ran, capsys):
     assert capsys.readouterr().out.count("nothing to do") == len(NAMES)
 
 
+def test_what_is_not_private_can_be_left_out_for_nothing(copied, ran):
+    config = tiny()
+    config.certificates.show = False
+    before = spent(copied)
+    experiment.run(config, copied)
+    assert ran == ["certificates"] and spent(copied) == before
+    text = (copied / "report.html").read_text()
+    assert text.count("data:image/png;base64,") == 4 and "not private" not in text.lower()
+    assert "certificates.show=False" not in text and "without noise it" not in text.lower()
+
+
 def test_changed_data_is_noticed(finished):
     root, states = finished
     done = {name: cache.find(root / state["folder"]) for name, state in states.items()}
@@ -564,7 +575,7 @@ def test_the_report_has_every_section_and_the_numbers_of_the_ledger(finished):
         assert any(audit["release"] in row and f"|{document._floor(audit['lower'])}|" in row for row in rows)
     assert life.audited("nobody") is None
     assert text.count("data:image/png;base64,") == 5
-    assert "not private" in text.lower() and "show_certificates=False" in text
+    assert "not private" in text.lower() and "certificates.show=False" in text
 
 
 def test_the_report_needs_nothing_but_itself(finished):

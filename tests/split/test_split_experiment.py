@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def tiny_config():
     config = digits.get_config()
-    options = {"patch_size": 4, "width": 8, "depth": 3, "num_heads": 2, "mlp_width": 16}
+    options = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
     for part in (config, config.auxiliary):
         part.model.options = options
         part.train.update({"steps": 100, "learning_rate": 1e-2})
@@ -27,7 +27,7 @@ def tiny_config():
     config.adaptation.epochs = 2
     config.baselines.epochs = 2
     # One of each kind: most of the time goes into compilation.
-    config.methods = ("Linear probing", "Fine-tuning", "Split Adaptation", "SA, noise once")
+    config.methods = ("Linear probing", "Split Adaptation", "SA, noise once")
     config.stolen = ("Quantised frontend",)
     rows = ("Split Adaptation", "without Hilbert augmentation", "one noisy copy (no patch retrieval)")
     config.ablation.update({"shots": 3, "rows": rows})
@@ -102,7 +102,7 @@ def test_a_finished_run_is_kept_and_an_interrupted_one_goes_on(finished, tmp_pat
     again = tmp_path / "again"
     shutil.copytree(root, again)
     (again / "result.json").unlink()
-    lost = again / "runs" / "Fine-tuning, 3 shots, seed 42.json"
+    lost = again / "runs" / "SA, noise once, 3 shots, seed 42.json"
     lost.unlink()
     assert experiment.run(tiny_config(), again)["accuracy"] == result["accuracy"]
 
