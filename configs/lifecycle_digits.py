@@ -3,7 +3,7 @@
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
     python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke --workdir workdir/lifecycle_smoke
 
-About two minutes on two CPU cores. Accuracy on 327 test images (noise moves it by a point or two): 0.84 after public
+About a minute on two CPU cores. Accuracy on 327 test images (noise moves it by a point or two): 0.84 after public
 pre-training on 40 digits, 0.89 private at epsilon 4; on brightened images 0.73, and 0.76 after the stream. ECE there:
 0.07, and 0.05 after recalibration and adaptation. Certified answers: 60 % of 30 at epsilon 6 together, 81 % without
 noise.

@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
 import jaxdp
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) == 8

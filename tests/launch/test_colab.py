@@ -119,7 +119,7 @@ TPU = {
     "libtpu": "0.0.30",
     "numpy": "2.2.6",
     "ml-dtypes": "0.5.3",
-    "flax": "0.12.0",
+    "unheard-of": "0.12.0",  # not loaded by any test, unlike what jaxdp imports
 }
 GPU = {
     **{"jax": "0.10.2", "jax-cuda12-plugin": "0.10.2", "jax-cuda12-pjrt": "0.10.2", "nvidia-cudnn-cu12": "9.8.0.87"},
@@ -194,7 +194,7 @@ def pip(monkeypatch):
 
 
 def test_install_says_what_it_did(pip, capsys):
-    assert pip(TPU, {**TPU, "jaxdp": "0.1.0", "flax": "0.12.9"}) == [colab.constraints(TPU)]
+    assert pip(TPU, {**TPU, "jaxdp": "0.1.0", "unheard-of": "0.12.9"}) == [colab.constraints(TPU)]
     assert capsys.readouterr().out == "Installed jaxdp 0.1.0. jax 0.10.2 is as it was.\n"
     assert pip({**TPU, "jaxdp": "0.1.0"}, {}) == []
     assert "jaxdp 0.1.0 is installed" in capsys.readouterr().out

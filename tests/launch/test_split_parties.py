@@ -32,7 +32,7 @@ sys.argv = [module, *sys.argv[3:]]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 SERVER = {
-    "model.options.depth": 3,
+    "model.options.depth": 2,
     "model.options.width": 16,
     "model.options.num_heads": 2,
     "model.options.mlp_width": 16,

@@ -22,14 +22,14 @@ def tiny_config():
     config.update({"seeds": (1, 42), "shots": (3,), "learning_rates": (1e-3, 1e-2)})
     config.data.server_images = 40
     config.tuning.seeds = (1,)
-    config.server.update({"frontends": 1, "samples": 4})
+    config.server.update({"frontends": 0, "samples": 4})
     config.client.copies = 2
     config.adaptation.epochs = 2
     config.baselines.epochs = 2
     # One of each kind: most of the time goes into compilation.
     config.methods = ("Linear probing", "Split Adaptation", "SA, noise once")
     config.stolen = ("Quantised frontend",)
-    rows = ("Split Adaptation", "without Hilbert augmentation", "one noisy copy (no patch retrieval)")
+    rows = ("Split Adaptation", "backend not tuned", "one noisy copy (no patch retrieval)")
     config.ablation.update({"shots": 3, "rows": rows})
     uploads, attackers = ("Split learning", "Split Adaptation"), ("noise-aware", "aggregating")
     config.attack.update({"uploads": uploads, "attackers": attackers, "images": 40, "epochs": 1})

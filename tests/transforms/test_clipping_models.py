@@ -843,7 +843,7 @@ def architectures(draw: Any) -> Case:
     return case
 
 
-@hypothesis.settings(max_examples=16, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(case=architectures())
 def test_all_methods_agree_on_random_architectures(case: Case, oracle: Any) -> None:
     with jax.numpy_rank_promotion("allow"):
