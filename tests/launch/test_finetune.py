@@ -21,6 +21,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DIGITS = {
     "model.options.widths": "(4,)",
