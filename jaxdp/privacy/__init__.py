@@ -2,6 +2,7 @@
 
 from jaxdp.privacy import audit
 from jaxdp.privacy.accounting import delta, epsilon
+from jaxdp.privacy.accounts import Account, Hold, Reservation, Spend
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -23,14 +24,16 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
     unproven,
 )
-from jaxdp.privacy.ledger import BudgetExceeded, Ledger, Spend
+from jaxdp.privacy.ledger import BudgetExceeded, Ledger
 
 __all__ = [
+    "Account",
     "BudgetExceeded",
     "ComposedDpEvent",
     "DiscreteLaplaceDpEvent",
     "DpEvent",
     "GaussianDpEvent",
+    "Hold",
     "LaplaceDpEvent",
     "Ledger",
     "NoOpDpEvent",
@@ -39,6 +42,7 @@ __all__ = [
     "PureDpEvent",
     "RandomizedResponseDpEvent",
     "RepeatAndSelectDpEvent",
+    "Reservation",
     "SampledWithoutReplacementDpEvent",
     "SelfComposedDpEvent",
     "SingleEpochTreeAggregationDpEvent",

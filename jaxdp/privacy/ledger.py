@@ -6,9 +6,9 @@
         ...  # touch the private data here
     ledger.epsilon("cifar10/train")
 
-It stores events, not epsilons, and recomputes epsilon from their counts. `spend` reserves on disk before the body
-runs and commits after it, so whatever ran is charged, whatever happens: an exception or a kill -9 leaves the
-reservation spent. Checks and reservation are one SQLite transaction (WAL, synchronous=FULL), so several threads and
+It stores events, not epsilons, and recomputes epsilon from their counts. `spend` reserves on disk at the call and the
+`with` marks it committed at its end, so whatever ran is charged, whatever happens: an exception or a kill -9 leaves
+the reservation spent. Checks and reservation are one SQLite transaction (WAL, synchronous=FULL), so several threads and
 processes on one machine share a file and never overspend its budgets together. Keep the file on a local disk:
 SQLite's locks do not hold on most network file systems.
 
@@ -32,6 +32,10 @@ Formal guarantees. For every registered dataset, the releases made inside `spend
   its replacement lie in the same part: assign parts by something public that stays (slot, arrival time, hospital), and
   read the guarantee as hiding a record's content, not its part. Otherwise a replacement changes two parts at once;
   spend with `partition=None`, which composes with everything.
+* Holds. `Ledger.hold` keeps room for a plan, so that a parallel program cannot take it in between. A hold is no
+  spend: it changes no epsilon. `jaxdp.privacy.accounts.Hold` says when room that was not used may go back.
+* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for a record in all of
+  several.
 """
 
 import contextlib
@@ -46,9 +50,9 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxdp.privacy.accounting import (
     RELATIONS,
@@ -62,11 +66,13 @@ from jaxdp.privacy.accounting import (
     renyi_bound,
     renyi_epsilon,
 )
+from jaxdp.privacy.accounts import DAY, Account, Hold, Requests, Reservation, Spend
 from jaxdp.privacy.events import DpEvent, UnprovenDpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.version import __version__
 
 Accounting = Literal["pld", "rdp", "renyi_filter"]
 Counts = Mapping[DpEvent, int]
+Result = TypeVar("Result")
 
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x6A647031  # "jdp1", so that `file` and we can tell a ledger from another SQLite file.
@@ -74,6 +80,8 @@ _BUSY_SECONDS = 60.0
 # 3 * 0.1 is 0.30000000000000004 in binary: a budget of 0.3 must still buy three spends of 0.1.
 _ROUNDING = 1e-12
 _REMEMBERED = 64
+# `Ledger.total` goes through so many combinations of parts at most; beyond them it takes an upper bound.
+_COMBINATIONS = 1000
 _TERMS = "id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven"
 
 _SCHEMA = """
@@ -119,6 +127,22 @@ CREATE TABLE totals (
 ) WITHOUT ROWID;
 """
 
+# Made when a ledger first holds something, so that other files stay as they are. An older jaxdp ignores the table: its
+# spends may take room that is held, and never more than the budget.
+_HOLDS = """
+CREATE TABLE IF NOT EXISTS holds (
+    id TEXT NOT NULL,
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    json TEXT NOT NULL,
+    key TEXT,
+    label TEXT NOT NULL,
+    run TEXT NOT NULL,
+    seconds REAL NOT NULL,
+    lapses REAL NOT NULL,
+    PRIMARY KEY (id, dataset)
+) WITHOUT ROWID
+"""
+
 
 class BudgetExceeded(RuntimeError):
     """A spend that its dataset's budget does not allow; nothing ran and nothing was charged.
@@ -126,31 +150,18 @@ class BudgetExceeded(RuntimeError):
     Attributes:
         dataset: the dataset's name.
         budget: (epsilon, delta) as registered.
-        would_spend: epsilon at the budget's delta with this spend included.
+        would_spend: epsilon at the budget's delta with this spend, and all that others hold, included.
+        held: how much of `would_spend` is room that others hold; 0.0 if they hold none.
     """
 
-    def __init__(self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float):
+    def __init__(
+        self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float, held: float = 0.0
+    ):
         super().__init__(message)
         self.dataset = dataset
         self.budget = budget
         self.would_spend = would_spend
-
-
-@dataclasses.dataclass(frozen=True)
-class Spend:
-    """What `Ledger.spend` yields.
-
-    Attributes:
-        id: number of the reservation in this ledger.
-        dataset: the dataset's name.
-        event: the canonical event that is charged.
-        replay: True if the token was already paid for, so nothing new was charged.
-    """
-
-    id: int
-    dataset: str
-    event: DpEvent
-    replay: bool
+        self.held = held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,78 +313,119 @@ class Ledger:
                     "was spent was promised under them. Use the same terms, or another name for other data"
                 )
 
-    @contextlib.contextmanager
+    def account(self, name: str, *, label: str = "") -> Account:
+        """Returns a dataset as one value to spend from.
+
+        Args:
+            name: a registered dataset.
+            label: who spends, shown before the labels of single spends. Never put data in it.
+
+        Raises:
+            ValueError: the dataset is not registered.
+        """
+        return Account(self, name, label)
+
     def spend(
         self,
-        name: str,
+        name: str | Account,
         event: DpEvent,
         *,
         partition: str | None = None,
         label: str = "",
         token: str | None = None,
-    ) -> Iterator[Spend]:
-        """Reserves `event` on a dataset, runs the body of the `with`, and commits.
+    ) -> Reservation[Spend]:
+        """Charges `event` to a dataset; `with` runs the body that it pays for, and marks the charge committed.
 
-        The budget check and the reservation are one transaction, on disk before the body runs. If the body raises or
-        the process dies the reservation stays spent: nobody can tell what was seen before.
+        The budget check and the reservation are one transaction, on disk before this returns. If the body raises, the
+        process dies or `with` is never entered, the reservation stays spent: nobody can tell what was seen.
 
         Args:
-            name: a registered dataset.
+            name: a registered dataset, or an account of this ledger.
             event: what the body releases, in the vocabulary of `jaxdp.privacy.events`.
             partition: the part of the dataset that the body reads, if the dataset has a fixed division into disjoint
                 parts (see the module's text); None for all of it.
-            label: for people who read the report. Never put data in it.
+            label: for people who read the report; an account puts its own in front. Never put data in it.
             token: makes a retry after a crash free. A second spend with the same dataset and token is not charged
                 again and yields `replay=True`, whatever became of the first. The token must therefore determine the
                 released value bit for bit - program, inputs, noise key, hardware: for example a hash of a checkpoint
                 that holds the key, with the step number. Fresh noise needs a fresh token.
 
-        Yields:
-            A `Spend`.
+        Returns:
+            A `Reservation`, to be entered once; `with` yields its `Spend`.
 
         Raises:
             BudgetExceeded: before anything runs or is charged.
             ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
-                token that was used for another event or partition.
+                token that was used for another event or partition; an account of another ledger.
             OSError: the file cannot be written, for example because its disk is full. Before the body: it does not run
                 and nothing is charged. After it: the release counts, but its mark in the report stays "reserved".
         """
-        (record,) = self._reserve([_Request(name, event, partition, label, token)])
-        try:
-            yield record
-        except BaseException:
-            self._mark_failed([record])
-            raise
-        self._finish([record], "committed")
+        (spend,) = self._reserve([self._request(name, event, label)], partition, token)
+        return Reservation(self, spend)
 
-    @contextlib.contextmanager
     def spend_all(
-        self, requests: Sequence[tuple[str, DpEvent]], *, label: str = "", token: str | None = None
-    ) -> Iterator[tuple[Spend, ...]]:
-        """Reserves an event on each of several datasets or on none, runs the body of the `with`, and commits all.
+        self, requests: Requests, *, label: str = "", token: str | None = None
+    ) -> Reservation[tuple[Spend, ...]]:
+        """Charges an event to each of several datasets or to none; `with` runs the body that they pay for.
 
         Args:
-            requests: (registered dataset, event) pairs; a dataset that is named twice pays twice.
+            requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice pays
+                twice.
             label: as in `spend`.
             token: as in `spend`, one for all of them; each dataset may then be named once only.
 
-        Yields:
-            One `Spend` per request.
+        Returns:
+            A `Reservation`, to be entered once; `with` yields one `Spend` per request.
 
         Raises:
-            BudgetExceeded, ValueError, OSError: as `spend`, for the first request that cannot be met; then nothing is
+            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; then nothing is
                 charged on any dataset.
         """
-        names = [name for name, _ in requests]
+        asked = [self._request(account, event, label) for account, event in requests]
+        names = [request.name for request in asked]
         if token is not None and len(set(names)) < len(names):
             raise ValueError(f"with a token each dataset pays once, but requests names {sorted(names)}")
-        records = self._reserve([_Request(name, event, None, label, token) for name, event in requests])
-        try:
-            yield records
-        except BaseException:
-            self._mark_failed(records)
-            raise
-        self._finish(records, "committed")
+        return Reservation(self, self._reserve(asked, None, token))
+
+    def hold(self, requests: Requests, *, key: str | None = None, label: str = "", seconds: float = DAY) -> Hold:
+        """Keeps room for events that will be spent later, on all of several datasets or on none.
+
+        Spends and holds of others, in this process or another, must fit beside what is held. A hold is no spend:
+        `epsilon`, `remaining` and `events` are as without it, and the report lists it apart. Partitions do not matter:
+        a hold is on whole datasets, and a spend on any part takes from it.
+
+        Under an account that spends from a hold already, this extends that hold: it makes sure that the event fits into
+        what the other one keeps, and adds what is missing. Closing the new one returns what it added. `key` and
+        `seconds` of the other one stay; those given here do not count.
+
+        Args:
+            requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice gets
+                room for the sum. Accounts that spend from a hold must share it.
+            key: who holds. A hold replaces the one with the same key, so a program that died and is started again
+                takes its own over. It should then hold what is still to be paid (`paid` tells).
+            label: for people who read the report. Never put data in it.
+            seconds: the hold lapses so long after it was made or last spent from, so that a program that died does not
+                keep the room for ever.
+
+        Returns:
+            A `Hold`; spend from it through `hold.account(name)`. Its text says when the accounting allows room to be
+            returned.
+
+        Raises:
+            BudgetExceeded: some dataset has no room beside what is spent and what others hold; nothing is held then.
+            ValueError, OSError: as `spend`; an impossible `key` or `seconds`.
+        """
+        asked = [self._request(account, event, label) for account, event in requests]
+        _check_text("key", key)
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"seconds must be finite and > 0, got {seconds!r}")
+        outer = {request.hold for request in asked if request.hold is not None}
+        if len(outer) > 1:
+            raise ValueError(
+                f"requests has accounts that spend from {len(outer)} different holds; hold for the accounts of one at "
+                "a time"
+            )
+        return self._settled(lambda db: self._make_hold(db, asked, min(outer, default=None), key, float(seconds)))
 
     # --- Questions ----------------------------------------------------------------------------------------------
 
@@ -381,6 +433,49 @@ class Ledger:
         """Returns the neighbouring relation that a dataset was registered with; ValueError if it was not."""
         with self._transaction("DEFERRED") as db:
             return _dataset(db, name).adjacency
+
+    def delta(self, name: str) -> float | None:
+        """Returns the delta that a dataset was registered with, or None; ValueError if the dataset was not."""
+        with self._transaction("DEFERRED") as db:
+            return _dataset(db, name).delta
+
+    def paid(self, name: str, token: str) -> bool:
+        """Returns whether a spend with this token was charged to a dataset, so that the next one would be a replay.
+
+        Raises:
+            ValueError: unknown dataset, or an impossible token.
+        """
+        _check_text("token", token)
+        with self._transaction("DEFERRED") as db:
+            return _find_token(db, _dataset(db, name), token) is not None
+
+    def would_cost(
+        self, name: str, event: DpEvent, *, delta: float | None = None, partition: str | None = None
+    ) -> float:
+        """Returns what `epsilon(name, delta=, partition=)` would be after spending `event` there; spends nothing.
+
+        It does not ask whether the budget allows the spend: `check` does. For a "renyi_filter" dataset the answer is
+        that of its bound, or more where the bound does not allow the event.
+
+        Raises:
+            ValueError: as `epsilon`; an event that is unknown or has no accounting rule for the dataset's adjacency.
+        """
+        return self._epsilon(name, delta, partition, step=composition(event))
+
+    def check(self, requests: Requests) -> None:
+        """Raises what `spend_all` of the same requests would raise; changes nothing.
+
+        It counts what others hold, and under an account of a hold the room that is there. A dataset that is named
+        several times is asked for the sum. Somebody else may take the room right afterwards: `hold` keeps it.
+
+        Args:
+            requests: (registered dataset or account of this ledger, event) pairs.
+
+        Raises:
+            BudgetExceeded, ValueError: as `spend_all`.
+        """
+        asked = [self._request(account, event, "") for account, event in requests]
+        self._settled(lambda db: self._admit_all(db, asked, None, ahead=True), "DEFERRED")
 
     def epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
         """Returns epsilon of everything reserved so far, as (epsilon, delta)-DP under the dataset's adjacency.
@@ -396,29 +491,82 @@ class Ledger:
         Raises:
             ValueError: unknown dataset, or no delta is given or registered.
         """
-        return self._epsilon(name, delta, partition, proven_only=False)
+        return self._epsilon(name, delta, partition)
 
     def proven_epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
         """Returns `epsilon` of the releases that have a proof, leaving the unproven ones out. Never the headline."""
         return self._epsilon(name, delta, partition, proven_only=True)
 
+    def total(self, names: Sequence[str], *, delta: float) -> float:
+        """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
+
+        Changing such a record changes every dataset at once, to a neighbour each. So the releases of all of them
+        compose as if they were made about one dataset: the PLD (or RDP) of the sum of their compositions. In each
+        dataset the record lies in one part; the result is the maximum over all choices of parts. Releases that read
+        the datasets in turn, each with a view of all earlier outputs, are covered, since adaptive composition does not
+        ask which input a mechanism reads.
+
+        A "renyi_filter" dataset, whose events may be chosen adaptively, enters as one interactive mechanism that is
+        (registered epsilon, registered delta)-DP, once anything was spent on it. Epsilons and deltas of concurrent
+        interactive mechanisms add up (Vadhan and Zhang 2023, arXiv 2207.08335; Lyu 2022, arXiv 2207.09397):
+        the result is the sum of the registered epsilons and of the epsilon of the other datasets at `delta` less the
+        registered deltas.
+
+        Args:
+            names: registered datasets of one adjacency and unit; one that is named twice counts once.
+            delta: in [0, 1).
+
+        Returns:
+            Epsilon >= 0; `math.inf` if some release is unproven or not private. With very many parts, an upper bound.
+
+        Raises:
+            ValueError: an unknown dataset or no name; adjacencies or units that differ; events without a common
+                accounting rule; a `delta` that leaves nothing beside the registered ones of "renyi_filter" datasets.
+        """
+        if isinstance(names, str) or not names:
+            raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}")
+        if not 0 <= delta < 1:
+            raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+        with self._transaction("DEFERRED") as db:
+            datasets = [_dataset(db, name) for name in dict.fromkeys(names)]
+            compositions = [_compositions(db, dataset, None) for dataset in datasets]
+        first = datasets[0]
+        for dataset in datasets:
+            if (dataset.adjacency, dataset.unit) != (first.adjacency, first.unit):
+                raise ValueError(
+                    f"names: dataset {first.name!r} has adjacency {first.adjacency!r} and unit {first.unit!r}, "
+                    f"{dataset.name!r} has {dataset.adjacency!r} and {dataset.unit!r}, so no one change of a record is "
+                    "meant; ask for datasets that share both, and register data of the same people with the same terms"
+                )
+        if any(not _is_proven(counts) for parts in compositions for counts in parts):
+            return math.inf
+        accounts = list(zip(datasets, compositions, strict=True))
+        filtered = [data for data, parts in accounts if data.accounting == "renyi_filter" and any(parts)]
+        together = _combinations(parts for data, parts in accounts if data.accounting != "renyi_filter")
+        taken = math.fsum(dataset.delta or 0.0 for dataset in filtered)
+        left = 0.0 if math.isclose(taken, delta) else delta - taken
+        if left < 0 or (filtered and left == 0 and any(together)):
+            raise ValueError(
+                f"delta={delta!r} leaves nothing beside the registered deltas of the 'renyi_filter' datasets "
+                f"{[dataset.name for dataset in filtered]}, which add up to {taken:g}; ask for a larger delta"
+            )
+        method: Method = "auto" if any(dataset.accounting == "pld" for dataset in datasets) else "rdp"
+        rest = max(_cached_epsilon(frozenset(c.items()), left, first.adjacency, method) for c in together)
+        return rest + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
+
     def remaining(self, name: str, *, partition: str | None = None) -> float:
         """Returns the budget's epsilon less what is spent, at the budget's delta; infinite without a budget.
 
-        Epsilons do not add up, so the next event may cost less than its own epsilon. For a "renyi_filter" dataset it is
-        the share of the Renyi bound that is left, times the budget's epsilon. Unproven releases do not count.
+        Epsilons do not add up, so the next event may cost less than its own epsilon. What is held counts as free. For a
+        "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon. Unproven
+        releases do not count.
         """
         with self._transaction("DEFERRED") as db:
             dataset = _dataset(db, name)
             if dataset.epsilon is None or dataset.delta is None:
                 return math.inf
             compositions = _compositions(db, dataset, partition)
-        proven = [_proven(counts) for counts in compositions]
-        if dataset.accounting == "renyi_filter":
-            spent = max(_renyi_spent(dataset, counts) for counts in proven) / dataset.renyi_bound * dataset.epsilon
-        else:
-            spent = max(_epsilon_of(dataset, counts, dataset.delta) for counts in proven)
-        return max(0.0, dataset.epsilon - spent)
+        return max(0.0, dataset.epsilon - max(_used(dataset, _proven(counts)) for counts in compositions))
 
     def events(self, name: str) -> dict[str | None, DpEvent]:
         """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
@@ -437,8 +585,9 @@ class Ledger:
         Returns:
             {"path", "schema_version", "datasets": [...]}. Each dataset has its terms; at its `delta` the `headline`
             (text) and `proven_epsilon` and `remaining` (numbers, None for infinity); the number of `partitions`;
-            `spends`, one row per partition and event, at most 1000 of `rows` in all; and `open`, at most 1000 spends
-            that did not commit (running, failed or killed): they count in full.
+            `spends`, one row per partition and event, at most 1000 of `rows` in all; `open`, at most 1000 spends
+            that did not commit (running, failed or killed): they count in full; and `holds`, the room that live holds
+            keep, in no number of the report.
         """
         with self._transaction("DEFERRED") as db:
             datasets = [_Dataset(**row) for row in db.execute(f"SELECT {_TERMS} FROM datasets ORDER BY name")]
@@ -493,12 +642,28 @@ class Ledger:
                     ) from error
                 raise
 
-    def _reserve(self, requests: Sequence["_Request"]) -> tuple[Spend, ...]:
-        """Reserves all of the requests or none."""
+    def _request(self, account: str | Account, event: DpEvent, label: str) -> "_Request":
+        if not isinstance(label, str):
+            raise ValueError(f"label must be a string, got {label!r}")
+        step = composition(event)
+        if not isinstance(account, Account):
+            return _Request(account, None, label, step)
+        if account.ledger is not self:
+            raise ValueError(
+                f"account {account.name!r} belongs to the ledger {account.ledger._path!r}, which was not asked "
+                f"({self._path!r} was); take it from this one: ledger.account({account.name!r})"
+            )
+        hold = None if account.held is None else account.held._id
+        return _Request(account.name, hold, account.labelled(label), step)
+
+    def _settled(
+        self, work: Callable[[sqlite3.Connection], Result], mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE"
+    ) -> Result:
+        """Returns `work(db)` of one transaction, which starts again whenever a PLD has to decide something."""
         while True:
             try:
-                with self._transaction() as db:
-                    return tuple(self._reserve_one(db, request) for request in requests)
+                with self._transaction(mode) as db:
+                    return work(db)
             except _Unsettled as error:
                 unsettled = error
             # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
@@ -507,39 +672,109 @@ class Ledger:
             if not allowed:
                 raise unsettled.refusal()
 
-    def _reserve_one(self, db: sqlite3.Connection, request: "_Request") -> Spend:
-        name, event, partition, label, token = request
-        step = composition(event)
-        canonical = compose(step)
-        text = to_json(canonical)
-        for key, value in (("partition", partition), ("token", token)):
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
-        if not isinstance(label, str):
-            raise ValueError(f"label must be a string, got {label!r}")
-        dataset = _dataset(db, name)
-        paid = _find_token(db, dataset, token)
-        if paid is not None:
-            if paid["json"] != text or paid["partition"] != (partition or ""):
-                raise ValueError(
-                    f"token {token!r} of dataset {name!r} paid for {describe(from_json(paid['json']))} on "
-                    f"partition {paid['partition'] or None!r}, not for {describe(canonical)} on {partition!r}; "
-                    "a token stands for one release: use a fresh one"
-                )
-            return Spend(paid["id"], name, canonical, replay=True)
-        before = _compositions(db, dataset, partition)
-        after = [_sum(counts, step) for counts in before]
-        for counts in after:
-            check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
-        check = self._budgets.setdefault(dataset.id, _BudgetCheck(dataset))
-        if check.refuses_unproven(step) or not all(check.known(counts) for counts in after):
-            raise _Unsettled(check, before, after, canonical)
-        return Spend(_insert(db, dataset, partition, text, label, token, self._run), name, canonical, replay=False)
+    def _admit_all(
+        self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, *, ahead: bool
+    ) -> None:
+        """Raises unless every dataset has room for the sum of its requests."""
+        for name in dict.fromkeys(request.name for request in requests):
+            steps: dict[str | None, Counts] = {}
+            for request in requests:
+                if request.name == name:
+                    steps[request.hold] = _sum(steps.get(request.hold, {}), request.step)
+            self._admit(db, _dataset(db, name), partition, steps, ahead=ahead)
 
-    def _mark_failed(self, spends: Sequence[Spend]) -> None:
-        """Notes that a body raised; if that cannot be written, what it raised matters more, and the spends count."""
-        with contextlib.suppress(OSError):
-            self._finish(spends, "failed")
+    def _admit(
+        self,
+        db: sqlite3.Connection,
+        dataset: _Dataset,
+        partition: str | None,
+        steps: Mapping[str | None, Counts],
+        *,
+        ahead: bool,
+    ) -> None:
+        """Raises unless `steps`, {the hold whose room is taken: events}, fit beside what is spent and held.
+
+        What a hold keeps and a step takes out of it is counted once: while a program spends what it holds, the sum
+        stays the same, and so does the verdict.
+        """
+        held = _held(db, dataset)
+        others = _sum_all(counts for hold, counts in held.items() if hold not in steps)
+        own = _sum_all(_maximum(held.get(hold, {}), step) for hold, step in steps.items())
+        question = _Unsettled(
+            self._budgets.setdefault(dataset.id, _BudgetCheck(dataset)),
+            _compositions(db, dataset, partition),
+            others,
+            own,
+            _sum_all(steps.values()),
+            ahead,
+        )
+        for counts in question.after:
+            check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
+        if not question.is_allowed():
+            raise question
+
+    def _reserve(self, requests: Sequence["_Request"], partition: str | None, token: str | None) -> tuple[Spend, ...]:
+        """Reserves all of the requests or none."""
+        _check_text("partition", partition)
+        _check_text("token", token)
+        return self._settled(lambda db: self._reserve_all(db, requests, partition, token))
+
+    def _reserve_all(
+        self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, token: str | None
+    ) -> tuple[Spend, ...]:
+        replayed = {request.name: _replayed(db, request, partition, token) for request in requests}
+        self._admit_all(db, [r for r in requests if replayed[r.name] is None], partition, ahead=True)
+        spends = []
+        for request in requests:
+            replay = replayed[request.name]
+            if replay is None:
+                dataset, event = _dataset(db, request.name), compose(request.step)
+                number = _insert(db, dataset, partition, to_json(event), request.label, token, self._run)
+                if request.hold is not None:
+                    _take(db, dataset, request.hold, request.step)
+                replay = Spend(number, request.name, event, replay=False)
+            spends.append(replay)
+        return tuple(spends)
+
+    def _make_hold(
+        self, db: sqlite3.Connection, requests: Sequence["_Request"], outer: str | None, key: str | None, seconds: float
+    ) -> Hold:
+        """Makes a hold, or extends the live hold `outer`."""
+        now = _clock()
+        db.execute(_HOLDS)
+        db.execute("DELETE FROM holds WHERE lapses <= ?", (now,))
+        terms = db.execute("SELECT key, seconds FROM holds WHERE id = ?", (outer,)).fetchone()
+        if terms is None:
+            outer = None
+            db.execute("DELETE FROM holds WHERE key = ?", (key,))
+        else:
+            key, seconds = terms
+        hold = outer or secrets.token_hex(8)
+        self._admit_all(db, [request._replace(hold=hold) for request in requests], None, ahead=False)
+        added = {}
+        for name in dict.fromkeys(request.name for request in requests):
+            dataset, same = _dataset(db, name), [request for request in requests if request.name == name]
+            kept = _held(db, dataset).get(hold, {})
+            wanted = _maximum(kept, _sum_all(request.step for request in same))
+            added[name] = _difference(wanted, kept)
+            db.execute(
+                "INSERT INTO holds VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET json = excluded.json",
+                (hold, dataset.id, to_json(compose(wanted)), key, same[0].label, self._run, seconds, now + seconds),
+            )
+        db.execute("UPDATE holds SET lapses = ? WHERE id = ?", (now + seconds, hold))
+        return Hold(self, hold, added, nested=outer is not None)
+
+    def _held_left(self, hold: str, name: str) -> DpEvent:
+        with self._transaction("DEFERRED") as db:
+            return compose(_held(db, _dataset(db, name)).get(hold, {}))
+
+    def _release(self, hold: str, added: Mapping[str, Counts] | None) -> None:
+        """Returns what was added to a hold, or with None the whole hold."""
+        with self._transaction() as db:
+            if added is None:
+                db.execute("DELETE FROM holds WHERE id = ?", (hold,))
+            for name, counts in (added or {}).items():
+                _take(db, _dataset(db, name), hold, counts)
 
     def _finish(self, spends: Sequence[Spend], status: Literal["committed", "failed"]) -> None:
         with self._transaction() as db:
@@ -548,7 +783,16 @@ class Ledger:
                 [(status, _now(), spend.id) for spend in spends],
             )
 
-    def _epsilon(self, name: str, delta: float | None, partition: str | None, *, proven_only: bool) -> float:
+    def _epsilon(
+        self,
+        name: str,
+        delta: float | None,
+        partition: str | None,
+        *,
+        proven_only: bool = False,
+        step: Counts | None = None,
+    ) -> float:
+        """Returns epsilon of all releases, or of the proven ones, or of all and a next `step`."""
         with self._transaction("DEFERRED") as db:
             dataset = _dataset(db, name)
             compositions = _compositions(db, dataset, partition)
@@ -557,42 +801,61 @@ class Ledger:
             raise ValueError(f"delta is needed: dataset {name!r} has none registered")
         if proven_only:
             compositions = [_proven(counts) for counts in compositions]
+        if step is not None:
+            compositions = [_sum(counts, step) for counts in compositions]
+            for counts in compositions:
+                check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
         return max(_epsilon_of(dataset, counts, delta) for counts in compositions)
 
 
 class _Request(NamedTuple):
-    """The arguments of `Ledger.spend`."""
+    """One event for one dataset."""
 
     name: str
-    event: DpEvent
-    partition: str | None
+    hold: str | None
     label: str
-    token: str | None
+    step: Counts
 
 
 class _Unsettled(Exception):
-    """A reservation that the budget does not allow, or that a PLD has to decide."""
+    """A question that the budget denies, or that a PLD has to decide.
 
-    def __init__(self, check: "_BudgetCheck", before: Sequence[Counts], after: Sequence[Counts], event: DpEvent):
+    Args:
+        check: of the dataset.
+        spent: compositions of what is spent.
+        others: what others hold.
+        own: what is asked for, with all that its own holds keep.
+        step: what is asked for.
+        ahead: whether more steps of this kind are likely to follow.
+    """
+
+    def __init__(
+        self, check: "_BudgetCheck", spent: Sequence[Counts], others: Counts, own: Counts, step: Counts, ahead: bool
+    ):
         super().__init__()
-        self._check, self._before, self._after, self._event = check, before, after, event
+        self._check, self._spent, self._others, self._own, self._step = check, spent, others, own, step
+        self._ahead = ahead
+        self.after = [_sum(_sum(counts, others), own) for counts in spent]
+
+    def is_allowed(self) -> bool:
+        """Returns whether the budget is known to allow it."""
+        return not self._check.refuses_unproven(self._step) and all(map(self._check.known, self.after))
 
     def decide(self) -> bool:
         """Makes the check know; returns False if it is certain that the budget does not allow it."""
-        step = composition(self._event)
-        if self._check.refuses_unproven(step):
+        if self._check.refuses_unproven(self._step):
             return False
-        verdicts = [self._check.known(counts) for counts in self._after]
+        verdicts = [self._check.known(counts) for counts in self.after]
         if any(verdict is False for verdict in verdicts):
             return False
-        for counts, verdict in zip(self._after, verdicts, strict=True):
+        for counts, verdict in zip(self.after, verdicts, strict=True):
             if verdict is None:
-                self._check.decide(counts, step)
+                self._check.decide(counts, self._step if self._ahead else {}, remember=_REMEMBERED + len(self.after))
         return True
 
     def refusal(self) -> BudgetExceeded:
-        """The error for the user."""
-        return self._check.exceeded(self._before, self._after, self._event)
+        """Returns the error for the user."""
+        return self._check.exceeded(self._spent, self._others, self._own, self._step)
 
 
 class _BudgetCheck:
@@ -629,12 +892,18 @@ class _BudgetCheck:
             return True
         return False if dataset.accounting == "rdp" else None
 
-    def decide(self, counts: Counts, step: Counts) -> None:
-        """Makes `counts` known, and so much of what may come next that a loop of spends rarely comes back."""
+    def decide(self, counts: Counts, step: Counts, *, remember: int) -> None:
+        """Makes `counts` known, and so much of what may come next that a loop of spends rarely comes back.
+
+        Args:
+            counts: the composition in question.
+            step: what came last; empty if nothing of its kind will follow.
+            remember: how many verdicts to keep; enough for all compositions that one question asks about.
+        """
         counts, step = _proven(counts), _proven(step)
         recent = _difference(counts, self._last) if self._last and _covers(counts, self._last) else dict(step)
         self._last = counts
-        if not self._computed(counts):
+        if not self._computed(counts, remember) or not step:
             return
         # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
         # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
@@ -642,50 +911,53 @@ class _BudgetCheck:
         while recent:
             ahead = {leaf: math.ceil(share * count) for leaf, count in recent.items()}
             fits = self.known(_sum(counts, ahead))
-            if fits or (fits is None and self._computed(_sum(counts, ahead))) or max(ahead.values()) == 1:
+            if fits or (fits is None and self._computed(_sum(counts, ahead), remember)) or max(ahead.values()) == 1:
                 return
             share /= 2
 
-    def _computed(self, counts: Counts) -> bool:
+    def _computed(self, counts: Counts, remember: int) -> bool:
         dataset = self._dataset
         assert dataset.epsilon is not None and dataset.delta is not None
         fits = _epsilon_of(dataset, counts, dataset.delta) <= dataset.epsilon * (1 + _ROUNDING)
         if fits:
-            self._fitting = [counts, *(old for old in self._fitting if not _covers(counts, old))][:_REMEMBERED]
+            self._fitting = [counts, *(old for old in self._fitting if not _covers(counts, old))][:remember]
         else:
-            self._exceeding = [counts, *(old for old in self._exceeding if not _covers(old, counts))][:_REMEMBERED]
+            self._exceeding = [counts, *(old for old in self._exceeding if not _covers(old, counts))][:remember]
         return fits
 
-    def exceeded(self, before: Sequence[Counts], after: Sequence[Counts], event: DpEvent) -> BudgetExceeded:
-        """Returns the error for a refused spend."""
+    def exceeded(self, spent: Sequence[Counts], others: Counts, own: Counts, step: Counts) -> BudgetExceeded:
+        """Returns the error for a refused spend; the arguments are those of `_Unsettled`."""
         dataset = self._dataset
         assert dataset.epsilon is not None and dataset.delta is not None
+        event = describe(compose(step))
         what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
         budget = (dataset.epsilon, dataset.delta)
-        if self.refuses_unproven(composition(event)):
+        if self.refuses_unproven(step):
             return BudgetExceeded(
-                f"{what}: {describe(event)} has no proof, so its epsilon is infinite. Nothing was run or charged. "
+                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or charged. "
                 "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy",
                 dataset=dataset.name,
                 budget=budget,
                 would_spend=math.inf,
             )
         if dataset.accounting == "renyi_filter":
-            share = dataset.epsilon / dataset.renyi_bound
-            spent, would = (
-                max(_renyi_spent(dataset, _proven(part)) for part in parts) * share for parts in (before, after)
-            )
             what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
-        else:
-            spent, would = (
-                max(_epsilon_of(dataset, _proven(part), dataset.delta) for part in parts) for parts in (before, after)
-            )
+        alone = [_sum(counts, own) for counts in spent]
+        before, without, would = (
+            max(_used(dataset, _proven(counts)) for counts in counted)
+            for counted in (spent, alone, [_sum(counts, others) for counts in alone])
+        )
+        held = would - without if without < would else 0.0
         return BudgetExceeded(
-            f"{what}: {spent:.6g} is spent and {describe(event)} would make it {would:.6g}. Nothing was run or "
-            "charged. Use more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
+            f"{what}: {before:.6g} is spent and {event} would make it {would:.6g}"
+            + (f", {held:.6g} of which is room that others hold" if held else "")
+            + ". Nothing was run or charged. "
+            + ("Wait until the others are done (the report lists their holds), or use" if held else "Use")
+            + " more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
             dataset=dataset.name,
             budget=budget,
             would_spend=would,
+            held=held,
         )
 
 
@@ -699,12 +971,43 @@ def _sum(counts: Counts, step: Counts, times: int = 1) -> dict[DpEvent, int]:
     return total
 
 
+def _sum_all(compositions: Iterable[Counts]) -> dict[DpEvent, int]:
+    return functools.reduce(_sum, compositions, {})
+
+
+def _maximum(one: Counts, other: Counts) -> dict[DpEvent, int]:
+    return {leaf: max(one.get(leaf, 0), other.get(leaf, 0)) for leaf in {**one, **other}}
+
+
 def _difference(large: Counts, small: Counts) -> dict[DpEvent, int]:
     return {leaf: count - small.get(leaf, 0) for leaf, count in large.items() if count > small.get(leaf, 0)}
 
 
 def _covers(large: Counts, small: Counts) -> bool:
     return all(count <= large.get(leaf, 0) for leaf, count in small.items())
+
+
+def _maximal(compositions: Iterable[Counts]) -> list[Counts]:
+    """Returns those compositions that no other one covers, and one of equal ones."""
+    maximal: list[Counts] = []
+    for counts in sorted(compositions, key=lambda part: sum(part.values()), reverse=True):
+        if not any(_covers(larger, counts) for larger in maximal):
+            maximal.append(counts)
+    return maximal
+
+
+def _combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
+    """Returns the maximal sums of one composition of every dataset, or compositions that cover all sums."""
+    sums: list[Counts] = [{}]
+    for parts in datasets:
+        if len(sums) * len(parts) > _COMBINATIONS:
+            parts = [functools.reduce(_maximum, parts)]
+        sums = _maximal(_sum(counts, part) for counts in sums for part in parts)
+    return sums
+
+
+def _is_proven(counts: Counts) -> bool:
+    return not any(isinstance(leaf, UnprovenDpEvent) for leaf in counts)
 
 
 def _proven(counts: Counts) -> Counts:
@@ -719,11 +1022,21 @@ def _renyi_spent(dataset: _Dataset, counts: Counts) -> float:
 def _epsilon_of(dataset: _Dataset, counts: Counts, delta: float) -> float:
     if dataset.accounting != "renyi_filter":
         return _cached_epsilon(frozenset(counts.items()), delta, dataset.adjacency, dataset.method)
-    spent = _renyi_spent(dataset, counts)
+    spent, bound = _renyi_spent(dataset, counts), dataset.renyi_bound
     if spent == 0 or math.isinf(spent):
         return spent
+    if spent > bound * (1 + _ROUNDING):  # Only of events that were not spent: the filter holds them back.
+        bound = spent
     assert dataset.renyi_order is not None
-    return math.inf if delta == 0 else renyi_epsilon(dataset.renyi_bound, delta, dataset.renyi_order)
+    return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)
+
+
+def _used(dataset: _Dataset, counts: Counts) -> float:
+    """Returns how much of the budget's epsilon a composition uses up."""
+    assert dataset.epsilon is not None and dataset.delta is not None
+    if dataset.accounting == "renyi_filter":
+        return _renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
+    return _epsilon_of(dataset, counts, dataset.delta)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -797,7 +1110,11 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return _text_of(datetime.datetime.now(datetime.UTC))
+
+
+def _text_of(time: datetime.datetime) -> str:
+    return time.isoformat(timespec="milliseconds")
 
 
 def _find_dataset(db: sqlite3.Connection, name: str) -> _Dataset | None:
@@ -813,12 +1130,32 @@ def _dataset(db: sqlite3.Connection, name: str) -> _Dataset:
     return dataset
 
 
+def _check_text(key: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
+
+
 def _find_token(db: sqlite3.Connection, dataset: _Dataset, token: str | None) -> sqlite3.Row | None:
     return db.execute(
         "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event "
         "WHERE dataset = ? AND token = ?",
         (dataset.id, token),
     ).fetchone()
+
+
+def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, token: str | None) -> Spend | None:
+    """Returns the spend that the token paid for already, or None."""
+    paid = None if token is None else _find_token(db, _dataset(db, request.name), token)
+    if paid is None:
+        return None
+    event = compose(request.step)
+    if paid["json"] != to_json(event) or paid["partition"] != (partition or ""):
+        raise ValueError(
+            f"token {token!r} of dataset {request.name!r} paid for {describe(from_json(paid['json']))} on "
+            f"partition {paid['partition'] or None!r}, not for {describe(event)} on {partition!r}; "
+            "a token stands for one release: use a fresh one"
+        )
+    return Spend(paid["id"], request.name, event, replay=True)
 
 
 def _insert(
@@ -846,6 +1183,32 @@ def _insert(
     )
     assert cursor.lastrowid is not None
     return cursor.lastrowid
+
+
+def _clock() -> float:
+    """Returns seconds since 1970, the same for all processes of a machine."""
+    return time.time()
+
+
+def _live_holds(db: sqlite3.Connection, dataset: _Dataset) -> list[sqlite3.Row]:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'holds'").fetchone():
+        return []
+    query = "SELECT id, json, key, label, run, lapses FROM holds WHERE dataset = ? AND lapses > ? ORDER BY lapses, id"
+    return db.execute(query, (dataset.id, _clock())).fetchall()
+
+
+def _held(db: sqlite3.Connection, dataset: _Dataset) -> dict[str | None, Counts]:
+    """Returns what each live hold keeps room for."""
+    return {row["id"]: composition(from_json(row["json"])) for row in _live_holds(db, dataset)}
+
+
+def _take(db: sqlite3.Connection, dataset: _Dataset, hold: str, step: Counts) -> None:
+    """Takes what a hold keeps of `step` out of it, and makes it live on; does nothing without such a live hold."""
+    kept = _held(db, dataset).get(hold)
+    if kept is not None:
+        left = to_json(compose(_difference(kept, step)))
+        db.execute("UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id))
+        db.execute("UPDATE holds SET lapses = ? + seconds WHERE id = ?", (_clock(), hold))
 
 
 # One row per part: what it went through, as "event:spends,event:spends,...", the same text for the same history.
@@ -883,11 +1246,7 @@ def _compositions(db: sqlite3.Connection, dataset: _Dataset, partition: str | No
     parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
     query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
     candidates = [_sum(common, parse(row["history"])) for row in db.execute(query, (dataset.id, *values)).fetchall()]
-    maximal: list[Counts] = []
-    for counts in sorted(candidates, key=lambda part: sum(part.values()), reverse=True):
-        if not any(_covers(larger, counts) for larger in maximal):
-            maximal.append(counts)
-    return maximal or [common]
+    return _maximal(candidates) or [common]
 
 
 # --- The report -------------------------------------------------------------------------------------------------
@@ -947,6 +1306,18 @@ def _report_of(db: sqlite3.Connection, dataset: _Dataset, default_delta: float) 
             for row in totals
         ],
         "open": [{**dict(row), "partition": row["partition"] or None} for row in still_open],
+        "holds": [
+            {
+                "event": json.loads(row["json"]),
+                "description": describe(from_json(row["json"])),
+                "key": row["key"],
+                "label": row["label"],
+                "run": row["run"],
+                "lapses_at": _text_of(datetime.datetime.fromtimestamp(row["lapses"], datetime.UTC)),
+            }
+            for row in _live_holds(db, dataset)
+            if composition(from_json(row["json"]))
+        ],
     }
 
 
@@ -969,6 +1340,13 @@ def _render(entry: Mapping[str, Any]) -> list[str]:
         lines.append(f"  proven part  {proven} at delta {entry['delta']:g}")
     if entry["partitions"]:
         lines.append(f"  partitions   {entry['partitions']} disjoint parts; epsilon is the maximum over them")
+    if entry["holds"]:
+        holds = (
+            f"{hold['description']} ({hold['label'] or hold['key'] or '-'}, run {hold['run']}, "
+            f"until {hold['lapses_at'][:19]})"
+            for hold in entry["holds"]
+        )
+        lines.append(f"  held         {'; '.join(holds)}; not spent")
     table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
     for row in entry["spends"]:
         labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
