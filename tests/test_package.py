@@ -19,9 +19,12 @@ ALLOWED = {
     "data": {"privacy", "transforms"},
     "models": {"privacy", "transforms", "data"},
     "report": {"privacy", "transforms"},
-    **{stage: {"privacy", "transforms", "models", "data", "report"} for stage in STAGES},
-    "lifecycle": {"privacy", "transforms", "models", "data", "report", *STAGES},
+    "release": {"privacy", "transforms", "report"},
+    **{stage: {"privacy", "transforms", "models", "data", "report", "release"} for stage in STAGES},
+    "lifecycle": {"privacy", "transforms", "models", "data", "report", "release", *STAGES},
 }
+# Above the till nobody draws, derives or hashes a secret by other means.
+SECRETS = {"hmac", "secrets", "jaxdp.transforms.noise.new_seed", "jaxdp.transforms.noise.stream"}
 SOURCES = sorted((ROOT / "jaxdp").rglob("*.py"))
 CODE = [path for folder in ("jaxdp", "launch", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 
@@ -52,6 +55,18 @@ def layer_violations(layer: str, names: set[str]) -> set[str]:
         elif parts[0] == "flax" and layer in {"privacy", "transforms"}:
             bad.add(name)
     return bad
+
+
+def secrets_elsewhere(path: Path) -> set[str]:
+    """Return where a file takes secrets or tokens from, if not from the till."""
+    names = imported_modules(path) & SECRETS
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in {"new_seed", "stream"}:
+            if isinstance(node.value, ast.Name) and node.value.id == "noise":
+                names.add(f"noise.{node.attr}")
+        elif isinstance(node, ast.keyword) and node.arg == "token" and ast.unparse(node.value) != "token":
+            names.add("token=")  # handing one on is not making one
+    return names
 
 
 def forbidden_imports(names: set[str]) -> set[str]:
@@ -125,11 +140,33 @@ def test_no_private_jax_no_pickle_and_no_eager_tensorflow(path):
     assert {name for name in eager if name.split(".")[0] in lazy} == set()
 
 
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if path.relative_to(ROOT).parts[1] in {*STAGES, "lifecycle"}],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_secrets_and_tokens_come_from_the_till(path):
+    assert secrets_elsewhere(path) == set()
+
+
+def test_the_check_of_secrets_can_fail(tmp_path):
+    path = ROOT / "jaxdp" / "finetune" / "loop.py"
+    broken = tmp_path / "jaxdp" / "finetune" / "loop.py"
+    broken.parent.mkdir(parents=True)
+    text = path.read_text() + "\nimport hmac\nfrom jaxdp.transforms.noise import stream\n"
+    broken.write_text(text + "noise.new_seed()\naccount.spend(event, token='x')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "ROOT", tmp_path)
+        found = secrets_elsewhere(broken)
+    assert found == {"hmac", "jaxdp.transforms.noise.stream", "noise.new_seed", "token="}
+
+
 def test_the_layer_checks_can_fail():
     assert layer_violations("transforms", {"jaxdp.models.mlp", "flax.linen"}) == {"jaxdp.models.mlp", "flax.linen"}
     assert layer_violations("finetune", {"jaxdp.tta", "jaxdp.data", "flax.linen"}) == {"jaxdp.tta"}
     assert layer_violations("data", {"jaxdp.Ledger"}) == {"jaxdp.Ledger"}
     assert layer_violations("tta", {"jaxdp.lifecycle"}) == {"jaxdp.lifecycle"}
+    assert layer_violations("release", {"jaxdp.finetune.fit", "jaxdp.report"}) == {"jaxdp.finetune.fit"}
     bad = {"jax._src.core", "jaxlib.xla_client", "pickle", "tensorflow.io"}
     assert forbidden_imports(bad | {"jaxlib", "jax.extend.core", "tensorflow_datasets"}) == bad
 

@@ -21,9 +21,10 @@ import numpy as np
 
 from jaxdp.data import Source, from_arrays
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import GaussianDpEvent, Ledger, audit
+from jaxdp.privacy import GaussianDpEvent, audit
 from jaxdp.privacy.events import composition
-from jaxdp.transforms.noise import new_seed, stream
+from jaxdp.release import claim as claimed
+from jaxdp.release import new_seed, stream
 
 
 def loss(params: Any, example: Any) -> jax.Array:
@@ -155,8 +156,4 @@ def _charged(trainer: PrivateTrainer, steps: int, delta: float, claim: audit.Cla
     event = trainer.event(0, steps)
     if claim == "gaussian" and not all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event)):
         raise ValueError("claim='gaussian' needs noise and a sampling probability of 1; use claim='approximate'.")
-    with Ledger.in_memory() as ledger:
-        ledger.register("canaries", adjacency="add_remove", unit="example")
-        with ledger.spend("canaries", event, label="audit"):
-            pass
-        return ledger.epsilon("canaries", delta=delta)
+    return claimed(event, adjacency="add_remove", delta=delta)

@@ -2,7 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Source, pad_to_physical
-from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.privacy import Account, GaussianDpEvent
+from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
 
 Predict = Callable[[Any, jax.Array], jax.Array]
@@ -25,8 +27,12 @@ def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.
 def _count_correct(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
     if not len(source):
         raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
-    parts = zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True)
-    return sum(int(_correct(predict, params, *jax.device_put((source.gather(rows), mask)))) for rows, mask in parts)
+    return sum(int(_correct(predict, params, *batch)) for batch in _batches(source, batch_size))
+
+
+def _batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:
+    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True):
+        yield jax.device_put((source.gather(rows), mask))
 
 
 def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
@@ -52,19 +58,21 @@ def charged_accuracy(
     params: Any,
     source: Source,
     *,
-    ledger: Ledger,
-    dataset: str,
+    account: Account,
     noise_multiplier: float,
-    key: jax.Array | None = None,
     batch_size: int = 500,
+    workdir: str | os.PathLike[str] | None = None,
+    seed: bytes | None = None,
 ) -> float:
     """Accuracy on private data: a noisy count of correct answers over the public number of examples.
 
     Args:
       predict, params, source, batch_size: as in `accuracy`.
-      ledger, dataset: the account that pays.
+      account: `ledger.account(name)` of the data set that pays.
       noise_multiplier: standard deviation of the noise on the count (one example changes the count by at most 1).
-      key: typed noise key; default OS entropy.
+      workdir: a folder of this release's own, which keeps the estimate: it is not made or paid for again. None keeps
+        nothing.
+      seed: 16 secret bytes, for tests; default OS entropy.
 
     Returns:
       The estimate, clipped to [0, 1]; its standard deviation is noise_multiplier / len(source).
@@ -81,8 +89,18 @@ def charged_accuracy(
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}; use accuracy() on public data."
         )
-    with ledger.spend(dataset, GaussianDpEvent(noise_multiplier), label="accuracy"):
+
+    def estimate(secret: bytes) -> dict[str, np.ndarray]:
         count = jnp.float32(_count_correct(predict, params, source, batch_size))
-        key = noise.stream(noise.new_seed(), "accuracy") if key is None else key
-        noisy = float(count + noise.gaussian(key, count, noise_multiplier))
-    return min(max(noisy / len(source), 0.0), 1.0)
+        noisy = count + noise.gaussian(stream(secret, "accuracy"), count, noise_multiplier)
+        return {"accuracy": np.clip(np.asarray(noisy) / len(source), 0.0, 1.0)}
+
+    what = Release(
+        label="accuracy",
+        charges=[(account, GaussianDpEvent(noise_multiplier))],
+        facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
+        programs=lambda: [program(_correct, predict, params, *next(_batches(source, batch_size)))],
+        compute=estimate,
+    )
+    with Till(workdir, seed=seed) as till:
+        return float(till.once(what)["accuracy"])

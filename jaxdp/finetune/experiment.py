@@ -21,9 +21,9 @@ from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.training import train_without_privacy
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import Account, Ledger
+from jaxdp.release import alone, bind, finished_result, write_json
 from jaxdp.report import format_table, plot_training, read_metrics
-from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses
 
 Params = Any
@@ -53,12 +53,11 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         return result
     task = _Task.of(config)
     trainer = _trainer(config, task)
-    bind(config, root)
-    print(task.describe(), flush=True)
-    result = _run(config, task, trainer, root)
-    for secret in root.rglob("secret_seed"):  # who learns it could subtract the noise, and nobody needs it now
-        secret.unlink()
-    write_json(root / "result.json", result)
+    with alone(root):
+        bind(config, root)
+        print(task.describe(), flush=True)
+        result = _run(config, task, trainer, root)
+        write_json(root / "result.json", result)
     print(f"\n{_summary(result)}\n\nIn {root}: training.png, params.safetensors, ledger.sqlite, private/metrics.jsonl")
     return result
 
@@ -113,29 +112,29 @@ def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) 
     if backbone is not None:
         start = models.merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
 
-    account = task.private.name
-    ledger = _ledger(root / "ledger.sqlite", account, config.private)
+    account = _account(root / "ledger.sqlite", task.private.name, config.private, label="private")
     train = functools.partial(_finetune, config, task, trainer)
-    params = train(start, root / "private", ledger, account, "private")
+    params = train(start, root / "private", account)
     models.save_params(root / "params.safetensors", params)
 
     references: dict[str, float] = {}
     if config.references:
         references["no privacy"] = _reference_without_privacy(config, task, start, root / "references")
         if backbone is not None:
-            apart = _ledger(root / "references" / "ledger.sqlite", account, config.private)
-            scratch = train(fresh, root / "references" / "no_pretraining", apart, account, "no pre-training")
+            apart = root / "references" / "ledger.sqlite"
+            apart_account = _account(apart, task.private.name, config.private, label="no pre-training")
+            scratch = train(fresh, root / "references" / "no_pretraining", apart_account)
             references["no pre-training"] = accuracy(task.logits, scratch, task.test)
     rows = read_metrics(root / "private" / "metrics.jsonl")
     result = {
         "private": accuracy(task.logits, params, task.test),
         **references,
-        "epsilon": ledger.epsilon(account, delta=config.private.delta),
+        "epsilon": account.epsilon(delta=config.private.delta),
         "delta": config.private.delta,
         "method": config.private.method,
         "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
         "steps": config.private.steps,
-        "dataset": account,
+        "dataset": account.name,
     }
     plot_training(
         root / "training.png",
@@ -144,7 +143,7 @@ def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) 
         epsilon=[(0, 0.0)] + [(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
         budget=config.private.epsilon,
         delta=config.private.delta,
-        dataset=account,
+        dataset=account.name,
         references=references,
     )
     return result
@@ -195,21 +194,17 @@ def _finetune(
     trainer: PrivateTrainer,
     start: Params,
     workdir: pathlib.Path,
-    ledger: Ledger,
-    account: str,
-    label: str,
+    account: Account,
 ) -> Params:
     state = fit(
         trainer,
         start,
         task.private,
         steps=config.private.steps,
-        ledger=ledger,
-        dataset=account,
+        account=account,
         workdir=workdir,
         checkpoint_every=config.private.checkpoint_every,
         evaluate=lambda params: {"accuracy": accuracy(task.logits, params, task.test)},
-        label=label,
     )
     return state.params if state.ema is None else state.ema
 
@@ -222,11 +217,11 @@ def _reference_without_privacy(config: Any, task: _Task, start: Params, folder: 
     return json.loads(path.read_text())["accuracy"]
 
 
-def _ledger(path: pathlib.Path, account: str, private: Any) -> Ledger:
+def _account(path: pathlib.Path, name: str, private: Any, *, label: str) -> Account:
     path.parent.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path)
-    ledger.register(account, adjacency="add_remove", unit="example", epsilon=private.epsilon, delta=private.delta)
-    return ledger
+    ledger.register(name, adjacency="add_remove", unit="example", epsilon=private.epsilon, delta=private.delta)
+    return ledger.account(name, label=label)
 
 
 def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]:
@@ -236,7 +231,12 @@ def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]
         return public, private, test
     if config.source != "tfds":
         raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
-    read = functools.partial(data.from_tfds, data_dir=config.data_dir or None)
+    where = {"private_split": config.name, "test_split": config.name} | (
+        {"public_split": config.public_name} if config.public_name else {}
+    )
+    data_dir = config.data_dir or None
+    data.check_disjoint({f"config.data.{part}": (name, config[part], data_dir) for part, name in where.items()})
+    read = functools.partial(data.from_tfds, data_dir=data_dir)
     pretrain = read(config.public_name, config.public_split) if config.public_name else None
     return pretrain, read(config.name, config.private_split), read(config.name, config.test_split)
 

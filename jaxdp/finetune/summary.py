@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxdp.release import write_json
 from jaxdp.report import format_table, plot_curves, plot_points
-from jaxdp.report.workdir import write_json
 
 Row = Mapping[str, Any]
 Point = tuple[float, float, float, float]

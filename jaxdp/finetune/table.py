@@ -29,7 +29,7 @@ from jaxdp.finetune.summary import write_summary
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.report.workdir import bind, check_same_config, locked, write_json
+from jaxdp.release import bind, check_same_config, locked, write_json
 from jaxdp.transforms import losses
 
 Pretrain = Callable[[Any, pathlib.Path], Mapping[str, Any]]
@@ -148,7 +148,7 @@ class _Bench:
                         "of it was released: delete the folder, and the cell starts anew."
                     )
                     raise
-            # With the secret seed: who learns it could subtract the noise.
+            # Checkpoints of a finished cell are of no use.
             shutil.rmtree(folder / "private", ignore_errors=True)
 
     def upstream_results(self) -> dict[tuple[str, int], Mapping[str, Any]]:
@@ -171,11 +171,9 @@ class _Bench:
                 start,
                 source,
                 steps=private.steps,
-                ledger=ledger,
-                dataset=cell.dataset,
+                account=ledger.account(cell.dataset, label=cell.method),
                 workdir=folder / "private",
                 checkpoint_every=private.checkpoint_every,
-                label=cell.method,
                 progress=False,
             )
             spent = ledger.epsilon(cell.dataset, delta=private.delta)
@@ -225,6 +223,10 @@ class _Bench:
     def _task(self, dataset: str) -> tuple[data.Source, data.Source, Callable[..., Any], Any]:
         """(private examples, test examples, predict, model) of a data set."""
         config = self._config.sets[dataset]
+        if self._config.data.source == "tfds":
+            name, data_dir = f"config.sets.{dataset}", self._config.data.data_dir or None
+            splits = {f"{name}.{part}": config[part] for part in ("private_split", "test_split")}
+            data.check_disjoint({part: (config.name, split, data_dir) for part, split in splits.items()})
         source, test = (self._read_images(config.name, split) for split in (config.private_split, config.test_split))
         source = dataclasses.replace(source, name=dataset)
         model = self._model.clone(num_classes=source.num_classes)

@@ -14,7 +14,6 @@ Whatever the query, a step is the event PoissonSampled(q, Gaussian(sigma)).
 import abc
 import collections
 import dataclasses
-import hmac
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Required, TypedDict
@@ -27,8 +26,9 @@ import optax
 from jaxdp.data import PoissonSampler, Source, pad_to_physical
 from jaxdp.privacy import DpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import compose
+from jaxdp.release import derive, new_seed, stream
 from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
-from jaxdp.transforms.noise import Privatizer, PrivatizeState, new_seed, privatize, stream
+from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 
@@ -152,6 +152,14 @@ class PrivateTrainer:
             key=key,
         )
 
+    def check(self, source: Source) -> None:
+        """Raises ValueError if `source` is not of the size that the sampler draws from."""
+        if len(source) != self.sampler.num_examples:
+            raise ValueError(
+                f"source has {len(source)} examples but the sampler was made for {self.sampler.num_examples}: "
+                "the event would not describe what happens. Make the sampler from len(source)."
+            )
+
     def drawn(self, state: TrainState) -> np.ndarray:
         """The examples of the next step, [B] indices; private.
 
@@ -159,14 +167,18 @@ class PrivateTrainer:
         batches would cost more than the ledger's composition of independently sampled steps.
         """
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
-        seed = hmac.digest(words.tobytes(), b"jaxdp sampling", "sha256")[:16]
+        seed = derive(words.tobytes(), "jaxdp sampling")
         return dataclasses.replace(self.sampler, seed=seed).batch(int(step))
 
     def step(self, state: TrainState, source: Source) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step on a batch of `source`.
 
         The metrics are functions of what is released: they cost nothing beyond the step's event.
+
+        Raises:
+          ValueError: as `check`.
         """
+        self.check(source)
         every = self.query.refresh_every
         if every and int(jax.device_get(state.step)) % every == 0:
             carried = self.query.refresh(state.params, state.carried, state.step, self.query.public)

@@ -22,8 +22,8 @@ from jaxdp import data, models
 from jaxdp.models.robustness import parameter_robustness, robust_accuracy
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
 from jaxdp.pretrain.loop import Plan, fit
+from jaxdp.release import bind, finished_result, write_json
 from jaxdp.report import format_table, plot_panels, read_metrics
-from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses
 from jaxdp.version import __version__
 

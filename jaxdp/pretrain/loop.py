@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hmac
 import json
 import os
 import pathlib
@@ -16,9 +15,8 @@ from tqdm import tqdm
 
 from jaxdp.data import FixedBatchSampler, Source
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
+from jaxdp.release import alone, derive, stream, write_json
 from jaxdp.report import MetricsWriter
-from jaxdp.report.workdir import alone, write_json
-from jaxdp.transforms.noise import stream
 
 
 def fit(
@@ -179,7 +177,7 @@ class Plan:
         return self._sampler("perturbation", self.perturbation_batch_size).batch(step), updating
 
     def _sampler(self, purpose: str, batch_size: int) -> FixedBatchSampler:
-        seed = hmac.digest(self.seed, f"{purpose} batches".encode(), "sha256")[:16]
+        seed = derive(self.seed, f"{purpose} batches")
         return FixedBatchSampler(self.num_examples, batch_size, seed=seed)
 
 

@@ -104,8 +104,7 @@ def run(folder, source, seed=SEED, steps=STEPS, start=0, **kwargs):
             params,
             source,
             steps=steps,
-            ledger=ledger,
-            dataset="digits",
+            account=ledger.account("digits"),
             workdir=folder,
             checkpoint_every=CHUNK,
             evaluate=lambda params: {"size": float(jnp.abs(params["head"]).sum())},
@@ -136,11 +135,11 @@ def arm(kill):
         setattr(owner, name, wrapped)
 
     if kill["at"] == "reserved":
-        before(loop, "_chunk")
+        before(loop, "_run")
     elif kill["at"] == "step":
         before(finetune.PrivateTrainer, "step")
     elif kill["at"] == "metrics":
-        before(loop._Run, "save")
+        before(loop._Files, "save")
     elif kill["at"] == "saved":
         before(Ledger, "_finish")
     else:

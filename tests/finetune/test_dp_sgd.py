@@ -352,6 +352,13 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.parametrize("size", [N - 1, N + 1])
+def test_a_step_on_another_number_of_examples_is_refused(size):
+    trainer = trainer_of(data.PoissonSampler(N, 0.5))
+    with pytest.raises(ValueError, match=f"source has {size} examples but the sampler was made for {N}: the event"):
+        trainer.step(trainer.init(params_of()), source_of(size))
+
+
 def test_physical_batch_larger_than_the_data():
     sampler = data.PoissonSampler(N, 0.3, seed=bytes(16))
     small, large = (trainer_of(sampler, physical_batch_size=size) for size in (4, 3 * N))
@@ -387,8 +394,7 @@ def noise_of_run(scale, steps=4, size=50_000):
         {"w": jnp.zeros(size)},
         source_of(),
         steps=steps,
-        ledger=ledger,
-        dataset="data",
+        account=ledger.account("data"),
         checkpoint_every=2,  # noise within a chunk and of two chunks
         evaluate=evaluate,
         seed=bytes(range(16)),

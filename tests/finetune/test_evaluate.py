@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from dp_accounting import dp_event
 from jaxdp import data, finetune
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import composition
-from jaxdp.transforms import noise
 
 N = 137
 RNG = np.random.default_rng(0)
@@ -75,7 +73,7 @@ def test_charged_before_the_data_is_read():
     ledger = ledger_of(delta=1e-5)
     source = Watched(ledger)
     finetune.charged_accuracy(
-        predict, PARAMS, source, ledger=ledger, dataset="blobs", noise_multiplier=3.0, batch_size=50
+        predict, PARAMS, source, account=ledger.account("blobs"), noise_multiplier=3.0, batch_size=50
     )
     assert len(source.charged) == 3
     assert all(composition(event) == {dp_event.GaussianDpEvent(3.0): 1} for event in source.charged)
@@ -86,7 +84,7 @@ def test_an_overspent_budget_reads_nothing():
     ledger = ledger_of(epsilon=0.5, delta=1e-5)
     source = Watched(ledger)
     with pytest.raises(BudgetExceeded):
-        finetune.charged_accuracy(predict, PARAMS, source, ledger=ledger, dataset="blobs", noise_multiplier=1.0)
+        finetune.charged_accuracy(predict, PARAMS, source, account=ledger.account("blobs"), noise_multiplier=1.0)
     assert source.charged == []
     assert ledger.events("blobs") == {}
 
@@ -96,20 +94,20 @@ def test_noise_must_be_positive_and_finite(noise_multiplier):
     ledger = ledger_of(delta=1e-5)
     with pytest.raises(ValueError, match="noise_multiplier"):
         finetune.charged_accuracy(
-            predict, PARAMS, Watched(ledger), ledger=ledger, dataset="blobs", noise_multiplier=noise_multiplier
+            predict, PARAMS, Watched(ledger), account=ledger.account("blobs"), noise_multiplier=noise_multiplier
         )
     assert ledger.events("blobs") == {}
 
 
 def estimates(noise_multiplier, count=400):
     ledger = ledger_of(delta=1e-5)
-    keys = jax.random.split(noise.stream(bytes(16), "test"), count)
+    account, seeds = ledger.account("blobs"), np.random.default_rng(0)
     return np.array(
         [
             finetune.charged_accuracy(
-                predict, PARAMS, SOURCE, ledger=ledger, dataset="blobs", noise_multiplier=noise_multiplier, key=key
+                predict, PARAMS, SOURCE, account=account, noise_multiplier=noise_multiplier, seed=seeds.bytes(16)
             )
-            for key in keys
+            for _ in range(count)
         ]
     )
 
@@ -133,7 +131,18 @@ def test_estimates_stay_in_the_unit_interval():
 
 def test_by_default_the_noise_is_fresh():
     ledger = ledger_of(delta=1e-5)
-    arguments = {"ledger": ledger, "dataset": "blobs", "noise_multiplier": 5.0}
+    arguments = {"account": ledger.account("blobs"), "noise_multiplier": 5.0}
     drawn = [finetune.charged_accuracy(predict, PARAMS, SOURCE, **arguments) for _ in range(8)]
     assert len(set(drawn)) == 8
     assert composition(ledger.events("blobs")[None]) == {dp_event.GaussianDpEvent(5.0): 8}
+
+
+def test_an_estimate_that_is_kept_is_paid_for_once(tmp_path):
+    ledger = ledger_of(delta=1e-5)
+    arguments = {"account": ledger.account("blobs"), "noise_multiplier": 5.0, "workdir": tmp_path}
+    drawn = [finetune.charged_accuracy(predict, PARAMS, SOURCE, **arguments) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert composition(ledger.events("blobs")[None]) == {dp_event.GaussianDpEvent(5.0): 1}
+    with pytest.raises(ValueError, match="keeps another release"):
+        finetune.charged_accuracy(predict, 2 * PARAMS, SOURCE, **arguments)
+    assert not (tmp_path / "secret_seed").exists()

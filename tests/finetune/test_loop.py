@@ -18,7 +18,6 @@ import pytest
 from dp_accounting import dp_event
 
 from jaxdp import data, finetune
-from jaxdp.finetune import loop
 from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
@@ -68,8 +67,8 @@ CHOSEN = [
     ({"at": "step", "time": 3}, 3, 2),
     ({"at": "metrics", "time": 2}, 6, 6),  # the first chunk is kept, the second computed but not written
     ({"at": "checkpoint", "time": 1}, 6, 6),  # the second chunk's checkpoint is written but not in its place
-    # It is in its place, but not committed in the ledger; the two earlier charges are confirmed first.
-    ({"at": "saved", "time": 3}, 6, 6),
+    # It is in its place, but not committed in the ledger; the newest charge is confirmed first.
+    ({"at": "saved", "time": 2}, 6, 6),
     ({"at": "step", "time": 4}, 12, 9),
 ]
 
@@ -217,11 +216,11 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_constant_in_the_loss_is_part_of_the_token():
+def test_a_constant_in_the_loss_is_part_of_the_program():
     """JAX may hand a function's constants to its program as arguments; they must count nevertheless."""
     source = data.bundled("blobs")
 
-    def identity(constant, size):
+    def text(constant, size):
         def loss(params, example):
             return ((params["w"] * constant).sum() - example["features"].sum()) ** 2
 
@@ -229,22 +228,26 @@ def test_a_constant_in_the_loss_is_part_of_the_token():
         trainer = finetune.dp_sgd(
             loss, optax.sgd(0.1), sampler=sampler, clip_norm=1.0, noise_multiplier=1.0, physical_batch_size=4
         )
-        return loop._identity(trainer, trainer.init({"w": jnp.zeros(size)}), source)
+        return trainer.lowered_text(trainer.init({"w": jnp.zeros(size)}), source)
 
     for size in (3, 10_000):
         for array in (np.asarray, jnp.asarray):
             base = np.arange(size, dtype=np.float32)
             moved = base.copy()
             moved[size // 2] = np.nextafter(moved[size // 2], np.inf, dtype=np.float32)
-            assert identity(array(base), size) == identity(array(base), size)
-            assert identity(array(base), size) != identity(array(moved), size)
+            assert text(array(base), size) == text(array(base), size)
+            assert text(array(base), size) != text(array(moved), size)
 
 
 @pytest.mark.parametrize("change", ["environment", "cores", "sampling package", "nothing"])
-def test_what_changes_the_arithmetic_is_part_of_the_token(monkeypatch, change):
-    trainer = blobs_trainer()
-    state = trainer.init({"w": jnp.zeros(2)})
-    before = loop._identity(trainer, state, BLOBS)
+def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, monkeypatch, change):
+    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+
+    def crash(params):
+        raise Crash
+
+    with pytest.raises(Crash):
+        fit(trainer, ledger, workdir=tmp_path, steps=2, evaluate=crash)
     if change == "environment":
         monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true")
     elif change == "cores":
@@ -253,7 +256,8 @@ def test_what_changes_the_arithmetic_is_part_of_the_token(monkeypatch, change):
     elif change == "sampling package":
         version = importlib.metadata.version
         monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{version(name)}.1")
-    assert (loop._identity(trainer, state, BLOBS) == before) == (change == "nothing")
+    fit(trainer, ledger, workdir=tmp_path, steps=2)
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == (2 if change == "nothing" else 4)
 
 
 # --- Small runs ------------------------------------------------------------------------------------------------------
@@ -284,36 +288,86 @@ def blobs_ledger(**terms):
 
 
 def fit(trainer, ledger, *, source=BLOBS, params=None, **kwargs):
-    defaults = {"steps": 4, "dataset": "blobs", "checkpoint_every": 2, "progress": False}
+    defaults = {"steps": 4, "checkpoint_every": 2, "progress": False}
     params = {"w": jnp.zeros(2)} if params is None else params
-    return finetune.fit(trainer, params, source, ledger=ledger, **{**defaults, **kwargs})
+    account = ledger.account(kwargs.pop("dataset", "blobs"))
+    return finetune.fit(trainer, params, source, account=account, **{**defaults, **kwargs})
 
 
-def test_budget_exceeded_in_the_middle_keeps_what_was_paid(tmp_path):
+def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
     trainer = blobs_trainer()
     budget = epsilon(trainer.event(0, 5), delta=1e-5)
     ledger = blobs_ledger(epsilon=budget, delta=1e-5)
-    evaluated, steps = [], []
-
-    def evaluate(params):
-        evaluated.append(np.asarray(params["w"]))
-        return {}
-
+    steps = []
     object.__setattr__(trainer, "update", Counted(trainer.update, steps))
     with pytest.raises(BudgetExceeded) as error:
-        fit(trainer, ledger, steps=10, workdir=tmp_path, evaluate=evaluate)
-    assert error.value.would_spend > budget
-    assert len(evaluated) == 2
-    assert len(steps) == 4  # nothing of the third chunk ran
-    assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
-    # Refused again, still without a step; and with as many steps as were paid for, the run is complete.
+        fit(trainer, ledger, steps=10, workdir=tmp_path)
+    assert error.value.would_spend == pytest.approx(epsilon(trainer.event(0, 10), delta=1e-5))
+    assert not steps and ledger.events("blobs") == {} and metrics(tmp_path) == []
+    fit(trainer, ledger, workdir=tmp_path)
+    # What is done stays, and the rest is asked for as a whole again.
     with pytest.raises(BudgetExceeded):
-        fit(trainer, ledger, steps=10, workdir=tmp_path, evaluate=evaluate)
+        fit(trainer, ledger, steps=6, workdir=tmp_path)
     assert len(steps) == 4
-    state = fit(trainer, ledger, workdir=tmp_path)
-    assert int(state.step) == 4
-    assert np.array_equal(np.asarray(state.params["w"]), evaluated[-1])
+    state = fit(trainer, ledger, steps=5, workdir=tmp_path)
+    assert int(state.step) == 5 and composition(ledger.events("blobs")[None]).popitem()[1] == 5
+
+
+def test_nobody_takes_the_room_of_a_run_that_has_begun(tmp_path):
+    trainer = blobs_trainer()
+    ledger = blobs_ledger(epsilon=epsilon(trainer.event(0, 4), delta=1e-5), delta=1e-5)
+    refused = []
+
+    def evaluate(params):
+        with pytest.raises(BudgetExceeded) as error:
+            ledger.spend("blobs", trainer.event(0, 1))
+        refused.append(error)
+        return {}
+
+    fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate, checkpoint_every=1)
+    assert len(refused) == 4
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
+
+
+def test_an_interrupted_chunk_needs_no_room(tmp_path):
+    """It is paid for: with the whole budget reserved, the run still comes to its end."""
+    trainer = blobs_trainer()
+    ledger = blobs_ledger(epsilon=epsilon(trainer.event(0, 4), delta=1e-5), delta=1e-5)
+    for place in (1, 2):
+
+        def evaluate(params, left=[place]):  # noqa: B006
+            left[0] -= 1
+            if left[0] == 0:
+                raise Crash
+            return {}
+
+        with pytest.raises(Crash):
+            fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
+    assert int(fit(trainer, ledger, workdir=tmp_path).step) == 4
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
+
+
+def test_a_loss_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path):
+    """What the callback returns is in no hash, so the chunk could come out differently under the same noise."""
+    scale = np.float32(1.0)
+
+    def loss(params, example):
+        factor = jax.pure_callback(lambda: scale, jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential")
+        return factor * ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
+
+    sampler = data.PoissonSampler(60, 0.2)
+    settings = {"sampler": sampler, "clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 8}
+    trainer = finetune.dp_sgd(loss, optax.sgd(0.01), engine="vmap", **settings)
+    ledger = blobs_ledger(delta=1e-5)
+
+    def crash(params):
+        raise Crash
+
+    with pytest.raises(Crash):
+        fit(trainer, ledger, workdir=tmp_path, evaluate=crash)
+    scale = np.float32(2.0)
+    fit(trainer, ledger, workdir=tmp_path)
+    assert composition(ledger.events("blobs")[None]).popitem()[1] == 6
 
 
 class Counted:
@@ -400,20 +454,35 @@ def test_chunks_of_any_size_are_one_run_of_independent_noise():
     assert trainer.sampler.seed not in {seed for seed, _ in drawn}
 
 
-def test_the_secret_seed_is_secret(tmp_path):
-    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
-    fit(trainer, ledger, workdir=tmp_path, steps=2)
+def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
+    """Whoever has the seed and the notes can derive the noise: it may live only while a chunk is unfinished."""
+    trainer, ledger, seeds = blobs_trainer(), blobs_ledger(delta=1e-5), []
     path = tmp_path / "secret_seed"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    seed = path.read_text()
-    assert len(bytes.fromhex(seed)) == 16
-    kept = [p for p in tmp_path.rglob("*") if p.is_file() and p != path]
-    assert kept
-    assert not any(seed.encode() in p.read_bytes() or bytes.fromhex(seed) in p.read_bytes() for p in kept)
-    with pytest.raises(ValueError, match="seed differs from the one this run started with"):
+
+    def evaluate(params):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        seeds.append(path.read_text())
+        if len(seeds) == 2:
+            raise Crash
+        return {}
+
+    with pytest.raises(Crash):
+        fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
+    assert len(set(seeds)) == 2 and all(len(bytes.fromhex(seed)) == 16 for seed in seeds)
+    assert path.read_text() == seeds[1]  # of the chunk that was interrupted
+    with pytest.raises(ValueError, match="seed differs from that of the unfinished release"):
         fit(trainer, ledger, workdir=tmp_path, seed=bytes(16))
-    fit(trainer, ledger, workdir=tmp_path, seed=bytes.fromhex(seed))
-    assert path.read_text() == seed
+    fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
+    assert seeds[2] == seeds[1]
+    kept = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert kept and path not in kept
+    for seed in seeds:
+        assert not any(seed.encode() in p.read_bytes() or bytes.fromhex(seed) in p.read_bytes() for p in kept)
+
+
+def test_no_seed_outlives_a_run_that_was_given_one(tmp_path):
+    fit(blobs_trainer(), blobs_ledger(delta=1e-5), workdir=tmp_path, seed=bytes(16))
+    assert not list(tmp_path.rglob("secret_seed"))
 
 
 def test_two_runs_draw_different_seeds(tmp_path):
@@ -537,7 +606,7 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     for path, steps in (("first", CHUNK), ("first", 2 * CHUNK), ("second", 2 * CHUNK), ("second", 3 * CHUNK)):
         with Ledger(tmp_path / path) as ledger:
             ledger.register("digits", adjacency="add_remove", unit="example", delta=1e-5)
-            arguments = {"steps": steps, "ledger": ledger, "dataset": "digits", "workdir": tmp_path / "run"}
+            arguments = {"steps": steps, "account": ledger.account("digits"), "workdir": tmp_path / "run"}
             finetune.fit(trainer, params, source, checkpoint_every=CHUNK, progress=False, **arguments)
             totals.append(composition(ledger.events("digits")[None]))
         with (tmp_path / "run" / "charges.jsonl").open("a") as file:

@@ -12,9 +12,9 @@ import pytest
 from dp_accounting import dp_event
 
 from jaxdp import data, finetune
-from jaxdp.finetune import loop
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
+from jaxdp.release import digest
 from jaxdp.transforms import losses, noise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -110,8 +110,7 @@ def fit(trainer, ledger, steps=7, **kwargs):
         params_of(),
         source_of(),
         steps=steps,
-        ledger=ledger,
-        dataset="data",
+        account=ledger.account("data"),
         checkpoint_every=2,
         seed=bytes(range(16)),
         progress=False,
@@ -240,12 +239,15 @@ def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(
     assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
 
 
-def test_the_identity_of_a_run_tells_methods_apart():
+def test_what_a_token_hashes_tells_methods_apart():
     source = source_of()
-    identities = [loop._identity(compiled(name), keyed(compiled(name)), source) for name in METHODS]
+
+    def identity(trainer):
+        return digest([trainer.lowered_text(keyed(trainer), source), trainer.query.public])
+
+    identities = [identity(compiled(name)) for name in METHODS]
     assert len(set(identities)) == len(METHODS)
-    again = trainer_of("gep, basis kept")
-    assert loop._identity(again, keyed(again), source) in identities
+    assert identity(trainer_of("gep, basis kept")) in identities
 
 
 @every_method

@@ -14,7 +14,7 @@ from configs import dpadapter_table1
 from jaxdp import models
 from jaxdp.finetune import summary, table
 from jaxdp.privacy import Ledger
-from jaxdp.report.workdir import locked
+from jaxdp.release.workdir import locked
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,0 +1,25 @@
+"""What a ledger claims for a release: the bound that an audit holds against an attack."""
+
+from collections.abc import Callable
+
+from jaxdp.privacy import Account, DpEvent, Ledger
+from jaxdp.privacy.accounting import Adjacency
+
+
+def claim(charge: DpEvent | Callable[[Account], None], *, adjacency: Adjacency, delta: float) -> float:
+    """Returns epsilon at `delta` of a data set that was charged for one release and nothing else.
+
+    Args:
+      charge: the event; or `charge(account)`, which charges an account as the stage itself does.
+      adjacency: of the data set.
+      delta: of the claim, in [0, 1).
+    """
+    with Ledger.in_memory() as ledger:
+        ledger.register("audited", adjacency=adjacency, unit="record")
+        account = ledger.account("audited", label="audit")
+        if isinstance(charge, DpEvent):
+            with account.spend(charge):
+                pass
+        else:
+            charge(account)
+        return account.epsilon(delta=delta)

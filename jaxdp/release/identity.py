@@ -1,0 +1,108 @@
+"""What determines the bits of a computation: programs, arrays, versions, flags, devices and the host.
+
+A release that is repeated under the same secret must repeat the same values bit for bit, or the difference of the two
+would have no noise in it. So the token of a release is a hash of everything here. A false difference costs a charge. A
+false agreement would cost the guarantee. Hence facts that seldom matter are included.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.version import __version__
+
+# Packages whose version can move the last bits of a result, or decide which examples are drawn.
+PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "flax", "optax", "jax-privacy")
+# Environment variables by which XLA, its runtimes and BLAS libraries compute in another way.
+PREFIXES = (
+    *("XLA_", "JAX_", "LIBTPU_", "PJRT_", "TF_", "NPROC"),
+    *("NVIDIA_", "CUDA_", "CUBLAS_", "CUDNN_", "ROCM_", "OMP_", "MKL_", "OPENBLAS_"),
+)
+# How calls back to Python appear in StableHLO: a custom call on CPU and GPU, a transfer to the host on TPU.
+_HOST_CALL = re.compile(r"custom_call\s*@\w*callback|is_host_transfer\s*=\s*true")
+
+
+def digest(tree: Any) -> str:
+    """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes and dtypes.
+
+    Raises:
+      TypeError: a leaf has no value that a hash could stand for, such as a function or a typed key.
+    """
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and not _is_key(leaf):
+            array = np.asarray(jax.device_get(leaf))
+            if array.dtype.hasobject:
+                raise TypeError(f"a fact at {name!r} is an array of Python objects; give arrays of numbers.")
+            found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+        elif isinstance(leaf, bool | int | float | complex | str | bytes):
+            text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
+            found.update(f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text)
+        else:
+            raise TypeError(
+                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash; give arrays or text."
+            )
+    return found.hexdigest()
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def program(function: Any, *args: Any, **kwargs: Any) -> str:
+    """Returns the text of a compiled function for these arguments: equal texts compute the same.
+
+    Args:
+      function: made by `jax.jit`.
+      args, kwargs: arrays, or `jax.ShapeDtypeStruct`s in their place; static arguments as they are.
+    """
+    return function.lower(*args, **kwargs).as_text()
+
+
+@functools.lru_cache(maxsize=64)
+def calls_host(text: str) -> bool:
+    """Returns whether a program calls back to Python, where there is state that no hash of the program sees."""
+    return _HOST_CALL.search(text) is not None
+
+
+def environment() -> dict[str, Any]:
+    """Returns everything but program and data that decides about the last bits of a result."""
+    devices = jax.devices()
+    return {
+        "library": [__version__, _library()],
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
+        "flags": {name: repr(value) for name, value in jax.config.values.items()},
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
+        "host": [platform.node(), *processor()],
+    }
+
+
+def processor() -> list[Any]:
+    """Returns what XLA compiles for on the host: its instructions, and the cores among which it splits its sums."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    linux = pathlib.Path("/proc/cpuinfo")
+    if not linux.exists():
+        return [cores, platform.machine(), platform.processor()]
+    fields = ("model name", "flags", "Features", "CPU part")
+    return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]
+
+
+@functools.cache
+def _library() -> str:
+    """A hash of the source text of this library."""
+    found = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,73 @@
+"""Secrets of a run: drawn, kept while a paid release is unfinished, derived from, deleted."""
+
+import contextlib
+import hmac
+import os
+import pathlib
+
+from jaxdp.transforms.noise import new_seed, stream
+
+__all__ = ["FILE", "check_seed", "derive", "forget", "new_seed", "stored", "stream"]
+
+FILE = "secret_seed"
+_BYTES = 16
+
+
+def derive(seed: bytes, purpose: str) -> bytes:
+    """Returns 16 bytes for one purpose. They tell nothing about the seed or about other purposes."""
+    return hmac.digest(seed, purpose.encode(), "sha256")[:_BYTES]
+
+
+def check_seed(seed: bytes | None) -> None:
+    """Raises TypeError or ValueError for what cannot be a secret seed; None, to draw one, can."""
+    if seed is None:
+        return
+    if not isinstance(seed, bytes):
+        raise TypeError(f"seed must be {_BYTES} bytes, got {type(seed).__name__}; leave it out to draw them.")
+    if len(seed) != _BYTES:
+        raise ValueError(f"seed must be {_BYTES} bytes, got {len(seed)}; leave it out to draw them.")
+
+
+def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
+    """Returns the seed in a file that only its owner may read; a file that is not there yet gets `seed`, or a new one.
+
+    Raises:
+      ValueError: the file holds another seed than `seed`, or none.
+    """
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write((seed or new_seed()).hex())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    try:
+        found = bytes.fromhex(path.read_text())
+    except ValueError:
+        found = b""
+    if len(found) != _BYTES:
+        raise ValueError(
+            f"{path} does not hold a seed of {_BYTES} bytes. It was damaged: delete it, and the release that was "
+            "interrupted is made, and charged, once more with fresh noise."
+        )
+    if seed is not None and found != seed:
+        raise ValueError(f"seed differs from that of the unfinished release in {path.parent}; resume without seed=.")
+    return found
+
+
+def forget(path: pathlib.Path) -> None:
+    """Deletes a seed: whoever learns it could subtract the noise."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes new and deleted names in a folder durable, where the system has such a thing."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

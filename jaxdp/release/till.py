@@ -1,0 +1,378 @@
+"""The till: the one way by which anything leaves private data.
+
+    with Till(workdir) as till:
+        answers = till.release(Release(label="answers", charges=[(account, event)], facts=..., compute=...))
+
+A `Release` says what it charges, what determines its bits, and how to compute its value from 16 secret bytes. The till
+
+1. makes one token, a hash of the facts, the programs and the environment, keyed by the secret seed of the run;
+2. reserves all accounts or none, under the token;
+3. notes the charge in the workdir;
+4. derives all randomness of the release from the seed and the token;
+5. hands the value to `keep`, which makes it durable;
+6. deletes the seed.
+
+Hence a release that was interrupted after step 2 is found under its token when the same program runs again: the ledger
+does not charge it a second time, and the value is the same bit for bit. If anything is different, so is the token: the
+noise is fresh and the ledger charges again. Noise never falls on two different values, and never is less spent than was
+released.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import os
+import pathlib
+import secrets as entropy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+
+import jax
+import numpy as np
+
+from jaxdp.privacy import Account, DpEvent
+from jaxdp.privacy.events import from_json, to_json
+from jaxdp.release import identity, secrets
+from jaxdp.release.workdir import alone
+from jaxdp.report import MetricsWriter, read_metrics
+
+T = TypeVar("T")
+Requests = Sequence[tuple[Account, DpEvent]]
+
+_NOTES = "charges.jsonl"
+_KEPT = "released.safetensors"
+
+
+class Payment(Protocol):
+    """What a release charges, where that is known only when it is reserved, as for a stream of visits."""
+
+    def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
+        """Reserves everything or nothing; yields what was charged, and commits when the body ends."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Release(Generic[T]):
+    """One release.
+
+    Attributes:
+      label: for people who read the ledger. Never put data in it.
+      charges: (account, event) pairs of one ledger, each account once; or a `Payment`. Empty for public data.
+      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. All randomness
+        comes from the secret, and everything else that the value depends on is in `facts` and `programs`.
+      facts: `facts() -> pytree` of arrays, numbers and text that determine the value. Asked for only where the release
+        might be repeated: with a workdir, or with a given seed.
+      programs: `programs() -> texts` of what is compiled (`identity.program`). A program that calls back to Python
+        cannot be repeated: its release is charged again after a crash, and gets fresh noise.
+      keep: `keep(value)`, makes the value durable. The seed is deleted after it.
+      note: further fields for the row in the workdir's notes, read back by `Till.notes`.
+      once_in: the name of what the payment counts in, where a charge depends on what was counted before it. The same
+        release is then free a second time in that count only, and another count pays for itself.
+    """
+
+    label: str
+    charges: Requests | Payment
+    compute: Callable[[bytes], T]
+    facts: Callable[[], Any]
+    programs: Callable[[], Iterable[str]] = tuple
+    keep: Callable[[T], None] = lambda value: None
+    note: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    once_in: str = ""
+
+
+class Till:
+    """The secret, the notes and the lock of one run.
+
+    Args:
+      workdir: the run's folder, made if needed, for this run alone. It holds the secret seed while a paid release is
+        unfinished, and the notes. None keeps nothing: the seed lives in memory, and what is interrupted is paid again.
+      seed: 16 secret bytes, to reproduce a run in a test; by default they come from the operating system. The same
+        release under the same seed is the same release, and is paid once.
+      forget: when the seed is deleted: after each "release"; or at the end of the "run", where several releases share
+        a secret (`stream`). An unfinished release keeps it.
+
+    Raises:
+      TypeError, ValueError: the seed is not 16 bytes, or another process runs in the workdir.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str] | None = None,
+        *,
+        seed: bytes | None = None,
+        forget: Literal["release", "run"] = "release",
+    ):
+        secrets.check_seed(seed)
+        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        self._given, self._drawn, self._forget = seed, seed, forget
+        self._unfinished = False
+        self._files = contextlib.ExitStack()
+        self._settled: set[str] = set()
+        self._environment: dict[str, Any] | None = None
+        if self.workdir is None:
+            return
+        with contextlib.ExitStack() as opened:  # closes what is open if the rest fails
+            opened.enter_context(alone(self.workdir))
+            if self._secret_path.exists() or seed is not None:
+                secrets.stored(self._secret_path, seed)  # raises now for a damaged one, or another one
+            self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
+            self._files = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(failed=error is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Deletes the seed unless a paid release needs it, or the "run" failed; lets go of the workdir."""
+        if not self._unfinished and not (failed and self._forget == "run"):
+            self._delete_seed()
+        self._files.close()
+
+    @property
+    def name(self) -> str | None:
+        """A name for the run that stays when it is resumed, for example of its hold; None without a workdir."""
+        return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
+
+    # --- The protocol -------------------------------------------------------------------------------------------------
+
+    def release(self, what: Release[T]) -> T:
+        """Pays for a release, computes it and keeps it; see the module's text.
+
+        Raises:
+          BudgetExceeded: nothing is computed or charged.
+          ValueError: the accounts are of several ledgers, or one is named twice; before anything is charged.
+        """
+        with self.paying(what) as secret:
+            value = what.compute(secret)
+            what.keep(value)
+        return value
+
+    @contextlib.contextmanager
+    def paying(self, what: Release[Any]) -> Iterator[bytes]:
+        """`release` for a value that comes bit by bit: pays, yields the secret, and ends the release with the body."""
+        if isinstance(what.charges, Sequence):
+            self.settle([account for account, _ in what.charges])
+        token = self.token(what)
+        paid = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex() if what.once_in else token
+        with _payment(what.charges).reserve(label=what.label, token=paid) as charged:
+            self._unfinished = True
+            if self.workdir is not None:
+                events = [[account.name, to_json(event)] for account, event in charged]
+                self._writer.write(0, token=paid, charges=events, **what.note)
+            yield secrets.derive(self._seed(), f"release {token}")
+        self._unfinished = False
+        if self._forget == "release":
+            self._delete_seed()
+
+    def token(self, what: Release[Any]) -> str:
+        """Names all that determines a release; keyed by the seed, so that it tells nothing about private data."""
+        programs = tuple(what.programs()) if self._repeatable else ()
+        if not self._repeatable or any(map(identity.calls_host, programs)):
+            return entropy.token_hex(32)
+        if self._environment is None:
+            self._environment = identity.environment()
+        charges = [to_json(event) for _, event in what.charges] if isinstance(what.charges, Sequence) else []
+        facts = [what.label, charges, self._environment, [hashlib.sha256(p.encode()).hexdigest() for p in programs]]
+        message = json.dumps(facts, sort_keys=True) + identity.digest(what.facts())
+        return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
+
+    def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
+        """The key of a secret that several releases of the run share; `forget` must be "run"."""
+        assert self._forget == "run"
+        return secrets.stream(self._seed(), purpose, impl=impl)
+
+    # --- A single release, kept by the till ---------------------------------------------------------------------------
+
+    def once(self, what: Release[dict[str, Any]]) -> dict[str, Any]:
+        """A release whose arrays the till keeps: what is kept is returned, and neither made nor paid again.
+
+        Args:
+          what: its value is a flat dict of arrays.
+
+        Returns:
+          The arrays, as NumPy arrays.
+
+        Raises:
+          ValueError: the workdir keeps another release: of other data, settings or programs.
+          BudgetExceeded: the accounts are of another ledger, which has no room for what is kept.
+        """
+        kept = self.kept(what)
+        if kept is None:
+            return jax.tree.map(np.asarray, self.release(dataclasses.replace(what, keep=self.keeper(what))))
+        self._delete_seed()  # it may have outlived a crash between the two
+        return kept
+
+    def kept(self, what: Release[Any]) -> dict[str, np.ndarray] | None:
+        """The arrays of a release that the workdir keeps; None if it keeps none.
+
+        Raises:
+          ValueError: the workdir keeps another release: of other data, settings or programs.
+          BudgetExceeded: the account's ledger does not know of the charge, and has no room for it (`settle`).
+        """
+        path = self._kept_path
+        if path is None or not path.exists():
+            return None
+        salt, check = _metadata(path)
+        if _check(salt, what) != check:
+            raise ValueError(
+                f"{self.workdir} keeps another release: of other data, settings or programs. Its values are in "
+                f"{path.name}; use a new workdir for a new release."
+            )
+        if isinstance(what.charges, Sequence):
+            self.settle([account for account, _ in what.charges])
+        return load_arrays(path)
+
+    def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
+        """A function that makes arrays of a release durable, in place of those that it was given before."""
+        path = self._kept_path
+        if path is None:
+            return lambda arrays: None
+        salt = secrets.new_seed()
+        metadata = {"salt": salt.hex(), "check": _check(salt, what)}
+        return lambda arrays: _save_arrays(path, arrays, metadata)
+
+    # --- Notes --------------------------------------------------------------------------------------------------------
+
+    def notes(self) -> list[dict[str, Any]]:
+        """The rows that were noted in the workdir, one per release that was paid for, the oldest first."""
+        return [] if self.workdir is None else notes(self.workdir)
+
+    def settle(self, accounts: Sequence[Account]) -> None:
+        """Tells the accounts what the workdir was ever charged: free where it is known, so usually nothing.
+
+        A workdir that is resumed with another ledger, or with one that was restored from an older copy, charges that
+        one in full. So does a single account under a name that the workdir does not know.
+
+        Raises:
+          BudgetExceeded: a ledger has no room for what was released.
+        """
+        fresh = {account.name: account for account in accounts if account.name not in self._settled}
+        if fresh:
+            rows, only = self.notes(), accounts[0] if len(accounts) == 1 else None
+            noted = {name for row in rows for name, _ in row["charges"]}
+            # Charges under other names are those of a renamed data set, or of another account of the same run.
+            renamed = only if not self._settled and noted.isdisjoint(fresh) else None
+            settle(rows, lambda name: fresh.get(name, renamed if name else only))
+            self._settled |= set(fresh)
+
+    # --- Inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _repeatable(self) -> bool:
+        """Whether this seed may ever be used again for the same release."""
+        return self.workdir is not None or self._given is not None
+
+    @property
+    def _secret_path(self) -> pathlib.Path:
+        assert self.workdir is not None
+        return self.workdir / secrets.FILE
+
+    @property
+    def _kept_path(self) -> pathlib.Path | None:
+        return None if self.workdir is None else self.workdir / _KEPT
+
+    def _seed(self) -> bytes:
+        if self.workdir is not None:
+            return secrets.stored(self._secret_path, self._given)
+        if self._drawn is None:
+            self._drawn = secrets.new_seed()
+        return self._drawn
+
+    def _delete_seed(self) -> None:
+        self._drawn = self._given
+        if self.workdir is not None:
+            secrets.forget(self._secret_path)
+
+
+def release(what: Release[T], *, workdir: str | os.PathLike[str] | None = None, seed: bytes | None = None) -> T:
+    """Makes one release by a till of its own; `Till.release` and `Till` document it."""
+    with Till(workdir, seed=seed) as till:
+        return till.release(what)
+
+
+def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """The notes of a workdir, which needs no till for it: rows with "token" and "charges", (account, event) pairs."""
+    rows = read_metrics(workdir / _NOTES) if (workdir / _NOTES).exists() else []
+    # The first release noted one event a row, and no account where there was only one.
+    return [row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]} for row in rows]
+
+
+def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
+    """Charges what `notes` hold to accounts that do not know of it yet.
+
+    Only the last of them may have been reserved and not committed: charging it again, for nothing, commits it.
+
+    Args:
+      rows: of `notes`.
+      account_of: the account for a noted name, None to leave the charge out; "" is a charge of the first release.
+
+    Raises:
+      BudgetExceeded: an account has no room.
+    """
+    for row in rows:
+        for name, event in row["charges"]:
+            account = account_of(name)
+            if account is not None and (row is rows[-1] or not account.paid(row["token"])):
+                with account.spend(from_json(event), label="charged again on resuming", token=row["token"]):
+                    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """Accounts that all pay, or none."""
+
+    requests: Requests
+
+    @contextlib.contextmanager
+    def reserve(self, *, label: str, token: str) -> Iterator[Requests]:
+        ledgers = {id(account.ledger): account.ledger for account, _ in self.requests}
+        if len(ledgers) > 1:
+            raise ValueError("the accounts of one release must be of one ledger: two files cannot pay all or none.")
+        if not ledgers:
+            yield ()
+            return
+        (ledger,) = ledgers.values()
+        with ledger.spend_all(self.requests, label=label, token=token):
+            yield self.requests
+
+
+def _payment(charges: Requests | Payment) -> Payment:
+    return _Together(charges) if isinstance(charges, Sequence) else charges
+
+
+def _check(salt: bytes, what: Release[Any]) -> str:
+    """Tells a release from others without a hash of private data that anybody could try guesses on."""
+    facts = identity.digest([what.label, what.facts(), list(what.programs())])
+    return hmac.digest(salt, facts.encode(), "sha256").hex()
+
+
+def _save_arrays(path: pathlib.Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> None:
+    from safetensors.numpy import save_file
+
+    temporary = path.with_suffix(".tmp")
+    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, temporary, metadata)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    secrets.sync_folder(path.parent)
+
+
+def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays that `Till.once` kept in a workdir's file."""
+    from safetensors.numpy import load_file
+
+    return load_file(path)
+
+
+def _metadata(path: pathlib.Path) -> tuple[bytes, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        found = file.metadata() or {}
+    return bytes.fromhex(found.get("salt", "")), found.get("check", "")
