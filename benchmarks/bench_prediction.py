@@ -170,7 +170,15 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
 
 
 def plan_of(params: Any, data: Any, settings: dict[str, Any], ks: Any, adjacency: str) -> tuple[Any, Any]:
-    rest = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr_min": 0.0, "order": None, "product": "tight"}
+    rest = {
+        "momentum": 0.0,
+        "nesterov": False,
+        "weight_decay": 0.0,
+        "lr_min": 0.0,
+        "batches": None,
+        "order": None,
+        "product": "tight",
+    }
     return checks.make_plan(loss, params, data, ks=checks.distances(ks), adjacency=adjacency, **{**rest, **settings})
 
 

@@ -35,6 +35,7 @@ def get_config(variant: str = "") -> ConfigDict:
             },
             "model": {"hidden": (128,) if mlp else (), "bias": True, "init_seed": 0},
             "training": {
+                "records": 3000 if mlp else 5000,
                 "clip": 0.06,
                 "learning_rate": 2.0,
                 "epochs": 4 if mlp else 1,

@@ -47,6 +47,7 @@ def get_config(variant: str = "reviews") -> ConfigDict:
             "data": _DATA[variant],
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {
+                "records": 25_000,
                 "clip": 0.05,
                 "learning_rate": 100.0,
                 "epochs": 1,

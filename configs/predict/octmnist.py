@@ -42,6 +42,7 @@ def get_config() -> ConfigDict:
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {
+                "records": 15_486,  # about: 0.168 of 46,026 normal scans and 7754 with drusen
                 "clip": 0.03,
                 "learning_rate": 10.0,
                 "epochs": 1,

@@ -44,6 +44,7 @@ def get_config() -> ConfigDict:
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {
+                "records": 4708,
                 "clip": 0.03,
                 "learning_rate": 10.0,
                 "epochs": 1,

@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {
+                "records": 67_349,
                 "clip": 0.05,
                 "learning_rate": 100.0,
                 "epochs": 1,

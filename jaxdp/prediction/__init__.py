@@ -6,6 +6,7 @@ from jaxdp.prediction.experiment import run
 from jaxdp.prediction.mechanisms import flip_probability, randomised_response, smooth_cauchy, smooth_laplace
 from jaxdp.prediction.private import (
     answered,
+    answers_event,
     pate_predict,
     private_predict,
     private_values,
@@ -18,6 +19,7 @@ __all__ = [
     "Certificates",
     "ConfidentGNMax",
     "answered",
+    "answers_event",
     "certify",
     "flip_probability",
     "partition_by_hash",

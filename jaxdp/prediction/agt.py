@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive, public_rows
-from jaxdp.prediction.sums import Grid, add_units, add_up, carry, mean
+from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive
+from jaxdp.prediction.sums import Grid, add_units, add_up, carry, mean, public_rows
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
@@ -100,6 +100,7 @@ def train_with_bounds(
     batch_size: int,
     epochs: int,
     adjacency: Adjacency = "add_remove",
+    batches: int | None = None,
     order: np.ndarray | Callable[[int], np.ndarray] | None = None,
     product: str = "tight",
     momentum: float = 0.0,
@@ -111,12 +112,12 @@ def train_with_bounds(
 ) -> Bounds:
     """Trains with per-record clipped gradients and bounds what any data set within distance k could have given.
 
-        bounds = train_with_bounds(loss_fn, params, data, ks=20, clip=0.1, learning_rate=0.5, batch_size=n, epochs=1)
+        bounds = train_with_bounds(loss_fn, params, data, ks=9, clip=0.1, learning_rate=0.5, batch_size=900, epochs=1)
         certify(bounds, apply_fn, queries).distance
 
     Step t with batch S (Algorithm 1):
 
-        D = 1/batch_size sum_{i in S} clip(grad loss(theta, i), -clip, clip)
+        D = 1/batch_size sum_{i in S} clip(grad loss(theta, i), -clip, clip)    (see "a very large batch")
         v = momentum v + D + weight_decay theta
         theta = theta - max(learning_rate / (1 + lr_decay t), lr_min) (v, or D + weight_decay theta + momentum v)
 
@@ -128,17 +129,21 @@ def train_with_bounds(
       ks: distances; an int means all of 0..ks, which is what a private mechanism wants. A sparse grid is allowed.
       clip: each coordinate of each record's gradient is clamped to [-clip, clip]; positive, finite.
       learning_rate: of step 0; positive.
-      batch_size: public. The constant that sums are divided by (except "reference").
+      batch_size: public. The constant that sums are divided by (except "reference"); about the number of records in a
+        batch, but under "add_remove" not computed from their private number.
       epochs: passes over the data.
       adjacency: what distance counts, and what the sum of gradients is divided by.
         "add_remove": records added or removed, the normaliser is `batch_size`; one record shifts the sum by at most
         `clip` (T4). "replace": records replaced, batches keep their size; normaliser `batch_size`. "reference": the
         published rule (Theorem 4.6), normaliser the number of records in the batch, k replacements in EVERY batch;
         with product="rump" the published algorithm.
-      order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it. It overrides
-        epochs. None: round(n / batch_size) batches, a number that counts as public, to which records are assigned by a
-        hash of their content ("replace": by position), the same in every epoch and whatever the other records are
-        ("reference": consecutive full batches, an incomplete one is dropped, as published).
+      batches: public number of batches per epoch. Records are assigned to them by a hash of their content, under
+        "replace" and "reference" by position; the same in every epoch and whatever the other records are. None is a
+        number that neighbours share. Under "add_remove" it is 1, because the number of records is private. Under
+        "replace" it is round(n / batch_size), at least 1. Under "reference" the batches are consecutive and full, an
+        incomplete one is dropped, as published.
+      order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it, instead of
+        `batches` and `epochs`.
       product: "tight" or "rump", see `jaxdp.interval`.
       momentum, nesterov, weight_decay: of the optimizer; see the equations.
       lr_decay, lr_min: of the learning rate.
@@ -169,6 +174,10 @@ def train_with_bounds(
       ============================  =================================================================================
       k == 0                        the box is the rounding of the arithmetic
       gradient NaN or infinite      counts as anything in [-clip, clip]
+      no record, or an empty batch  under "add_remove" a batch like any other, whose sum is zero
+      a very large batch            under "add_remove" the sum is clipped coordinate-wise to M clip, with M the multiple
+                                    of 256 from 4 batch_size on, but at most 2^19 in float32; M records or fewer never
+                                    reach it
       order repeats a record        budgets start again before the batch that repeats one
       momentum and weight_decay     k changes in every batch; an error if a step's influence on the result changes sign
       "reference"                   k replacements in every batch
@@ -188,6 +197,7 @@ def train_with_bounds(
         batch_size=batch_size,
         epochs=epochs,
         adjacency=adjacency,
+        batches=batches,
         order=order,
         product=product,
         momentum=momentum,
@@ -579,7 +589,7 @@ def certify(
     """
     if not isinstance(bounds, Bounds):
         raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}")
-    size = check_data(queries)
+    size = check_data(queries, "queries")
     query = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), queries)
     out = jax.eval_shape(apply_fn, bounds.params, query)
     shape = getattr(out, "shape", None)

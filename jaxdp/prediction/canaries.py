@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxdp.prediction.ensembles import count_rows
 from jaxdp.prediction.private import ApplyFn, private_predict
-from jaxdp.privacy import Ledger, audit
+from jaxdp.privacy import Account, audit
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.transforms.noise import new_seed
+from jaxdp.release import claim, derive, new_seed
 
 
 def audit_answers(
@@ -73,33 +73,25 @@ def audit_answers(
     trained = [train(one) for one in (sets if adjacency == "replace_one" else [*sets, data])]
     queries = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], trials, axis=0), query)
     seed = new_seed() if seed is None else seed
+    calls, heard = itertools.count(), list[np.ndarray]()
 
-    with Ledger.in_memory() as ledger:
-        ledger.register("data", adjacency=adjacency, unit="record")
-
+    def attack(account: Account) -> None:
         def answers(bounds: Any) -> np.ndarray:
-            # Each call is a spend of its own, hence has noise of its own.
+            noise = derive(seed, f"call {next(calls)}")  # else two calls with one model would be one release
             return private_predict(
-                bounds,
-                apply_fn,
-                queries,
-                ledger=ledger,
-                dataset="data",
-                epsilon=epsilon,
-                mechanism=mechanism,
-                seed=seed,
-                label="audit",
+                bounds, apply_fn, queries, account=account, epsilon=epsilon, mechanism=mechanism, seed=noise
             )
 
         tried = [answers(bounds) for bounds in trained]
-        labels = range(max(int(heard.max()) for heard in tried) + 1)
+        labels = range(max(int(given.max()) for given in tried) + 1)
         # Laplace's rule keeps answers that were not heard from being impossible.
-        rates = np.log([[np.sum(heard == label) + 1 for label in labels] for heard in tried])
+        rates = np.log([[np.sum(given == label) + 1 for label in labels] for given in tried])
         neighbours = range(len(sets)) if adjacency == "replace_one" else [len(sets)]
         pairs = itertools.product(range(len(sets)), neighbours)
         canary, neighbour = max(pairs, key=lambda pair: np.abs(rates[pair[0]] - rates[pair[1]]).max())
         score = np.append(rates[canary] - rates[neighbour], 0.0)  # a label not heard before tells nothing
-        heard = [score[np.minimum(answers(trained[i]), len(labels))] for i in (canary, neighbour)]
-        # Pure epsilons add up at delta 0.
-        upper = ledger.epsilon("data", delta=0.0) / ((len(tried) + len(heard)) * trials)
+        heard.extend(score[np.minimum(answers(trained[i]), len(labels))] for i in (canary, neighbour))
+
+    # Pure epsilons add up at delta 0.
+    upper = claim(attack, adjacency=adjacency, delta=0.0) / (next(calls) * trials)
     return audit.multi_run(*heard, upper=upper, delta=0.0, confidence=confidence)

@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.prediction.ensembles import partition_by_hash
-from jaxdp.prediction.sums import BLOCK
+from jaxdp.prediction.sums import BLOCK, Grid, public_rows
 
 # Gradients of more parameters than this are summed 8 records at a time, which XLA unrolls and vectorises on a
 # processor: six times faster than 12 at a time. Smaller ones gain from fewer, longer fragments.
 _LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
 # Batches are assigned by a hash of the record; the salt only has to be the same for every data set.
 _SALT = b"jaxdp batches"
-# Integer totals of float32 runs, whose entries are twice as large for replacements, overflow beyond.
-_MOST_RECORDS = {"add_remove": 2**19, "replace": 2**18, "reference": 2**19}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +73,7 @@ def make_plan(
     batch_size: int,
     epochs: int,
     adjacency: str,
+    batches: int | None,
     order: Any,
     product: str,
     momentum: float,
@@ -89,9 +88,13 @@ def make_plan(
         raise ValueError(f"adjacency={adjacency!r} is unknown; use 'add_remove', 'replace' or 'reference'")
     if product not in ("tight", "rump"):
         raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
-    for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}={value} must be a positive integer")
+    for name, value in (("batch_size", batch_size), ("epochs", epochs), ("batches", 1 if batches is None else batches)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+    if batches is not None and order is not None:
+        raise ValueError(
+            f"batches={batches} and order exclude one another: order says which records are in which batch; give one"
+        )
     for name, number in (("weight_decay", weight_decay), ("lr_decay", lr_decay), ("lr_min", lr_min)):
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"{name}={number} must be finite and not negative")
@@ -103,20 +106,12 @@ def make_plan(
         raise ValueError(
             f"ks reaches {ks[-1]}, more than batch_size={batch_size}: no batch has so many records to change"
         )
-    n = check_data(data)
-    rows = (
-        _default_order(data, n, batch_size, epochs, adjacency) if order is None else _check_order(order, n, adjacency)
-    )
-    counts = (rows >= 0).sum(axis=1)
-    kind = jnp.result_type(*jax.tree.leaves(params))
-    most = _MOST_RECORDS[adjacency]
-    if kind != jnp.float64 and rows.shape[1] + ks[-1] > most:
-        raise ValueError(
-            f"a batch of {rows.shape[1]} records and {ks[-1]} changes do not fit the exact sums of float32, {most}; use"
-            " several batches, or float64 parameters"
-        )
-    if ks[-1] > counts.min() and adjacency != "add_remove":
-        raise ValueError(f"ks reaches {ks[-1]}, but a batch of order has {counts.min()} records")
+    n = check_data(data, "data", may_be_empty=adjacency == "add_remove")
+    if order is None:
+        rows = _default_order(data, n, batch_size, batches, epochs, adjacency)
+    else:
+        rows = _check_order(order, n, adjacency)
+    _check_sizes(rows, ks[-1], adjacency, Grid.of(jnp.result_type(*jax.tree.leaves(params))).most)
     steps = len(rows)
     rates = np.maximum(learning_rate / (1 + lr_decay * np.arange(steps)), lr_min)
     _check_influence(rates, momentum, nesterov, weight_decay)
@@ -144,7 +139,7 @@ def make_plan(
     # An epoch of the default order may start with a batch that is empty now and not in a neighbour.
     groups = _groups(rows) if order is not None else (steps // epochs,) * epochs
     shared = max(groups) > 1 and adjacency != "reference" and not (momentum and weight_decay)
-    if shared and len(padded[0]) > public_rows(batch_size):
+    if shared and adjacency != "add_remove" and len(padded[0]) > public_rows(batch_size):
         raise ValueError(f"a batch has {rows.shape[1]} records, far more than the public batch_size={batch_size}")
     plan = Plan(
         ks=ks,
@@ -166,9 +161,9 @@ def make_plan(
 
 
 def _whole_blocks(x: Any) -> jax.Array:
-    """Rows that no batch uses, so that data sets of similar size share one compiled program."""
+    """Adds rows that no batch uses, so that data sets of similar size, none included, share one compiled program."""
     x = jnp.asarray(x)
-    return jnp.pad(x, [(0, -len(x) % BLOCK)] + [(0, 0)] * (x.ndim - 1))
+    return jnp.pad(x, [(0, -len(x) % BLOCK if len(x) else BLOCK)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _at_least_float32(x: Any) -> jax.Array:
@@ -176,20 +171,36 @@ def _at_least_float32(x: Any) -> jax.Array:
     return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
-def check_data(data: Any) -> int:
-    """Returns the number of records; raises ValueError if there is none or a value is not finite."""
+def check_data(data: Any, what: str, *, may_be_empty: bool = False) -> int:
+    """Returns the number of records; raises ValueError if a value is not finite, or there is none and has to be."""
     leaves = jax.tree_util.tree_leaves_with_path(data)
     sizes = {np.shape(leaf)[:1] for _, leaf in leaves}
     if len(sizes) != 1 or () in sizes:
-        raise ValueError(f"data must be arrays with one first axis, the records; got first axes {sorted(sizes)}")
+        raise ValueError(f"{what} must be arrays with one first axis, the records; got first axes {sorted(sizes)}")
     ((n,),) = sizes
-    if n == 0:
-        raise ValueError("data has no records")
+    if n == 0 and not may_be_empty:
+        raise ValueError(f"{what} has no records")
     for path, leaf in leaves:
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
-            raise ValueError(f"data leaf {name} has NaN or infinite entries; impute or drop these records first")
+            raise ValueError(f"{what} leaf {name} has NaN or infinite entries; impute or drop these records first")
     return n
+
+
+def _check_sizes(rows: np.ndarray, most_changed: int, adjacency: str, most: int) -> None:
+    """Refuses what a total has no room for; under "add_remove" without a look at the records, which `sums` clips."""
+    if adjacency == "add_remove":
+        if most_changed > most // 2:
+            raise ValueError(f"ks reaches {most_changed}, but exact sums have room for {most // 2} changes; lower ks")
+        return
+    most = most // 2 if adjacency == "replace" else most  # a replacement is twice as large
+    if rows.shape[1] + most_changed > most:
+        raise ValueError(
+            f"a batch of {rows.shape[1]} records and {most_changed} changes do not fit the exact sums, {most}; use"
+            " several batches, or float64 parameters"
+        )
+    if most_changed > (least := (rows >= 0).sum(axis=1).min()):
+        raise ValueError(f"ks reaches {most_changed}, but a batch has {least} records; lower ks or use fewer batches")
 
 
 def _check_order(order: Any, n: int, adjacency: str) -> np.ndarray:
@@ -251,12 +262,15 @@ def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
     )
 
 
-def _default_order(data: Any, n: int, batch_size: int, epochs: int, adjacency: str) -> np.ndarray:
-    if adjacency == "reference":
+def _default_order(data: Any, n: int, batch_size: int, batches: int | None, epochs: int, adjacency: str) -> np.ndarray:
+    """Returns rows [steps, batch]. The number of batches never depends on how many records "add_remove" has."""
+    if adjacency == "reference" and batches is None:
         size = min(batch_size, n)
         return np.tile(np.arange(n - n % size).reshape(-1, size), (epochs, 1))
-    # Half a batch more or less does not change the number of batches, which counts as public.
-    batches = max(1, round(n / batch_size))
+    if batches is None:
+        batches = 1 if adjacency == "add_remove" else max(1, round(n / batch_size))
+    if adjacency != "add_remove" and batches > n:
+        raise ValueError(f"batches={batches} must be at most {n}, the number of records; some would be empty")
     if batches == 1:
         part = np.zeros(n, np.int64)
     elif adjacency == "add_remove":  # positions shift when a record leaves, its content does not
@@ -264,7 +278,7 @@ def _default_order(data: Any, n: int, batch_size: int, epochs: int, adjacency: s
     else:  # a replacement keeps its position
         part = np.arange(n) % batches
     members = [np.flatnonzero(part == i) for i in range(batches)]
-    rows = np.full((batches, max(map(len, members))), -1)
+    rows = np.full((batches, max(1, *map(len, members))), -1)
     for row, member in zip(rows, members, strict=True):
         row[: len(member)] = member
     return np.tile(rows, (epochs, 1))
@@ -331,11 +345,6 @@ def _primitives(jaxpr: Any) -> set[str]:
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             names |= _primitives(inner)
     return names
-
-
-def public_rows(batch_size: int) -> int:
-    """The most records that one of several batches may have: a bound on its rounding that no record changes."""
-    return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
 
 def blocks_of(batch: int, parameters: int) -> tuple[int, int, int]:

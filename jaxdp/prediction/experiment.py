@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,16 +23,9 @@ import optax
 
 from jaxdp import data, models
 from jaxdp.prediction import agt, ensembles, mechanisms, private, tasks
-from jaxdp.privacy import (
-    DpEvent,
-    GaussianDpEvent,
-    Ledger,
-    PureDpEvent,
-    SelfComposedDpEvent,
-    calibrate_noise,
-)
+from jaxdp.privacy import Account, DpEvent, GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
+from jaxdp.release import Release, Till, alone, bind, derive, finished_result, stream, write_json
 from jaxdp.report import format_table, plot_curves
-from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.transforms import losses, noise
 from jaxdp.transforms.clipping import clipped_grad
 
@@ -43,8 +37,7 @@ OURS, SMOOTH, GLOBAL = "randomised response (ours)", "smooth sensitivity (paper)
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the experiment and returns its result.
 
-    A finished experiment is not run again. One that was interrupted keeps the answers that it has and does the rest
-    again; if it was interrupted between paying for answers and saving them, the ledger refuses to pay twice.
+    A finished experiment is not run again. An interrupted one goes on with the same result, and pays nothing twice.
 
     Args:
       config: the experiment.
@@ -54,12 +47,13 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           ledger.sqlite        what the private data paid for them (`python -m launch.ledger`)
           result.json          the table, with means and standard deviations over repetitions
           certified.png, accuracy_by_epsilon.png, accuracy_by_queries.png, flips.png
-          references/          the ledger of everything that is only there to be compared with
+          private/             what an interrupted run needs to go on with the answers
+          references/          the same and the ledger of everything that is only there to be compared with
 
     Raises:
-      ValueError: the workdir belongs to an experiment with another config, or the config is inconsistent.
+      ValueError: the workdir belongs to an experiment with another config or is in use by another process, or the
+        config is inconsistent.
       FileNotFoundError: a data set is not there; the message says how to get it.
-      BudgetExceeded: the answers were paid for and lost. A new workdir has a new ledger: add the two up.
     """
     root = pathlib.Path(workdir)
     if (result := finished_result(config, root, _summary)) is not None:
@@ -67,14 +61,15 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     task = tasks.load(config.data)
     model = _Model.of(config.model, task)
     _check(config, task)
-    bind(config, root)
-    print(
-        f"{len(task.train)} private records ({task.train.name}), {len(task.test)} test inputs ({task.test.name}). "
-        f"Features: {task.provenance}.",
-        flush=True,
-    )
-    result = _run(config, task, model, root)
-    write_json(root / "result.json", result)
+    with alone(root):
+        bind(config, root)
+        print(
+            f"{config.training.records} private records ({task.train.name}), {len(task.test)} test inputs "
+            f"({task.test.name}). Features: {task.provenance}.",
+            flush=True,
+        )
+        result = _run(config, task, model, root)
+        write_json(root / "result.json", result)
     figures = " and four figures" if config.references else ""
     print(f"\n{_summary(result)}\n\nIn {root}: answers.npz, student.safetensors, ledger.sqlite{figures}.")
     return result
@@ -82,14 +77,17 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check(config: Any, task: tasks.Task) -> None:
     """Refuses what would fail after the budget is spent."""
-    queries, batch = config.prediction.queries, config.dp_sgd.batch_size
+    queries, batch, records = config.prediction.queries, config.dp_sgd.batch_size, config.training.records
     if not 1 <= queries < len(task.test):
         raise ValueError(
             f"config.prediction.queries={queries} must lie in [1, {len(task.test)}), the number of test inputs: the "
             "student is tested on those that are not asked about."
         )
-    if config.references and not 1 <= batch <= len(task.train):
-        raise ValueError(f"config.dp_sgd.batch_size={batch} must lie in [1, {len(task.train)}], the private records.")
+    if config.references and not 1 <= batch <= records:
+        raise ValueError(
+            f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of private records "
+            "(config.training.records)."
+        )
 
 
 # --- Model ------------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ class _Model:
 def _certified(config: Any, model: _Model, examples: Mapping[str, np.ndarray], divisor: int) -> Any:
     """Trains with bounds for every number of changed records up to the largest that the config asks for.
 
-    `divisor` stands for the number of records in public: a part of the data has about that many.
+    `divisor` stands for the number of examples, which is private. All of them are one batch.
     """
     how = config.training
     return agt.train_with_bounds(
@@ -170,7 +168,6 @@ def _certified(config: Any, model: _Model, examples: Mapping[str, np.ndarray], d
         learning_rate=how.learning_rate,
         batch_size=divisor,
         epochs=how.epochs,
-        order=lambda n: np.tile(np.arange(n), (how.epochs, 1)),
         momentum=how.momentum,
         weight_decay=how.weight_decay,
         lr_decay=how.lr_decay,
@@ -182,20 +179,22 @@ def _certified(config: Any, model: _Model, examples: Mapping[str, np.ndarray], d
 
 
 def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> dict[str, Any]:
-    account, plan = task.train.name, config.prediction
+    dataset, plan = task.train.name, config.prediction
     train, test = _all(task.train), _all(task.test)
-    bounds = _certified(config, model, train, len(train["label"]))
+    bounds = _certified(config, model, train, config.training.records)
     each = private.query_epsilon(plan.epsilon, plan.delta, plan.queries)
 
     # The release: Q answers and the student that learns from them.
-    ledger = _ledger(root / "ledger.sqlite", account, plan)
     asked = _choose(len(test["label"]), plan.queries, seed=config.query_seed)
     queries = test["features"][asked]
-    if not (root / "answers.npz").exists():
-        given = private.private_predict(
-            bounds, model.logits, queries, ledger=ledger, dataset=account, epsilon=each, label="answers"
-        )
-        _write_answers(root / "answers.npz", asked, given)
+    with _ledger(root / "ledger.sqlite", dataset, plan) as ledger:
+        if not (root / "answers.npz").exists():
+            account = ledger.account(dataset, label="answers")
+            given = private.private_predict(
+                bounds, model.logits, queries, account=account, epsilon=each, workdir=root / "private"
+            )
+            _write_answers(root / "answers.npz", asked, given)
+        epsilon = ledger.epsilon(dataset, delta=plan.delta)
     answers = np.load(root / "answers.npz")["answers"]
     student = _student(config, model, queries, answers)
     models.save_params(root / "student.safetensors", student)
@@ -203,10 +202,10 @@ def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> di
         models.save_params(root / "network.safetensors", task.network)
     others = np.setdiff1d(np.arange(len(test["label"])), asked)
     result = {
-        "dataset": account,
-        "private_records": len(train["label"]),
+        "dataset": dataset,
+        "private_records": config.training.records,
         "queries": plan.queries,
-        "epsilon": ledger.epsilon(account, delta=plan.delta),
+        "epsilon": epsilon,
         "delta": plan.delta,
         "epsilon_per_query": each,
         "released": {
@@ -215,11 +214,14 @@ def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> di
         },
     }
     if config.references:
-        result |= _compare(config, task, model, bounds, root)
+        with _ledger(root / "references" / "ledger.sqlite", dataset, None) as apart:
+            result |= _compare(config, task, model, bounds, apart.account(dataset), root)
     return result
 
 
-def _compare(config: Any, task: tasks.Task, model: _Model, bounds: Any, root: pathlib.Path) -> dict[str, Any]:
+def _compare(
+    config: Any, task: tasks.Task, model: _Model, bounds: Any, account: Account, root: pathlib.Path
+) -> dict[str, Any]:
     """Everything that is shown beside the release; charged to a ledger of its own."""
     plan, classes = config.prediction, model.num_classes
     train, test = _all(task.train), _all(task.test)
@@ -235,9 +237,7 @@ def _compare(config: Any, task: tasks.Task, model: _Model, bounds: Any, root: pa
     answerers: dict[tuple[str, str], Callable[[jax.Array, np.ndarray], np.ndarray]] = {
         (pool, way): functools.partial(_answer, pools[pool], way, each) for pool, way in ways
     }
-    events: dict[tuple[str, str], DpEvent] = {
-        name: SelfComposedDpEvent(PureDpEvent(each), plan.queries) for name in answerers
-    }
+    events: dict[tuple[str, str], DpEvent] = dict.fromkeys(answerers, private.answers_event(plan.queries, epsilon=each))
     pate = ensembles.ConfidentGNMax.calibrated(
         threshold=config.pate.threshold * members,
         queries=plan.queries,
@@ -252,18 +252,29 @@ def _compare(config: Any, task: tasks.Task, model: _Model, bounds: Any, root: pa
     )
     events[name] = pate.event(plan.queries, max_answers=plan.queries)
 
-    apart = _ledger(root / "references" / "ledger.sqlite", task.train.name, None)
+    # All that the references are made from; the rest is the code of this library.
+    facts = [config.to_json(), train, test, [[pool.label, pool.distance] for pool in pools.values()], votes]
+
+    def released(label: str, event: DpEvent, compute: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+        what = Release(label=label, charges=[(account, event)], facts=lambda: facts, compute=compute)
+        with Till(root / "references" / re.sub(r"\W+", "_", label).strip("_")) as till:
+            return till.once(what)
+
     rows = []
     for (pool, way), answer in answerers.items():
         event = SelfComposedDpEvent(events[pool, way], config.repetitions)
-        with apart.spend(task.train.name, event, label=f"{pool}, {way}"):
-            row = {"teacher": pool, "answers": way, **_repeat(config, model, answer, test)}
+        given = released(f"{pool}, {way}", event, functools.partial(_repeat, config, answer, len(test["label"])))
+        row = {"teacher": pool, "answers": way, **_judge(config, model, given, test)}
         if (pool, way) in ways:
             row["expected"] = pools[pool].expected_accuracy(way, each, test["label"])
         rows.append(row)
     event, dp_sgd = _dp_sgd(config, model, train)
-    with apart.spend(task.train.name, SelfComposedDpEvent(event, config.dp_sgd.runs), label="DP-SGD"):
-        runs = [model.accuracy(dp_sgd(), test) for _ in range(config.dp_sgd.runs)]
+
+    def accuracies(secret: bytes) -> dict[str, Any]:
+        params = [dp_sgd(derive(secret, f"run {run}")) for run in range(config.dp_sgd.runs)]
+        return {"accuracy": np.array([model.accuracy(one, test) for one in params])}
+
+    runs = released("DP-SGD", SelfComposedDpEvent(event, config.dp_sgd.runs), accuracies)["accuracy"].tolist()
     whole = {"DP-SGD": float(np.mean(runs)), "without noise": model.accuracy(bounds.params, test)}
     ends = [("DP-SGD", "any number", runs), ("single model", "without noise", [])]
     rows += [
@@ -271,7 +282,7 @@ def _compare(config: Any, task: tasks.Task, model: _Model, bounds: Any, root: pa
         for (teacher, way, values), expected in zip(ends, whole.values(), strict=True)
     ]
     _draw(config, task, pools, test["label"], whole, root)
-    return {"rows": rows, "references_epsilon": apart.epsilon(task.train.name, delta=plan.delta)}
+    return {"rows": rows, "references_epsilon": account.epsilon(delta=plan.delta)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,26 +334,32 @@ def _answer(pool: _Certified, way: str, epsilon: float, key: jax.Array, rows: np
 
 
 def _repeat(
-    config: Any,
-    model: _Model,
-    answer: Callable[[jax.Array, np.ndarray], np.ndarray],
-    test: Mapping[str, np.ndarray],
+    config: Any, answer: Callable[[jax.Array, np.ndarray], np.ndarray], count: int, secret: bytes
 ) -> dict[str, Any]:
-    """Asks about other test inputs with fresh noise each time; the student is tested on the inputs not asked about."""
-    count, asked = len(test["label"]), config.prediction.queries
-    key = noise.stream(noise.new_seed(), "repetitions")
+    """Asks about other ones of `count` test inputs with fresh noise each time: test inputs and answers, both [R, Q]."""
+    key = stream(secret, "repetitions")
+    rows = [
+        _choose(count, config.prediction.queries, seed=config.query_seed + 1 + repetition)
+        for repetition in range(config.repetitions)
+    ]
+    answers = [answer(jax.random.fold_in(key, repetition), asked) for repetition, asked in enumerate(rows)]
+    return {"rows": np.stack(rows), "answers": np.stack(answers)}
+
+
+def _judge(
+    config: Any, model: _Model, given: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Accuracies of answers, and of students, which are tested on the inputs not asked about."""
     result: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
-    for repetition in range(config.repetitions):
-        rows = _choose(count, asked, seed=config.query_seed + 1 + repetition)
-        answers = answer(jax.random.fold_in(key, repetition), rows)
-        given = answers >= 0
-        result["answered"].append(int(given.sum()))
-        if not given.any():
+    for repetition, (rows, answers) in enumerate(zip(given["rows"], given["answers"], strict=True)):
+        there = answers >= 0
+        result["answered"].append(int(there.sum()))
+        if not there.any():
             continue
-        result["per_query"].append(float(np.mean(answers[given] == test["label"][rows[given]])))
+        result["per_query"].append(float(np.mean(answers[there] == test["label"][rows[there]])))
         if repetition < config.student.repetitions:
             student = _student(config, model, test["features"][rows], answers)
-            others = np.setdiff1d(np.arange(count), rows)
+            others = np.setdiff1d(np.arange(len(test["label"])), rows)
             result["student"].append(model.accuracy(student, _take(test, others)))
     return result
 
@@ -366,7 +383,7 @@ def _members(
     """Labels and distances [T, Q] of models trained on disjoint parts of the data."""
     count = config.ensemble.members
     parts = ensembles.partition_by_hash(train, count, salt=config.ensemble.salt.encode())
-    divisor = len(train["label"]) // count  # public, unlike the size of a part
+    divisor = config.training.records // count  # public, unlike the size of a part
     certificates = []
     for part in range(count):
         bounds = _certified(config, model, _take(train, np.flatnonzero(parts == part)), divisor)
@@ -378,13 +395,15 @@ def _members(
     return stacked, count
 
 
-def _dp_sgd(config: Any, model: _Model, train: Mapping[str, np.ndarray]) -> tuple[DpEvent, Callable[[], Params]]:
-    """DP-SGD (Abadi et al. 2016) of the same model: what one run costs, and a function that makes one."""
-    how, plan, count = config.dp_sgd, config.prediction, len(train["label"])
+def _dp_sgd(config: Any, model: _Model, train: Mapping[str, np.ndarray]) -> tuple[DpEvent, Callable[[bytes], Params]]:
+    """DP-SGD (Abadi et al. 2016) of the same model: what one run costs, and a function that makes one from a secret."""
+    how, plan = config.dp_sgd, config.prediction
+    # The probability is public; the number of records is not.
+    sampling = functools.partial(data.PoissonSampler, len(train["label"]), how.batch_size / config.training.records)
     clipped = clipped_grad(model.loss, clip_norm=how.clip_norm)
 
     def event(noise_multiplier: float) -> DpEvent:
-        sampler = data.PoissonSampler(count, how.batch_size / count)
+        sampler = sampling()
         return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), how.steps)
 
     multiplier = calibrate_noise(event, epsilon=plan.epsilon, delta=plan.delta)
@@ -400,10 +419,11 @@ def _dp_sgd(config: Any, model: _Model, train: Mapping[str, np.ndarray]) -> tupl
 
     add = jax.jit(functools.partial(jax.tree.map, jnp.add))
 
-    def train_once() -> Params:
-        sampler = data.PoissonSampler(count, how.batch_size / count)
+    def train_once(secret: bytes) -> Params:
+        sampler = sampling(seed=derive(secret, "batches"))
         params = model.init()
-        state = optimizer.init(params)
+        first, *rest = optimizer.init(params)
+        state: Any = (first._replace(key=stream(secret, "gradient noise")), *rest)
         for step in range(how.steps):
             parts = zip(*data.pad_to_physical(sampler.batch(step), how.batch_size), strict=True)
             total = functools.reduce(add, (clipped(params, _take(train, rows), mask).grads for rows, mask in parts))
@@ -549,11 +569,11 @@ def _choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     return np.sort(np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen])
 
 
-def _ledger(path: pathlib.Path, account: str, budget: Any) -> Ledger:
+def _ledger(path: pathlib.Path, dataset: str, budget: Any) -> Ledger:
     path.parent.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path)
     terms = {} if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta}
-    ledger.register(account, adjacency="add_remove", unit="example", **terms)
+    ledger.register(dataset, adjacency="add_remove", unit="example", **terms)
     return ledger
 
 

@@ -230,7 +230,7 @@ def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon:
     """Answers labels by randomised response with the flip probability of their distance.
 
     Args:
-        key: typed noise key, used for this call only (`jaxdp.transforms.noise.stream`).
+        key: typed noise key, used for this call only (`jaxdp.release.stream`).
         labels: int [Q] in [0, num_classes).
         distances: int [Q] >= 0, 1-Lipschitz in the data and 0 where a neighbour's label differs (see the module's
         text). epsilon: of each answer; finite, > 0.
@@ -406,7 +406,7 @@ def _thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, nu
 def _sample(key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
     """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per label."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise TypeError("key must be a typed key; use jaxdp.transforms.noise.stream(seed, purpose)")
+        raise TypeError("key must be a typed key; use jaxdp.release.stream(seed, purpose)")
     words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
     return _flip(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
 

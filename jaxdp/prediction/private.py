@@ -1,14 +1,17 @@
 """Private answers to queries: spend on the ledger, certify, randomise; planning; and a student trained on the answers.
 
     bounds = jaxdp.prediction.train_with_bounds(loss_fn, params, data, ...)
-    answers = private_predict(bounds, apply_fn, queries, ledger=ledger, dataset="my data", total=(10.0, 1e-5))
+    account = ledger.account("my data")
+    answers = private_predict(bounds, apply_fn, queries, account=account, total=(10.0, 1e-5), workdir="answers")
 
 The model, its certificates and its stable distances are private: nothing of them is returned, only noisy answers. A
-query that is asked twice is answered, and charged, twice: keep the answers (and a student trained on them answers any
-number of queries for nothing).
+query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers. A student that learns
+from the answers answers any number of queries for nothing.
 """
 
+import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +23,9 @@ import optax
 from jaxdp.data import FixedBatchSampler
 from jaxdp.prediction import ensembles, mechanisms
 from jaxdp.prediction.agt import certify
+from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.privacy.calibration import calibrate_noise
-from jaxdp.privacy.events import DpEvent, PureDpEvent, SelfComposedDpEvent
-from jaxdp.privacy.ledger import Ledger
-from jaxdp.transforms import noise
+from jaxdp.release import Release, Till, program, stream
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
@@ -83,6 +84,35 @@ def paper_query_epsilon(epsilon: float, delta: float, queries: int) -> float:
     return max(epsilon / queries, concentrated)
 
 
+def answers_event(
+    count: int,
+    *,
+    epsilon: float | None = None,
+    total: tuple[float, float] | None = None,
+    mechanism: str = "randomised_response",
+) -> DpEvent:
+    """Returns what a call of `private_predict` or `private_values` charges, before there is a model.
+
+    `ConfidentGNMax.event` is that of `pate_predict`.
+
+    Args:
+        count: number of queries, >= 1.
+        epsilon: of each answer.
+        total: (epsilon, delta) of all answers together instead.
+        mechanism: as in `private_predict` or `private_values`.
+
+    Returns:
+        `count` times the event of one answer.
+
+    Raises:
+        ValueError: an argument out of range, or an unknown mechanism.
+    """
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ValueError(f"count must be an integer >= 1, got {count!r}")
+    each = _epsilon_of_each(epsilon, total, count)
+    return SelfComposedDpEvent(mechanisms.event(mechanism, epsilon=each), int(count))
+
+
 # --- Answers ----------------------------------------------------------------------------------------------------
 
 
@@ -91,33 +121,34 @@ def private_predict(
     apply_fn: ApplyFn,
     queries: Any,
     *,
-    ledger: Ledger,
-    dataset: str,
+    account: Account,
     epsilon: float | None = None,
     total: tuple[float, float] | None = None,
     mechanism: str = "randomised_response",
     fixed_parts: bool = False,
+    workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
-    label: str = "private prediction",
 ) -> np.ndarray:
     """Answers queries with noisy labels, after spending for all of them on the ledger.
+
+    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
 
     Args:
         bounds: what `train_with_bounds` returned; or a sequence of them, trained on disjoint parts of the data
             (`partition_by_hash`), which vote.
         apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two classes.
         queries: pytree of arrays [Q, ...], public.
-        ledger: where `dataset` is registered.
-        dataset: the private data that the models were trained on, all parts of it.
+        account: `ledger.account(name)` of the private data that the models were trained on, all parts of it.
         epsilon: of each answer.
         total: (epsilon, delta) of all Q answers together instead, see `query_epsilon`. Calls add up: this is the total
             of this call, the ledger's budget that of all calls.
         mechanism: a key of `mechanisms.LABEL_MECHANISMS`. With an ensemble "global_laplace" adds noise to the vote
             counts.
         fixed_parts: for an ensemble with bounds for replacement, state that a replaced record stays in its part.
-        seed: 16 secret bytes; drawn from the operating system unless given to reproduce answers. The number of the
-            spend is mixed in, so that two calls on one ledger never share noise.
-        label: for people who read the ledger; never put data in it.
+        workdir: a folder for the answers of this call. The same call with the same workdir returns the kept answers and
+            charges nothing. A call that was interrupted is not charged again. None keeps nothing.
+        seed: 16 secret bytes, to reproduce answers in a test; by default they come from the operating system. The same
+            call under the same seed is the same release, and is charged once.
 
     Returns:
         int32 [Q], the noisy labels.
@@ -130,16 +161,19 @@ def private_predict(
         nothing, as a removed one), or with "replace_one" at half the distance, rounded down: a replacement is two
         changes. Bounds certified for replacement serve "replace_one" only. Timing is not protected.
 
+        Noise is repeated only with everything that determines the answers: models, queries, settings, programs and the
+        machine. An `apply_fn` that calls back to Python is not repeated.
+
         That the bounds were trained on this data set, that members have disjoint parts, and that no hyperparameter was
         chosen by looking at the data, is the caller's word.
 
     Raises:
         BudgetExceeded: before anything runs or is charged.
-        ValueError: an argument out of range, an unregistered data set, or bounds for another adjacency; before anything
-            is charged.
+        ValueError: an argument out of range, bounds for another adjacency, or a workdir that keeps other answers;
+            before anything is charged.
     """
     members = [bounds] if hasattr(bounds, "params") else list(bounds)
-    steps = _certified_steps(members, ledger, dataset, fixed_parts=fixed_parts)
+    steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, classes = _check_queries(apply_fn, members[0].params, queries)
     if mechanism not in mechanisms.LABEL_MECHANISMS:
         raise ValueError(f"mechanism must be one of {sorted(mechanisms.LABEL_MECHANISMS)}, got {mechanism!r}")
@@ -149,25 +183,37 @@ def private_predict(
     if count == 0:
         return np.zeros(0, np.int32)
     each = _epsilon_of_each(epsilon, total, count)
-    event = SelfComposedDpEvent(mechanisms.event(mechanism, epsilon=each), count)
-    with ledger.spend(dataset, event, label=label) as spend:
-        key = _noise_key(seed, "private prediction", spend.id)
-        if mechanism == "global_laplace" and len(members) > 1:
-            votes = np.stack([_labels(member.params, apply_fn, queries) for member in members])
-            return ensembles.laplace_vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)
-        if mechanism in mechanisms.GLOBAL_MECHANISMS:
-            votes = np.stack([_labels(member.params, apply_fn, queries) for member in members])
-            away = np.zeros_like(votes)
-        else:
+    batched, certified = _batched(apply_fn), mechanism not in mechanisms.GLOBAL_MECHANISMS
+
+    def compute(secret: bytes) -> dict[str, np.ndarray]:
+        key = stream(secret, "private prediction")
+        if certified:
             certificates = [certify(member, apply_fn, queries) for member in members]
             votes = np.stack([np.asarray(certificate.label) for certificate in certificates])
             away = np.stack([np.asarray(certificate.distance) for certificate in certificates])
+        else:
+            votes = np.stack([_labels(batched, member.params, queries) for member in members])
+            away = np.zeros_like(votes)
+        if mechanism == "global_laplace" and len(members) > 1:
+            return {
+                "answers": ensembles.laplace_vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)
+            }
         if len(members) > 1:
             winners, distances = ensembles.vote(votes, away, num_classes=classes)
         else:
             winners, distances = votes[0], away[0]
         answer = mechanisms.LABEL_MECHANISMS[mechanism]
-        return answer(key, winners, distances // steps, epsilon=each, num_classes=classes)
+        return {"answers": answer(key, winners, distances // steps, epsilon=each, num_classes=classes)}
+
+    what = Release(
+        label="private prediction",
+        charges=[(account, answers_event(count, epsilon=each, mechanism=mechanism))],
+        facts=lambda: [[_facts(member) for member in members], queries, each, mechanism, steps, classes],
+        programs=_programs(batched, apply_fn, members, queries, certified=certified),
+        compute=compute,
+    )
+    with Till(workdir, seed=seed) as till:
+        return till.once(what)["answers"]
 
 
 def private_values(
@@ -175,23 +221,24 @@ def private_values(
     apply_fn: ApplyFn,
     queries: Any,
     *,
-    ledger: Ledger,
-    dataset: str,
+    account: Account,
     output_range: tuple[float, float],
     epsilon: float | None = None,
     total: tuple[float, float] | None = None,
     mechanism: str = "cauchy_values",
+    workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
-    label: str = "private regression",
 ) -> np.ndarray:
     """Answers queries of a regression model with noisy values, after spending for all of them on the ledger.
+
+    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
 
     Args:
         bounds: what `train_with_bounds` returned (one model).
         apply_fn: `apply_fn(params, query) -> value` of ONE query, [] or [1].
         output_range: (low, high), a public declaration; values, bounds and answers are clipped to it.
         mechanism: "cauchy_values", or "laplace_values", which needs no certificate.
-        queries, ledger, dataset, epsilon, total, seed, label: as in `private_predict`.
+        queries, account, epsilon, total, workdir, seed: as in `private_predict`.
 
     Returns:
         float32 [Q], the noisy values.
@@ -204,27 +251,39 @@ def private_values(
     """
     if not hasattr(bounds, "params"):
         raise ValueError("bounds must be those of one model; an ensemble of regression models has no mechanism here")
-    steps = _certified_steps([bounds], ledger, dataset, fixed_parts=False)
+    steps = _certified_steps([bounds], account, fixed_parts=False)
     count, classes = _check_queries(apply_fn, bounds.params, queries)
     if classes != 2 or mechanism not in ("cauchy_values", "laplace_values"):
         raise ValueError(
             f"apply_fn must return one value and mechanism be 'cauchy_values' or 'laplace_values', got {mechanism!r}"
         )
-    mechanisms.check_range(output_range)
+    ends = mechanisms.check_range(output_range)
     if count == 0:
         return np.zeros(0, np.float32)
     each = _epsilon_of_each(epsilon, total, count)
-    event = SelfComposedDpEvent(mechanisms.event(mechanism, epsilon=each), count)
-    with ledger.spend(dataset, event, label=label) as spend:
-        key = _noise_key(seed, "private regression", spend.id)
-        values = _outputs(bounds.params, apply_fn, queries).reshape(count)
+    batched = _batched(apply_fn)
+
+    def compute(secret: bytes) -> dict[str, np.ndarray]:
+        key = stream(secret, "private regression")
+        values = _outputs(batched, bounds.params, queries).reshape(count)
         if mechanism == "laplace_values":
-            return mechanisms.laplace_values(key, values, epsilon=each, output_range=output_range)
+            return {"answers": mechanisms.laplace_values(key, values, epsilon=each, output_range=ends)}
         box = certify(bounds, apply_fn, queries).logits
         lower, upper = (np.asarray(end).reshape(-1, count) for end in (box.lower, box.upper))
         values = np.clip(values, lower[0], upper[0])  # it may differ from its real-arithmetic bounds by rounding
         rows = [row for row, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
-        return mechanisms.cauchy_values(key, values, lower[rows], upper[rows], epsilon=each, output_range=output_range)
+        boxes = lower[rows], upper[rows]
+        return {"answers": mechanisms.cauchy_values(key, values, *boxes, epsilon=each, output_range=ends)}
+
+    what = Release(
+        label="private regression",
+        charges=[(account, answers_event(count, epsilon=each, mechanism=mechanism))],
+        facts=lambda: [_facts(bounds), queries, each, mechanism, steps, list(ends)],
+        programs=_programs(batched, apply_fn, [bounds], queries, certified=mechanism == "cauchy_values"),
+        compute=compute,
+    )
+    with Till(workdir, seed=seed) as till:
+        return till.once(what)["answers"]
 
 
 def pate_predict(
@@ -232,18 +291,20 @@ def pate_predict(
     apply_fn: ApplyFn,
     queries: Any,
     *,
-    ledger: Ledger,
-    dataset: str,
+    account: Account,
     mechanism: ensembles.ConfidentGNMax,
     max_answers: int,
+    workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
-    label: str = "PATE",
 ) -> np.ndarray:
     """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for all of them.
 
+    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
+
     Args:
         members: parameters of models trained on disjoint parts (`partition_by_hash`), in any way: no certificates are
-        needed. apply_fn, queries, ledger, dataset, seed, label: as in `private_predict`.
+            needed.
+        apply_fn, queries, account, workdir, seed: as in `private_predict`.
         mechanism: threshold and noise; `ConfidentGNMax.calibrated` finds the noise for a total.
         max_answers: in [1, Q]; fixed in advance and charged in full.
 
@@ -255,27 +316,72 @@ def pate_predict(
         adjacency of the data set.
 
     Raises:
+        TypeError: another mechanism.
         BudgetExceeded, ValueError: as `private_predict`.
     """
     if not members:
         raise ValueError("members is empty; give the parameters of at least one model")
+    if type(mechanism) is not ensembles.ConfidentGNMax:  # of a subclass, the release would not know the code
+        raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}")
     count, classes = _check_queries(apply_fn, members[0], queries)
     if count == 0:
         return np.zeros(0, np.int32)
-    event = mechanism.event(count, max_answers=max_answers)
-    with ledger.spend(dataset, event, label=label) as spend:
-        key = _noise_key(seed, "PATE", spend.id)
-        votes = np.stack([_labels(params, apply_fn, queries) for params in members])
-        return mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
+    batched = _batched(apply_fn)
+
+    def compute(secret: bytes) -> dict[str, np.ndarray]:
+        votes = np.stack([_labels(batched, params, queries) for params in members])
+        key = stream(secret, "PATE")
+        return {"answers": mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)}
+
+    what = Release(
+        label="PATE",
+        charges=[(account, mechanism.event(count, max_answers=max_answers))],
+        facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
+        programs=functools.cache(lambda: [program(batched, params, queries) for params in _kinds(members)]),
+        compute=compute,
+    )
+    with Till(workdir, seed=seed) as till:
+        return till.once(what)["answers"]
 
 
-def _outputs(params: Any, apply_fn: ApplyFn, queries: Any) -> np.ndarray:
-    return np.asarray(jax.jit(jax.vmap(apply_fn, in_axes=(None, 0)))(params, queries))
+def _facts(bounds: Any) -> list[Any]:
+    """All of a `Bounds`."""
+    static = bounds.ks, bounds.adjacency, bounds.trainable, bounds.product
+    return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
 
-def _labels(params: Any, apply_fn: ApplyFn, queries: Any) -> np.ndarray:
+def _programs(
+    batched: Any, apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
+) -> Callable[[], list[str]]:
+    """Texts of what a release computes from models and queries, one for each kind of member."""
+    # Certificates check values of queries, so they get constants of the same shapes; the real ones are facts.
+    alike = jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), jnp.result_type(leaf)), queries)
+    bounded = jax.jit(lambda member: certify(member, apply_fn, alike))
+
+    @functools.cache
+    def texts() -> list[str]:
+        found = [program(batched, member.params, queries) for member in _kinds(members)]
+        return found + ([program(bounded, member) for member in _kinds(members)] if certified else [])
+
+    return texts
+
+
+def _kinds(members: Sequence[Any]) -> list[Any]:
+    """Members that differ in structure, shapes or static fields; the others compile to the same program."""
+    return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
+
+
+def _batched(apply_fn: ApplyFn) -> Any:
+    return jax.jit(jax.vmap(apply_fn, in_axes=(None, 0)))
+
+
+def _outputs(batched: Any, params: Any, queries: Any) -> np.ndarray:
+    return np.asarray(batched(params, queries))
+
+
+def _labels(batched: Any, params: Any, queries: Any) -> np.ndarray:
     """Returns int64 [Q], the labels as `certify` takes them: the largest of C logits, or whether one logit is > 0."""
-    logits = _outputs(params, apply_fn, queries)
+    logits = _outputs(batched, params, queries)
     if logits.ndim == 2 and logits.shape[1] > 1:
         return logits.argmax(axis=1)
     return (logits.reshape(len(logits)) > 0).astype(np.int64)
@@ -300,7 +406,7 @@ def _epsilon_of_each(epsilon: float | None, total: tuple[float, float] | None, c
     return query_epsilon(*total, count) if epsilon is None and total is not None else float(epsilon or 0.0)
 
 
-def _certified_steps(members: Sequence[Any], ledger: Ledger, dataset: str, *, fixed_parts: bool) -> int:
+def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
     """Returns how many certified steps one neighbouring data set takes; refuses bounds for another relation."""
     if not members:
         raise ValueError("bounds is empty; give at least one model")
@@ -308,11 +414,11 @@ def _certified_steps(members: Sequence[Any], ledger: Ledger, dataset: str, *, fi
     if len(certified) > 1:
         raise ValueError(f"bounds must all be certified for one adjacency, got {sorted(certified)}")
     (kind,) = certified
-    registered = ledger.adjacency(dataset)
+    registered = account.adjacency
     if (kind, registered) not in _STEPS:
         fits = sorted(name for certified_kind, name in _STEPS if certified_kind == kind)
         raise ValueError(
-            f"bounds certified for adjacency={kind!r} do not cover dataset {dataset!r}, which is registered with "
+            f"bounds certified for adjacency={kind!r} do not cover dataset {account.name!r}, which is registered with "
             f"{registered!r}: they cover {fits}. Train with bounds for adjacency='add_remove', or register other terms"
         )
     if any(member.product != "tight" for member in members):
@@ -325,10 +431,6 @@ def _certified_steps(members: Sequence[Any], ledger: Ledger, dataset: str, *, fi
             "train with adjacency='add_remove', or pass fixed_parts=True if an identity that stays assigns the parts"
         )
     return _STEPS[kind, registered]
-
-
-def _noise_key(seed: bytes | None, purpose: str, spend: int) -> jax.Array:
-    return noise.stream(noise.new_seed() if seed is None else seed, f"{purpose}, spend {spend}")
 
 
 # --- Student ----------------------------------------------------------------------------------------------------

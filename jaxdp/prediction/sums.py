@@ -1,5 +1,6 @@
 """Exact sums of clipped gradients: quantised outward to integers, which add up alike in any order on any machine."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,13 +21,14 @@ class Grid(NamedTuple):
     shift: int  # totals are kept as high << shift | low
     ints: Any
     magic: float  # adding it rounds to an integer, which is then in the low bits of the mantissa
+    most: int  # records of which a total has room, and for half as many changes
 
     @classmethod
     def of(cls, dtype: Any) -> "Grid":
         """Returns the grid for gradients of a dtype."""
         if jnp.dtype(dtype) == jnp.float64:
-            return cls(2**46, 10, jnp.int64, 1.5 * 2**52)
-        return cls(2**21, 10, jnp.int32, 1.5 * 2**23)
+            return cls(2**46, 10, jnp.int64, 1.5 * 2**52, 2**26)
+        return cls(2**21, 10, jnp.int32, 1.5 * 2**23, 2**19)
 
     def bits(self, x: jax.Array, clip: float, direction: int) -> jax.Array:
         """Clips and rounds to the grid, down, to nearest or up (-1, 0, 1); returns integers plus those of `magic`."""
@@ -57,7 +59,8 @@ def add_up(
     """Adds up integers over a batch in blocks [outer, records, ...] (T7).
 
     `factors` is evaluated for a block at a time, `summands` for the fragments that fit a cache. Memory does not grow
-    with the batch. Returns (high, low) with sum = high 2**shift + low, 0 <= low < 2**shift.
+    with the batch. Returns (high, low) with sum = high 2**shift + low, 0 <= low < 2**shift; under "add_remove" of the
+    sum clipped to the clip of as many records as `public_rows` and the grid allow.
     """
     _, inner, size = plan.blocks
 
@@ -66,6 +69,7 @@ def add_up(
 
     first = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], fragments(jax.tree.map(lambda x: x[0], blocks))))
     zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(summands, first)]
+    wide = grid._replace(shift=2 * grid.shift)  # has room for any batch
 
     def add(sums: Any, fragment: Any) -> tuple[Any, None]:
         return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None
@@ -73,10 +77,22 @@ def add_up(
     def outer(totals: Any, block: Any) -> tuple[Any, None]:
         sums, _ = lax.scan(add, zeros, fragments(block))
         pairs = zip(totals, sums, strict=True)
-        return [carry(grid, high, low + s) for (high, low), s in pairs], None
+        return [carry(wide, high, low + s) for (high, low), s in pairs], None
+
+    def narrow(high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if plan.adjacency == "add_remove":
+            end = min(public_rows(plan.divisor), grid.most) * grid.one >> wide.shift
+            low = jnp.where((high < -end) | (high >= end), 0, low)
+            high = jnp.clip(high, -end, end)
+        return carry(grid, high << grid.shift, low)
 
     totals, _ = lax.scan(outer, [(z, z) for z in zeros], blocks)
-    return totals
+    return [narrow(high, low) for high, low in totals]
+
+
+def public_rows(batch_size: int) -> int:
+    """The records that a batch has room for: a bound on the rounding of its sum that no record changes."""
+    return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
 
 def carry(grid: Grid, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:

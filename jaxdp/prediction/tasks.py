@@ -234,6 +234,7 @@ def _image_splits(config: Any) -> tuple[_Labelled, _Labelled, _Labelled, int, st
         splits, num_classes, name = [_all(part) for part in parts], whole.num_classes, config.name
     elif config.source == "tfds":
         wanted = (config.public_split, config.private_split, config.test_split)
+        _check_disjoint(config, "public_split", "private_split", "test_split")
         read = [data.from_tfds(config.name, split, data_dir=config.data_dir or None) for split in wanted]
         splits, num_classes, name = [_all(part) for part in read], read[0].num_classes, config.name
     elif config.source == "npz":
@@ -252,6 +253,13 @@ def _image_splits(config: Any) -> tuple[_Labelled, _Labelled, _Labelled, int, st
         num_classes = len(config.classes)
     public, private, test = splits
     return public, private, test, num_classes, name
+
+
+def _check_disjoint(config: Any, *fields: str) -> None:
+    """Refuses splits of the config's TFDS set that share a record."""
+    data.check_disjoint(
+        {f"config.data.{field}": (config.name, config[field], config.data_dir or None) for field in fields}
+    )
 
 
 def _all(source: data.Source) -> _Labelled:
@@ -302,8 +310,12 @@ def _network(config: Any) -> tuple[Callable[[np.ndarray], np.ndarray], Mapping[s
 
 def _network_source(config: Any) -> data.Source:
     """The public images of the frozen network; the bundled digits if they are not there."""
+    wanted = (config.network.name, config.network.split, config.data_dir or None)
     try:
-        return data.from_tfds(config.network.name, config.network.split, data_dir=config.data_dir or None)
+        if config.source == "tfds":
+            private = (config.name, config.private_split, config.data_dir or None)
+            data.check_disjoint({"config.data.network.split": wanted, "config.data.private_split": private})
+        return data.from_tfds(*wanted[:2], data_dir=wanted[2])
     except FileNotFoundError:
         print(f"{config.network.name} is not there: the frozen network is trained on the bundled digits instead.")
         return data.bundled("digits")
@@ -366,6 +378,7 @@ def text(config: Any) -> Task:
     table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
     index = {word.decode() if isinstance(word, bytes) else str(word): i for i, word in enumerate(words)}
     project = _fit(config, table, frequency)
+    _check_disjoint(config, "private_split", "test_split")
     read = {}
     for split in (config.private_split, config.test_split):
         sentences, label = _read_text(config, split)

@@ -2,7 +2,7 @@
 
 from jaxdp.recalibration.methods import AccBisection, AccT, Bracket, EceT, HistogramBinning, LogisticBinning, NllT
 from jaxdp.recalibration.metrics import brier, ece, nll, reliability
-from jaxdp.recalibration.protocol import Conversation, Method, Records, Source, noise_scale, play
+from jaxdp.recalibration.protocol import Conversation, Method, Records, Source, event, noise_scale, play
 from jaxdp.recalibration.recalibrate import (
     Recalibration,
     acc_t,
@@ -32,6 +32,7 @@ __all__ = [
     "brier",
     "ece",
     "ece_t",
+    "event",
     "histogram_binning",
     "logistic_binning",
     "nll",

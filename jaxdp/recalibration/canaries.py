@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import Ledger, audit
+from jaxdp.privacy import Account, audit
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.protocol import Method, Records, Source
-from jaxdp.recalibration.recalibrate import recalibrate
-from jaxdp.transforms.noise import new_seed, stream
+from jaxdp.recalibration.recalibrate import converse, recalibrate
+from jaxdp.release import claim, new_seed, stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,25 +110,27 @@ def audit_source(
     others: dict[str, list[Any]] = {"add_remove": [None], "zero_out": [invalid], "replace_one": canaries}
     calibrator, seed = Transcript(method, temperature), new_seed() if seed is None else seed
 
-    def answers(record: Any, epsilon: float, key: jax.Array | None = None, ledger: Ledger | None = None) -> np.ndarray:
-        rows, label = (
-            (logits, labels) if record is None else (np.vstack([logits, record[0]]), np.append(labels, record[1]))
-        )
-        source = Source(rows, label, account="source")
-        found = recalibrate(calibrator, [source], epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
-        return found.parameters
+    def source(record: Any, account: Account | None = None) -> Source:
+        if record is None:
+            return Source(logits, labels, account=account)
+        return Source(np.vstack([logits, record[0]]), np.append(labels, record[1]), account=account)
 
-    with Ledger.in_memory() as ledger:
-        ledger.register("source", adjacency=adjacency, unit="record")
-        answers(canaries[0], epsilon, ledger=ledger)
-        upper = ledger.epsilon("source", delta=0.0)
+    def charge(account: Account) -> None:
+        recalibrate(calibrator, [source(canaries[0], account)], epsilon=epsilon, adjacency=adjacency)
 
-    exact = [[(answers(record, math.inf), record) for record in records] for records in (canaries, others[adjacency])]
+    def answers(record: Any, epsilon: float, purpose: str) -> np.ndarray:
+        return converse(calibrator, [source(record)], stream(seed, purpose), epsilon=epsilon, adjacency=adjacency)
+
+    upper = claim(charge, adjacency=adjacency, delta=0.0)
+    exact = [
+        [(answers(record, math.inf, "no noise"), record) for record in records]
+        for records in (canaries, others[adjacency])
+    ]
     pairs = itertools.product(*exact)
     (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
     return audit.audit_mechanism(
-        lambda i: answers(canary, epsilon, stream(seed, f"with the canary, {i}")),
-        lambda i: answers(neighbour, epsilon, stream(seed, f"without the canary, {i}")),
+        lambda i: answers(canary, epsilon, f"with the canary, {i}"),
+        lambda i: answers(neighbour, epsilon, f"without the canary, {i}"),
         # The likelihood ratio of Laplace noise, but for its scale.
         lambda heard: np.abs(heard - other).sum() - np.abs(heard - one).sum(),
         trials=trials,

@@ -37,11 +37,11 @@ from jaxdp.recalibration.methods import (
 )
 from jaxdp.recalibration.metrics import Reliability, reliability
 from jaxdp.recalibration.protocol import Method, Records, noise_scale
+from jaxdp.recalibration.protocol import Source as Party
 from jaxdp.recalibration.recalibrate import none, recalibrate
 from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
+from jaxdp.release import alone, bind, finished_result, stream, write_json
 from jaxdp.report import format_table, plot_panels, plot_reliability
-from jaxdp.report.workdir import bind, finished_result, write_json
-from jaxdp.transforms import noise
 
 _KINDS: Mapping[str, Any] = {
     "acc_t": AccT,
@@ -69,11 +69,12 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           figures/                error against sources, samples and epsilon under each shift; reliability diagrams
           ledger.sqlite           what the sources of the diagrams paid (`python -m launch.ledger`)
           logits/, sweep/         of the test images under each shift; every method under every shift
+          private/                what an interrupted run needs to go on with the diagrams
           source.safetensors      the classifier, if it was trained here
 
     Raises:
-      ValueError: the workdir belongs to an experiment with another config, the config is inconsistent, or the test
-        images are not declared a public benchmark.
+      ValueError: the workdir belongs to an experiment with another config or is in use by another process, the config
+        is inconsistent, or the test images are not declared a public benchmark.
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
@@ -89,19 +90,20 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     prepare = model.preprocessing.prepare
     images = len(shifted_images(config.data, plan.shifts[0], prepare))
     order = Order.draw(config.sweep.seed, records=images, trials=plan.trials, settings=plan.settings)
-    bind(config, root)
-    print(plan.describe(images), flush=True)
-    if not config.model.checkpoint:
-        model = trained(model, clean_images(config.data, prepare), config.train, root / "source.safetensors")
-    for shift in tqdm(plan.shifts, desc="logits", unit="shift"):
-        _keep_logits(config, model, shift, root)
-    pairs = list(itertools.product(plan.shifts, plan.methods))
-    for shift, name in tqdm(pairs, desc="sweep", unit="method"):
-        _sweep(plan, shift, name, order, root)
-    result = _result(plan, images, _example(plan, order, root), root)
-    (root / "tables.md").write_text(_tables(result))
-    _figures(config, result, root)
-    write_json(root / "result.json", result)
+    with alone(root):
+        bind(config, root)
+        print(plan.describe(images), flush=True)
+        if not config.model.checkpoint:
+            model = trained(model, clean_images(config.data, prepare), config.train, root / "source.safetensors")
+        for shift in tqdm(plan.shifts, desc="logits", unit="shift"):
+            _keep_logits(config, model, shift, root)
+        pairs = list(itertools.product(plan.shifts, plan.methods))
+        for shift, name in tqdm(pairs, desc="sweep", unit="method"):
+            _sweep(plan, shift, name, order, root)
+        result = _result(plan, images, _example(plan, order, root), root)
+        (root / "tables.md").write_text(_tables(result))
+        _figures(config, result, root)
+        write_json(root / "result.json", result)
     print(f"\n{_summary(result)}\n\nIn {root}: tables.md, figures, ledger.sqlite.")
     return result
 
@@ -279,7 +281,7 @@ def _sweep(plan: _Plan, shift: str, name: str, order: Order, root: pathlib.Path)
     elif name in plan.alone:
         outcomes = one_source(method, records, order, settings)
     else:
-        key = noise.stream(plan.seed, f"{shift}, {name}")
+        key = stream(plan.seed, f"{shift}, {name}")
         outcomes = simulate(method, records, order, settings, key=key, adjacency=plan.adjacency)
     found = dict(zip(settings, outcomes, strict=True))
     write_json(path, {part: _moments([found[s] for s in points]) for part, points in plan.parts.items()})
@@ -304,17 +306,19 @@ def _example(plan: _Plan, order: Order, root: pathlib.Path) -> dict[str, Any]:
     records, (count, size, epsilon) = _records(root, shift), plan.centre
     rows = np.asarray(order.rows[0])[: count * size]
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
-    sources = [(logits[owned], labels[owned]) for owned in np.split(rows, count)]
     test = np.setdiff1d(np.arange(len(labels)), rows)
     right = records.correct[test]
 
     found = {"before": none()}
     with Ledger(root / "ledger.sqlite") as ledger:
-        for i in range(count):
+        sources = []
+        for i, owned in enumerate(np.split(rows, count)):
             ledger.register(f"source {i}", adjacency=plan.adjacency, unit="example", delta=0.0)
+            sources.append(Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
         for name in names:
             method: Any = plan.methods[name]
-            found[name] = recalibrate(method, sources, epsilon=epsilon, adjacency=plan.adjacency, ledger=ledger)
+            workdir = _file(root / "private", name, "")
+            found[name] = recalibrate(method, sources, epsilon=epsilon, adjacency=plan.adjacency, workdir=workdir)
     diagrams = {name: reliability(jnp.asarray(r.apply(logits[test])), right) for name, r in found.items()}
     example = {
         "shift": shift,

@@ -5,22 +5,28 @@ A `Source` is the other party: it sums a bounded number per record, adds discret
 account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them, as long as
 every source checks for itself that it has no more records than the public limit. Over a network:
 
-    talks = [source.begin(method, epsilon=1.0, ledger=its_ledger) for source in sources]  # at each source
+    talks = [source.begin(method, epsilon=1.0, workdir=its_folder) for source in sources]  # at each source
     scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
-    found = play(method, lambda k, t: sum(talk.answer(t) for talk in talks), scale.variance * len(talks))
+    found = play(method, lambda k, t: sum(talk.answer(t, round=k) for talk in talks), scale.variance * len(talks))
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import operator
+import os
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import Ledger, NonPrivateDpEvent, PureDpEvent
+from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
+from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
 
 # Answers are exact integers in units of a step, a power of two between these: no rounding of floats tells which
@@ -157,6 +163,17 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     return Scale(step, sum(math.ceil(s / step) for s in sensitivities) / epsilon)
 
 
+def event(epsilon: float) -> DpEvent:
+    """What a source is charged for all its answers in one conversation: `PureDpEvent`, of no privacy at infinity.
+
+    Raises:
+      ValueError: epsilon is not positive.
+    """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
+    return NonPrivateDpEvent() if math.isinf(epsilon) else PureDpEvent(epsilon)
+
+
 def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
     """What each record adds to the answer of a round, float32 [n, s].
 
@@ -190,15 +207,17 @@ class Source:
     Attributes:
       logits: floating point [n, m]; n may be 0, and is at most 131,072.
       labels: integers [n].
-      account: its data set in the ledger, if there is one.
+      account: `ledger.account(name)` of its data set, which pays; None records nothing.
     """
 
     logits: np.ndarray = dataclasses.field(repr=False)
     labels: np.ndarray = dataclasses.field(repr=False)
-    account: str | None = None
+    account: Account | None = None
 
     def __post_init__(self) -> None:
-        name = repr(self.account) if self.account else "a source"
+        if not isinstance(self.account, Account | None):
+            raise TypeError(f"account must be ledger.account(name) or None, got {type(self.account).__name__}.")
+        name = "a source" if self.account is None else repr(self.account.name)
         logits, labels = np.asarray(self.logits), np.asarray(self.labels)
         if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1]:
             raise ValueError(f"{name} must have logits [n, m] with m >= 2 classes and labels [n] of as many records.")
@@ -216,12 +235,12 @@ class Source:
         object.__setattr__(self, "logits", logits)
         object.__setattr__(self, "labels", labels.astype(np.int32))
 
-    def check_account(self, ledger: Ledger, adjacency: Adjacency) -> None:
-        """ValueError if the source has no account in the ledger, or one with another adjacency."""
-        if self.account is None:
-            raise ValueError("a Source needs an account to pay from a ledger; give Source(..., account=...).")
-        if (registered := ledger.adjacency(self.account)) != adjacency:
-            raise ValueError(f"adjacency={adjacency!r}, but {self.account!r} is registered with {registered!r}.")
+    def check_adjacency(self, adjacency: Adjacency) -> None:
+        """ValueError if the account is registered with another adjacency."""
+        if self.account is not None and self.account.adjacency != adjacency:
+            raise ValueError(
+                f"adjacency={adjacency!r}, but {self.account.name!r} is registered with {self.account.adjacency!r}."
+            )
 
     def begin(
         self,
@@ -229,52 +248,147 @@ class Source:
         *,
         epsilon: float,
         adjacency: Adjacency = "add_remove",
-        ledger: Ledger | None = None,
-        key: jax.Array | None = None,
+        workdir: str | os.PathLike[str] | None = None,
     ) -> "Conversation":
         """Pays for a conversation with a calibrator who is reached over a network, and begins it.
+
+        A conversation that is begun again in the same workdir after a crash is not charged again. It goes on at its
+        round, and repeats the answers that it gave.
 
         Args:
           method: the calibrator's, agreed upon beforehand.
           epsilon: of all answers together, pure.
           adjacency: of this source's data set.
-          ledger: this source's own, where it has its account; None records nothing.
-          key: typed key of the noise, never to be used again; drawn from the operating system's entropy if None.
+          workdir: a folder for this conversation. It holds the answers, and the secret seed of the noise until all
+            rounds are answered. None keeps nothing: what a crash interrupts is paid again.
 
         Raises:
-          ValueError: as `noise_scale`, or for an account that does not fit; before anything is spent.
+          ValueError: as `noise_scale`, for an account with another adjacency, or for a workdir that is in use or keeps
+            another conversation; before anything is spent.
           BudgetExceeded: nothing is spent, nothing answered.
         """
         scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
-        key = noise.stream(noise.new_seed(), "recalibration") if key is None else key
-        noise.check_key(key)
-        if ledger is not None:
-            self.check_account(ledger, adjacency)
-            event = NonPrivateDpEvent() if scale is None else PureDpEvent(epsilon)
-            with ledger.spend(str(self.account), event, label=type(method).__name__):
-                pass  # paid as a whole, before the first answer
-        return Conversation(self, method, scale, key)
+        self.check_adjacency(adjacency)
+        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
+        what = Release(
+            label=type(method).__name__,
+            charges=[] if self.account is None else [(self.account, event(epsilon))],
+            facts=lambda: [self.logits, self.labels, epsilon, adjacency, list(scale or ())],
+            programs=functools.cache(lambda: _programs(method, records, scale)),
+            compute=lambda secret: stream(secret, "recalibration"),
+        )
+        till = Till(workdir, forget="run")  # the answers of all rounds share the secret
+        try:
+            kept = till.kept(what) or {}
+            key = None if len(kept) == 2 * method.rounds else till.release(what)
+            return Conversation(method, records, scale, key, till, till.keeper(what), kept)
+        except BaseException:
+            till.close(failed=True)
+            raise
 
 
 class Conversation:
-    """What a source answers in one conversation: every round once, in order, with noise of its own."""
+    """What a source answers in one conversation: every round once, in order, with noise of its own.
 
-    def __init__(self, source: Source, method: Method, scale: Scale | None, key: jax.Array):
-        self._source, self._method, self._scale, self._key = source, method, scale, key
-        self._round = 0
+    A context manager that closes itself. One process may have a conversation with a workdir open, and any number of its
+    threads may ask.
+    """
 
-    def answer(self, temperature: Any) -> np.ndarray:
-        """The noisy sum of the next round, float32 [s], at the temperature that the calibrator asks about.
+    def __init__(
+        self,
+        method: Method,
+        records: Records,
+        scale: Scale | None,
+        key: jax.Array | None,
+        till: Till,
+        keep: Callable[[dict[str, Any]], None],
+        kept: Mapping[str, np.ndarray],
+    ):
+        self._method, self._records, self._scale, self._key = method, records, scale, key
+        self._till, self._keep, self._kept = till, keep, dict(kept)
+        self._lock = threading.RLock()
+        if self.answered == method.rounds:
+            self.close()
+
+    @property
+    def answered(self) -> int:
+        """How many rounds are answered: the number of the next round."""
+        return len(self._kept) // 2
+
+    def answer(self, temperature: Any, *, round: int | None = None) -> np.ndarray:
+        """The noisy sum of one round, float32 [s], at the temperature that the calibrator asks about.
+
+        Args:
+          temperature: the question.
+          round: its number from 0; by default the next one that is not answered. A round that is answered gives the
+            same answer to the same question again.
 
         Raises:
-          RuntimeError: all rounds that were paid for are answered.
+          RuntimeError: all rounds that were paid for are answered, or the conversation was closed.
+          ValueError: the round was answered at another temperature, or an earlier one was not answered.
         """
-        k, self._round = self._round, self._round + 1
-        if k >= self._method.rounds:
-            raise RuntimeError(
-                f"all {self._method.rounds} rounds are answered; begin, and pay for, another conversation."
-            )
-        records = Records(jnp.asarray(self._source.logits), jnp.asarray(self._source.labels))
-        added = summands(self._method, k, records, jnp.float32(temperature))
-        exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, self._scale)
-        return np.asarray(release(jax.random.fold_in(self._key, k), exact, self._scale)[0])
+        asked = np.asarray(jnp.float32(temperature))
+        with self._lock:
+            k = self.answered if round is None else operator.index(round)
+            if 0 <= k < self.answered:
+                if self._kept[f"question {k}"].tobytes() != asked.tobytes():
+                    raise ValueError(
+                        f"round={k} is answered at temperature {self._kept[f'question {k}']}, not at {asked}: every "
+                        "round is answered once."
+                    )
+                return self._kept[f"answer {k}"].copy()
+            if k >= self._method.rounds:
+                raise RuntimeError(
+                    f"all {self._method.rounds} rounds are answered; begin, and pay for, another conversation."
+                )
+            if k != self.answered:
+                raise ValueError(f"round={k} cannot be answered before round {self.answered}; ask in order.")
+            if self._key is None:
+                raise RuntimeError("the conversation was closed; begin it again with the same workdir to go on.")
+            found = _answer(self._method, k, self._records, asked, self._key, self._scale)
+            now = {**self._kept, f"question {k}": asked, f"answer {k}": found}
+            self._keep(now)  # before anybody hears of it
+            self._kept = now
+            if self.answered == self._method.rounds:
+                self.close()
+            return found.copy()
+
+    def close(self) -> None:
+        """Lets go of the workdir. The secret is deleted if all rounds are answered, and kept to go on with if not."""
+        with self._lock:
+            self._key = None
+            self._till.close(failed=self.answered < self._method.rounds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _answer(
+    method: Method, k: int, records: Records, temperature: np.ndarray, key: jax.Array, scale: Scale | None
+) -> np.ndarray:
+    exact = _exact(method, k, records, temperature, scale)
+    # Two questions in one round, as from a workdir that was restored from a copy, must not share noise.
+    key = jax.random.fold_in(jax.random.fold_in(key, k), int(temperature.view(np.uint32)))
+    return np.array(_noisy(key, exact, scale))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _exact(method: Method, k: int, records: Records, temperature: Any, scale: Scale | None) -> jax.Array:
+    added = summands(method, k, records, temperature)
+    return exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)[0]
+
+
+_noisy = jax.jit(release)  # apart, so that it is compiled once for all rounds
+
+
+def _programs(method: Method, records: Records, scale: Scale | None) -> list[str]:
+    """Texts of all that `_answer` runs in any round."""
+    rounds = [(method, k, records, jnp.float32(1), scale) for k in range(method.rounds)]
+    sums = {(x.shape, x.dtype): x for x in (_exact.eval_shape(*one) for one in rounds)}.values()
+    key = jax.random.key(0, impl="rbg")
+    return [program(_exact, *one) for one in rounds] + [program(_noisy, key, exact, scale) for exact in sums]

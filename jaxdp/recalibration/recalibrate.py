@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import DpEvent, Ledger, NonPrivateDpEvent, NoOpDpEvent, PureDpEvent
+from jaxdp.privacy import Account, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import (
     AccBisection,
@@ -27,13 +29,15 @@ from jaxdp.recalibration.protocol import (
     Records,
     Scale,
     Source,
+    event,
     exact_sums,
     noise_scale,
     play,
     release,
     summands,
 )
-from jaxdp.transforms import noise
+from jaxdp.release import Release, Till, digest, program, stream
+from jaxdp.transforms.noise import check_key
 
 Sources = Sequence[Source | tuple[Any, Any]]
 
@@ -97,7 +101,7 @@ def recalibrate(
     epsilon: float,
     key: jax.Array | None = None,
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """Runs a method over private sources; `acc_t` and its siblings say the same by name.
 
@@ -105,13 +109,15 @@ def recalibrate(
       method: of `jaxdp.recalibration.methods`, or one of your own.
       sources: of each source (logits floating point [n_i, m], labels integer [n_i]), or a `Source`. They may differ in
         size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero
-        to every answer.
+        to every answer. All sources have an account of one ledger, and all pay or none does and nothing is computed; or
+        no source has one, and nothing is recorded.
       epsilon: of each source, pure; `math.inf` is the algorithm without noise.
-      key: typed key of the noise; drawn from the operating system's entropy if None. Who knows it can subtract the
-        noise, and two calls with one key and no ledger share it: for tests, and for secrets of your own.
+      key: typed key, from which the noise is derived, for tests and for secrets of your own; by default the operating
+        system's entropy. Who knows it can subtract the noise. The same call under the same key is the same release, and
+        is charged once.
       adjacency: which data sets of a source are neighbours. Under "replace_one" the sizes of the sources are public.
-      ledger: where each source has an account, under its `Source.account` or else "source 0", "source 1", ...; all pay,
-        or none and nothing is computed.
+      workdir: a folder for the result of this call. The same call with the same workdir returns what is kept and
+        charges nothing. A call that was interrupted is not charged again. None keeps nothing.
 
     Returns:
       A `Recalibration`.
@@ -120,8 +126,9 @@ def recalibrate(
       A source's answers together are epsilon-DP for one of its records, whoever sees them and however the calibrator
       chooses its questions; the calibrator and the other sources may collude. Sources with disjoint people compose in
       parallel: each person loses epsilon, not epsilon times the number of sources. Sums are exact integers with
-      discrete Laplace noise, so that the guarantee holds in floating point. Without a ledger nothing is recorded. The
-      running time is not protected.
+      discrete Laplace noise, so that the guarantee holds in floating point. Noise is repeated only with everything that
+      determines the answers: records, settings, the method's compiled program and the machine. A method that calls back
+      to Python is not repeated. Without accounts nothing is recorded. The running time is not protected.
 
     Raises:
       ValueError, TypeError: for arguments that are impossible, before anything is spent.
@@ -130,17 +137,28 @@ def recalibrate(
     parties = _parties(sources)
     num_classes = parties[0].logits.shape[1]
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
-    event = NonPrivateDpEvent() if scale is None else PureDpEvent(epsilon)
-    key = noise.stream(noise.new_seed(), "recalibration") if key is None else key
-    noise.check_key(key)
-    if ledger is None:
-        return Recalibration(method, _converse(method, parties, key, scale), event)
     for party in parties:
-        party.check_account(ledger, adjacency)
-    with ledger.spend_all([(str(party.account), event) for party in parties], label=type(method).__name__) as spends:
-        # The number of the spend, so that two payments to one ledger never share noise.
-        fresh = jax.random.fold_in(key, spends[0].id)
-        return Recalibration(method, _converse(method, parties, fresh, scale), event)
+        party.check_adjacency(adjacency)
+    if key is not None:
+        check_key(key)
+    paid = event(epsilon)
+    inputs = _inputs(method, parties, jax.random.key(0, impl="rbg"), scale)
+    structure = jax.tree.structure(_play.eval_shape(*inputs))
+
+    def compute(secret: bytes) -> dict[str, Any]:
+        found = converse(method, parties, stream(secret, "recalibration"), epsilon=epsilon, adjacency=adjacency)
+        return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(found))}
+
+    what = Release(
+        label=type(method).__name__,
+        charges=_charges(parties, paid),
+        facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ())],
+        programs=functools.cache(lambda: [program(_play, *inputs)]),  # all of the method that a result can show
+        compute=compute,
+    )
+    with Till(workdir, seed=None if key is None else _seed(key)) as till:
+        leaves = till.once(what)
+    return Recalibration(method, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))]), paid)
 
 
 def _parties(sources: Sources) -> list[Source]:
@@ -148,7 +166,10 @@ def _parties(sources: Sources) -> list[Source]:
     for i, source in enumerate(sources):
         if not isinstance(source, Source) and not (isinstance(source, (tuple, list)) and len(source) == 2):
             raise TypeError(f"sources[{i}] must be a pair (logits, labels) or a Source, got {type(source).__name__}.")
-        parties.append(source if isinstance(source, Source) else Source(*source, account=f"source {i}"))
+        try:
+            parties.append(source if isinstance(source, Source) else Source(*source))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"sources[{i}]: {error}") from None
     if not parties:
         raise ValueError("sources is empty; give at least one pair (logits, labels).")
     classes = {party.logits.shape[1] for party in parties}
@@ -157,12 +178,34 @@ def _parties(sources: Sources) -> list[Source]:
     return parties
 
 
-def _converse(method: Method, parties: Sequence[Source], key: jax.Array, scale: Scale | None) -> Any:
+def _charges(parties: Sequence[Source], paid: DpEvent) -> list[tuple[Account, DpEvent]]:
+    """Each account once; one of several sources pays for each of them."""
+    accounts = [party.account for party in parties if party.account is not None]
+    if len(accounts) not in (0, len(parties)):
+        without = [i for i, party in enumerate(parties) if party.account is None]
+        raise ValueError(f"sources {without} have no account and others have; give every source an account, or none.")
+    times = Counter((id(account.ledger), account.name) for account in accounts)
+    each = {(id(account.ledger), account.name): account for account in accounts}
+    return [(each[name], paid if count == 1 else SelfComposedDpEvent(paid, count)) for name, count in times.items()]
+
+
+def _seed(key: jax.Array) -> bytes:
+    return bytes.fromhex(digest([str(jax.random.key_impl(key)), jax.random.key_data(key)]))[:16]
+
+
+def _inputs(method: Method, parties: Sequence[Source], key: jax.Array, scale: Scale | None) -> tuple[Any, ...]:
+    """The arguments of `_play`."""
     logits, labels = (np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels"))
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
     owner = np.repeat(np.arange(len(parties), dtype=np.int32), [len(p.labels) for p in parties])
-    found = _play(method, records, owner, len(parties), key, scale)
-    return jax.tree.map(np.asarray, found)
+    return method, records, owner, len(parties), key, scale
+
+
+def converse(method: Method, parties: Sequence[Source], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
+    """Returns the parameters that a method finds, without a payment: what `recalibrate` releases and audits attack."""
+    num_classes = parties[0].logits.shape[1]
+    scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
+    return jax.tree.map(np.asarray, _play(*_inputs(method, parties, key, scale)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -193,12 +236,12 @@ def acc_t(
     search: Literal["golden", "bisection"] = "golden",
     split: bool | None = None,
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm 1).
 
     Args:
-      sources, epsilon, key, adjacency, ledger: as in `recalibrate`.
+      sources, epsilon, key, adjacency, workdir: as in `recalibrate`.
       iterations: K, reductions of the bracket; K + 1 releases with golden-section search, K with bisection.
       bracket: public range of temperatures. Badly over-confident models need one beyond the published (0.5, 3).
       spacing: search over log T, or over T as published.
@@ -211,7 +254,7 @@ def acc_t(
     kind = AccT if search == "golden" else AccBisection
     split = adjacency == "replace_one" if split is None else split
     method = kind(bracket=Bracket.of(bracket, spacing), iterations=iterations, split=split)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def nll_t(
@@ -224,14 +267,14 @@ def nll_t(
     spacing: Literal["log", "linear"] = "log",
     bound: float = 10.0,
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` (Section 3.3, C.2.1).
 
     Args are those of `acc_t`; `bound`, in nats, must be chosen without looking at the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def ece_t(
@@ -244,14 +287,14 @@ def ece_t(
     spacing: Literal["log", "linear"] = "log",
     bins: int = 15,
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """ECE-T: the temperature of least calibration error in `bins` equally wide bins (Section 3.3, C.2.2).
 
     Args are those of `acc_t`.
     """
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def histogram_binning(
@@ -262,7 +305,7 @@ def histogram_binning(
     bins: int = 15,
     form: Literal["split", "published"] = "split",
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """Histogram binning: the confidence of each bin becomes the accuracy in it (Section 3.3, C.2.3).
 
@@ -270,7 +313,7 @@ def histogram_binning(
     needs twice the noise for the same information.
     """
     method = HistogramBinning(bins=bins, form=form)
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def logistic_binning(
@@ -280,14 +323,14 @@ def logistic_binning(
     key: jax.Array | None = None,
     edges: Sequence[float] = (-1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 8.0),
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """Beyond the paper: two numbers fitted to all noisy bins at once, see `LogisticBinning`.
 
     Args are those of `acc_t`; `edges` are those between the bins of log-odds.
     """
     method = LogisticBinning(edges=tuple(edges))
-    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def none() -> Recalibration:
@@ -301,7 +344,7 @@ def one_source(
     *,
     method: Method | None = None,
     adjacency: Adjacency = "add_remove",
-    ledger: Ledger | None = None,
+    workdir: str | os.PathLike[str] | None = None,
 ) -> Recalibration:
     """The baseline of one source that recalibrates for itself, without noise.
 
@@ -310,6 +353,6 @@ def one_source(
     Args:
       source: one source.
       method: by default `NllT()`, temperature scaling as usual (Guo et al. 2017).
-      adjacency, ledger: as in `recalibrate`.
+      adjacency, workdir: as in `recalibrate`.
     """
-    return recalibrate(method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, ledger=ledger)
+    return recalibrate(method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir)

@@ -505,14 +505,88 @@ def test_default_batches(arrays, adjacency):
     if adjacency == "replace":
         other[0][7] *= -100
     batches = []
+    declared = {"batches": 4} if adjacency == "add_remove" else {}
     for data in ((x, y), other):
-        features, order = arrays(data, adjacency=adjacency, batch_size=10, epochs=2)
+        features, order = arrays(data, adjacency=adjacency, batch_size=10, epochs=2, **declared)
         assert len(order) == 8
         batches.append([{tuple(features[i]) for i in rows if i >= 0} for rows in order])
         for epoch in (batches[-1][:4], batches[-1][4:]):
             assert sum(map(len, epoch)) == len(data[0]) and len(set.union(*epoch)) == len(data[0])
     apart = [len(a ^ b) for a, b in zip(*batches, strict=True)]
     assert sum(apart) == (2 if adjacency == "add_remove" else 4)  # once in each epoch: it leaves; or another enters
+
+
+@pytest.mark.parametrize("batches", [None, 3])
+def test_the_number_of_batches_does_not_depend_on_the_records(arrays, batches):
+    for n in (0, 1, 149, 150, 151, 450):
+        _, order = arrays(
+            records(np.random.default_rng(n), n, (2, 1), "bce"), batches=batches, batch_size=100, epochs=2
+        )
+        assert len(order) == 2 * (batches or 1) and (order >= 0).sum() == 2 * n
+
+
+def test_the_number_of_batches_where_that_of_records_is_public(arrays):
+    for n, batches in ((149, 1), (151, 2)):
+        _, order = arrays(records(np.random.default_rng(n), n, (2, 1), "bce"), adjacency="replace", batch_size=100)
+        assert len(order) == batches
+    seven = records(np.random.default_rng(0), 7, (2, 1), "bce")
+    _, order = arrays(seven, adjacency="reference", batch_size=2, batches=2, ks=0)
+    np.testing.assert_array_equal(order[:, :4], [[0, 2, 4, 6], [1, 3, 5, -1]])
+
+
+@pytest.mark.parametrize("batches", [None, 2])
+def test_a_neighbour_is_trained_with_as_many_batches(batches):
+    """150 records are one and a half batches of 100: rounding would make a batch less of them when one leaves."""
+    case = Case("bce", (3, 1), "add_remove", 100, 1, 0.5, 1.0, n=150, ks=3)
+    options = {} if batches is None else {"batches": batches}
+    for seed in range(4):
+        params, x, y, _ = case.problem(seed)
+        kept = np.delete(np.arange(case.n), np.random.default_rng(seed).integers(case.n))
+        ours, other = case.bounds(params, x, y, None, **options), case.bounds(params, x[kept], y[kept], None, **options)
+        for one, two in ((ours, other), (other, ours)):
+            assert outside(two.params, row(one.lower, 1), row(one.upper, 1)) == 0
+            assert within(two, one)
+        if batches is None:  # by a program of its own
+            theta = case.retrain(params, x[kept], y[kept], [np.arange(case.n - 1)])
+            assert outside(theta, row(ours.lower, 1), row(ours.upper, 1)) == 0
+        answers = [certify(bounds, logits, x) for bounds in (ours, other)]
+        near, far = (np.asarray(answer.distance) for answer in answers)
+        assert (abs(near - far) <= 1).all() and len(set(near)) > 1
+        differ = np.asarray(answers[0].label) != np.asarray(answers[1].label)
+        assert (near[differ] == 0).all() and (far[differ] == 0).all()
+
+
+def test_no_records():
+    """The neighbour of a single record; a part of an ensemble may be empty, too."""
+    case = Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, n=1, ks=2)
+    params, x, y, _ = case.problem()
+    for options in ({}, {"batches": 2}):
+        one, none = case.bounds(params, x, y, None, **options), case.bounds(params, x[:0], y[:0], None, **options)
+        assert within(one, none) and within(none, one)
+        for start, end in zip(params, none.params, strict=True):
+            np.testing.assert_array_equal(start, end)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("most", [None, 128])
+def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
+    """Whether there is an error may not depend on the number of records: their sum is clipped instead."""
+    if most:
+        of = sums.Grid.of
+        monkeypatch.setattr(sums.Grid, "of", lambda dtype: of(dtype)._replace(most=most))
+    clip = 0.25 if most else 0.5  # another program
+    case = Case("bce", (1, 1), "add_remove", 8, 1, clip, 0.5**10, n=1400, ks=2)
+    rng = np.random.default_rng(0)
+    params = network(rng, (1, 1))
+    x, y = np.float32(100 + rng.random((case.n, 1))), np.zeros(case.n, np.float32)  # each gradient is the clip
+    ours, other = (case.bounds(params, x[:n], y[:n], None, batches=batches) for n in (case.n, case.n - 1))
+    room = (most or 256) * case.clip / case.batch_size * case.learning_rate * batches
+    np.testing.assert_allclose(params[0] - ours.params[0], room, rtol=1e-5)
+    for a, b in ((ours, other), (other, ours)):
+        assert within(a, b) and outside(a.params, row(b.lower, 1), row(b.upper, 1)) == 0
+    charge = case.clip / case.batch_size * case.learning_rate
+    width = np.asarray(ours.upper[0] - ours.lower[0]).reshape(-1)
+    np.testing.assert_allclose(width[1:], 2 * charge * np.arange(1, 3), rtol=0.01)
 
 
 def test_budget_when_batches_are_empty(monkeypatch):
@@ -673,6 +747,12 @@ BAD = {
     "learning_rate": ({"learning_rate": 0.0}, ValueError, "learning_rate"),
     "batch_size": ({"batch_size": 0}, ValueError, "batch_size"),
     "epochs": ({"epochs": 0}, ValueError, "epochs"),
+    "batches zero": ({"batches": 0}, ValueError, "batches=0 must be a positive integer"),
+    "batches bool": ({"batches": True}, ValueError, "batches=True"),
+    "batches float": ({"batches": 2.0}, ValueError, "batches=2.0"),
+    "batches and order": ({"batches": 1, "order": [[0, 1, 2, 3, 4, 5, 6, 7]]}, ValueError, "batches=1 and order"),
+    "more batches than records": ({"batches": 9, "adjacency": "replace"}, ValueError, "batches=9 must be at most 8"),
+    "more changes than room": ({"ks": (0, 2**18 + 1), "batch_size": 2**20}, ValueError, "ks reaches 262145"),
     "adjacency": ({"adjacency": "remove"}, ValueError, "adjacency"),
     "product": ({"product": "exact"}, ValueError, "product"),
     "momentum": ({"momentum": 1.0}, ValueError, "momentum"),
@@ -752,7 +832,7 @@ def test_bad_data_loss_and_parameters(no_work):
     with pytest.raises(ValueError, match=r"data .* one first axis"):
         attempt(data=(x, y[:-1]))
     with pytest.raises(ValueError, match=r"data has no records"):
-        attempt(data=(x[:0], y[:0]))
+        attempt(data=(x[:0], y[:0]), adjacency="replace")
     with pytest.raises(ValueError, match=r"loss_fn is stochastic"):
         attempt(loss=_stochastic)
     with pytest.raises(ValueError, match=r"loss_fn must return one floating-point number"):
@@ -765,7 +845,7 @@ def test_bad_data_loss_and_parameters(no_work):
     with pytest.raises(ValueError, match=r"a batch of 262144 records"):
         attempt(data=many, batch_size=2**18, adjacency="replace")
     with pytest.raises(ValueError, match=r"a batch has 300 records"):
-        attempt(data=(many[0][:600], many[1][:600]), order=np.arange(600).reshape(2, 300))
+        attempt(data=(many[0][:600], many[1][:600]), adjacency="replace", order=np.arange(600).reshape(2, 300))
     with pytest.raises(ValueError, match="lower must be at most upper"):
         jaxdp.Interval(jnp.ones(2), jnp.zeros(2))
 

@@ -16,6 +16,7 @@ from jaxdp import models
 from jaxdp.prediction import experiment, tasks
 from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent, epsilon
 from jaxdp.privacy.events import composition
+from jaxdp.release import alone
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ SMALL = {
     "dp_sgd.runs": 2,
 }
 FIGURES = {"certified.png", "accuracy_by_epsilon.png", "accuracy_by_queries.png", "flips.png"}
-RELEASE = {"config.json", "answers.npz", "student.safetensors", "ledger.sqlite", "result.json"}
+RELEASE = {"config.json", "answers.npz", "student.safetensors", "ledger.sqlite", "result.json", "private", "lock"}
 
 
 def small_config(**overrides):
@@ -123,15 +124,82 @@ def test_an_interrupted_run_keeps_the_answers_that_it_paid_for(tmp_path):
     first = experiment.run(config, tmp_path)
     assert files(tmp_path) == RELEASE and "rows" not in first
     answers = np.load(tmp_path / "answers.npz")["answers"]
-    (tmp_path / "result.json").unlink()
-    second = experiment.run(config, tmp_path)
-    assert second == first
-    np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], answers)
+    for lost in ([], ["answers.npz"]):
+        for name in ["result.json", *lost]:
+            (tmp_path / name).unlink()
+        assert experiment.run(config, tmp_path) == first
+        np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], answers)
     # Paid and lost: asking again would be a second release.
     (tmp_path / "result.json").unlink()
     (tmp_path / "answers.npz").unlink()
+    (tmp_path / "private" / "released.safetensors").unlink()
     with pytest.raises(BudgetExceeded, match="digits/train"):
         experiment.run(config, tmp_path)
+
+
+class PowerCut(BaseException):
+    """In place of a crash."""
+
+
+def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, monkeypatch):
+    """Everything noisy is lost once: computed and paid for, but not kept. At last it dies with all kept."""
+    heard = []
+
+    def dying(work):
+        def worked(*args, **kwargs):
+            heard.append(work(*args, **kwargs))
+            if len(heard) % 2:
+                raise PowerCut
+            return heard[-1]
+
+        return worked
+
+    def remembered(config, model, examples, divisor):  # a process of its own would train the same again
+        key = examples["features"].tobytes()
+        if key not in known:
+            known[key] = certified(config, model, examples, divisor)
+        return known[key]
+
+    def dying_dp_sgd(*args):
+        event, train_once = dp_sgd(*args)
+        return event, dying(train_once)
+
+    known, certified, dp_sgd = {}, experiment._certified, experiment._dp_sgd
+    pate = experiment.ensembles.ConfidentGNMax
+    monkeypatch.setattr(experiment, "_certified", remembered)
+    monkeypatch.setattr(experiment, "_dp_sgd", dying_dp_sgd)
+    monkeypatch.setattr(experiment, "_draw", dying(lambda *_: None))
+    monkeypatch.setattr(experiment.mechanisms, "_sample", dying(experiment.mechanisms._sample))
+    monkeypatch.setattr(experiment.ensembles, "laplace_vote", dying(experiment.ensembles.laplace_vote))
+    monkeypatch.setattr(pate, "answer", dying(pate.answer))
+    monkeypatch.setattr(experiment.private, "query_epsilon", experiment.private.paper_query_epsilon)
+    config, deaths = small_config(repetitions=1, student__repetitions=1, dp_sgd__runs=1), 0
+    while True:
+        try:
+            result = experiment.run(config, tmp_path)
+            break
+        except PowerCut:
+            deaths += 1
+    # The answers; four mechanisms, PATE and DP-SGD in the table; the figures.
+    assert deaths == 8 and len(heard) == 16
+    for lost, repeated in zip(heard[::2], heard[1::2], strict=True):
+        same = jax.tree.map(np.array_equal, lost, repeated)
+        assert jax.tree.all(same)
+    np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], heard[0])
+    each, charged = PureDpEvent(result["epsilon_per_query"]), []
+    for path in ("ledger.sqlite", "references/ledger.sqlite"):
+        with Ledger(tmp_path / path) as ledger:
+            (counts,) = map(composition, ledger.events("digits/train").values())
+            assert ledger.report()["datasets"][0]["open"] == []
+        charged.append(counts)
+    assert charged[0] == {each: 30} and charged[1].pop(each) == 4 * 30
+    assert sorted(charged[1].values()) == [3, 30, 30]  # steps of DP-SGD; thresholds and answers of PATE
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+def test_a_workdir_in_use_is_refused(tmp_path):
+    with alone(tmp_path), pytest.raises(ValueError, match="another process is running"):
+        experiment.run(small_config(references=False), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +293,7 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
         "features": generator.normal(size=(40, 6)).astype(np.float32),
         "label": generator.integers(0, 10, 40).astype(np.int32),
     }
-    config.dp_sgd.batch_size = 40  # a sampling probability of one: every record takes part
+    config.training.records = config.dp_sgd.batch_size = 40  # a sampling probability of one: every record takes part
     model = experiment._Model(inputs=6, num_classes=10, hidden=(), bias=False, init_seed=0)
     event, _ = experiment._dp_sgd(config, model, train)
     assert 9.9 < epsilon(event, delta=1e-5) <= 10.0
@@ -236,7 +304,17 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
     norms = np.linalg.norm(gradients, axis=(1, 2), keepdims=True)
     expected = -2.0 * (gradients * np.minimum(1, 0.3 / norms)).sum(axis=0) / 40
     assert (norms > 0.3).any()
-    np.testing.assert_allclose(train_once()["dense_0"]["kernel"], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(train_once(bytes(16))["dense_0"]["kernel"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_dp_sgd_repeats_batches_and_noise_with_its_secret_only():
+    config = small_config(dp_sgd__steps=2)
+    generator = np.random.default_rng(0)
+    train = {"features": generator.normal(size=(90, 6)).astype(np.float32), "label": generator.integers(0, 10, 90)}
+    model = experiment._Model(inputs=6, num_classes=10, hidden=(), bias=False, init_seed=0)
+    _, train_once = experiment._dp_sgd(config, model, train)
+    one, again, other = (train_once(secret)["dense_0"]["kernel"] for secret in (bytes(16), bytes(16), bytes(15) + b"1"))
+    assert (one == again).all() and (one != other).any()
 
 
 def test_members_are_trained_on_disjoint_parts_with_a_public_normaliser(monkeypatch):
@@ -259,6 +337,31 @@ def test_members_are_trained_on_disjoint_parts_with_a_public_normaliser(monkeypa
     assert rows == Counter(row.tobytes() for row in train["features"])
 
 
+def test_one_record_less_changes_no_setting(monkeypatch):
+    """How many private records there are is private: divisors, distances and probabilities follow what is declared."""
+    config = small_config(certificate__max_distance=2000)
+    task = tasks.load(config.data)
+    model = experiment._Model.of(config.model, task)
+    certificate = experiment._Certified(np.zeros(1, np.int32), np.zeros(1, np.int32), 10)
+    settings = []
+    monkeypatch.setattr(experiment.agt, "train_with_bounds", lambda *args, **options: settings[-1].append(options))
+    monkeypatch.setattr(experiment.agt, "certify", lambda *args: certificate)
+    for count in (1078, 1077):
+        train = experiment._take(experiment._all(task.train), np.arange(count))
+        settings.append([])
+        experiment._members(config, model, train, None)
+        settings[-1].append(experiment._dp_sgd(config, model, train)[0])
+    assert len(settings[0]) == 3 and settings[0] == settings[1]
+
+
+def test_the_number_of_records_is_the_declared_one(tmp_path, monkeypatch, capsys):
+    divisors, certified = [], experiment._certified
+    monkeypatch.setattr(experiment, "_certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1])
+    result = experiment.run(small_config(training__records=1000, references=False), tmp_path)
+    assert divisors == [result["private_records"]] == [1000]
+    assert "1000 private records (digits/train)" in capsys.readouterr().out
+
+
 def test_which_inputs_are_asked_about_is_a_public_choice_without_repeats():
     chosen = experiment._choose(50, 20, seed=3)
     assert len(set(chosen.tolist())) == 20 and (np.diff(chosen) > 0).all()
@@ -275,6 +378,7 @@ def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure
     blobs = {"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 200, "test": 120, "seed": 0}
     with config.ignore_type(), config.unlocked():
         config.data = ConfigDict(blobs)
+    config.training.records = 200
     result = experiment.run(config, tmp_path)
     ways = {row["answers"] for row in result["rows"]}
     assert ways >= {experiment.SMOOTH, experiment.GLOBAL, experiment.OURS}

@@ -5,7 +5,12 @@ Certificates are fakes with chosen labels and distances, so that what is tested 
 
 import dataclasses
 import math
-import types
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +23,36 @@ import jaxdp
 from jaxdp.prediction import agt, ensembles, mechanisms, private
 from jaxdp.privacy import PureDpEvent, SelfComposedDpEvent
 from jaxdp.privacy import epsilon as epsilon_at
+from jaxdp.privacy.events import composition
 
+ROOT = Path(__file__).parent.parent.parent
 SEED = bytes(range(16))
 ACCEPT, REJECT = 1e-6, 1e-9
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Bounds:
     """Stands in for what `train_with_bounds` returns; `label` and `distance` [Q] are what `certify` will say."""
 
     label: object = 0
     distance: object = 0
-    adjacency: str = "add_remove"
-    ks: tuple[int, ...] = tuple(range(10))
-    product: str = "tight"
+    adjacency: str = dataclasses.field(default="add_remove", metadata={"static": True})
+    ks: tuple[int, ...] = dataclasses.field(default=tuple(range(10)), metadata={"static": True})
+    product: str = dataclasses.field(default="tight", metadata={"static": True})
     params: object = None
     lower: object = None
     upper: object = None
+    trainable: tuple[bool, ...] = dataclasses.field(default=(True,), metadata={"static": True})
 
     def __post_init__(self):
-        self.params = {"w": jnp.float32(np.mean(self.label) if self.params is None else self.params)}
+        if not isinstance(self.params, dict):
+            self.params = {"w": jnp.float32(np.mean(self.label) if self.params is None else self.params)}
+
+
+class Ends(NamedTuple):
+    lower: object
+    upper: object
 
 
 def one_logit(params, query):
@@ -50,17 +65,18 @@ def three_logits(params, query):
 
 @pytest.fixture
 def certified(monkeypatch):
-    """Fakes `certify` and counts its calls."""
+    """Fakes `certify` and counts its calls that see values."""
     calls = []
 
     def certify(bounds, apply_fn, queries):
         del apply_fn
-        calls.append(bounds)
+        if not isinstance(bounds.distance, jax.core.Tracer):
+            calls.append(bounds)
         n = len(queries["x"])
-        return types.SimpleNamespace(
+        return agt.Certificates(
             label=jnp.broadcast_to(jnp.asarray(bounds.label, jnp.int32), (n,)),
             distance=jnp.broadcast_to(jnp.asarray(bounds.distance, jnp.int32), (n,)),
-            logits=types.SimpleNamespace(lower=bounds.lower, upper=bounds.upper),
+            logits=Ends(bounds.lower, bounds.upper),
         )
 
     monkeypatch.setattr(private, "certify", certify)
@@ -79,9 +95,11 @@ def ledger_for(adjacency="add_remove", epsilon=None, delta=1e-5):
 
 def predict(bounds, n=50, ledger=None, apply_fn=one_logit, **arguments):
     arguments = {"epsilon": 0.5, "seed": SEED, **({"epsilon": None} if "total" in arguments else {}), **arguments}
-    return private.private_predict(
-        bounds, apply_fn, queries(n), ledger=ledger or ledger_for(), dataset="data", **arguments
-    )
+    return private.private_predict(bounds, apply_fn, queries(n), account=account(ledger), **arguments)
+
+
+def account(ledger=None):
+    return (ledger or ledger_for()).account("data")
 
 
 # ---------------------------------------------------------------------------------------------------- planning
@@ -131,9 +149,37 @@ def test_every_query_is_charged_once(certified):
     answers = predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
     assert type(answers) is np.ndarray and answers.dtype == np.int32 and answers.tolist() == [1] * 50
     assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 50)}
-    predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
+    predict(Bounds(1, 100), 50, ledger, epsilon=0.2, seed=None)
     assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 100)}
     assert len(certified) == 2
+
+
+@pytest.mark.parametrize("mechanism", [*mechanisms.LABEL_MECHANISMS, "cauchy_values", "laplace_values"])
+def test_the_event_of_answers_is_known_before_there_is_a_model(certified, mechanism):
+    event = private.answers_event(7, epsilon=0.2, mechanism=mechanism)
+    assert event == SelfComposedDpEvent(PureDpEvent(0.2), 7)
+    ledger = ledger_for()
+    if mechanism in mechanisms.LABEL_MECHANISMS:
+        predict(Bounds(1, 3), 7, ledger, epsilon=0.2, mechanism=mechanism)
+    else:
+        ask = {"account": account(ledger), "output_range": (0.0, 9.0), "epsilon": 0.2, "mechanism": mechanism}
+        private.private_values(value_bounds(7, (0, 1)), value_of, queries(7), **ask)
+    assert ledger.events("data") == {None: event}
+
+
+def test_the_event_of_a_total_is_that_of_its_plan():
+    each = private.query_epsilon(3.0, 1e-5, 40)
+    assert private.answers_event(40, total=(3.0, 1e-5)) == SelfComposedDpEvent(PureDpEvent(each), 40)
+    for arguments, match in [
+        ({"count": 0, "epsilon": 1.0}, "count must be an integer >= 1, got 0"),
+        ({"count": True, "epsilon": 1.0}, "count must be an integer >= 1, got True"),
+        ({"count": 5}, "either epsilon"),
+        ({"count": 5, "epsilon": math.inf}, "epsilon must be finite"),
+        ({"count": 5, "epsilon": 1.0, "mechanism": "none"}, "mechanism must be one of"),
+        ({"count": 5, "epsilon": 1.0, "mechanism": "smooth_laplace"}, "the ledger has no event"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            private.answers_event(**arguments)
 
 
 def test_a_total_is_planned_for_all_queries_of_the_call(certified):
@@ -167,7 +213,7 @@ def test_the_spend_is_on_the_books_before_certifying_and_stays_if_that_fails(mon
 
     monkeypatch.setattr(private, "certify", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        predict(Bounds(0, 5), 10, ledger, epsilon=0.5)
+        predict(Bounds(0, 5), 10, ledger, epsilon=0.5, seed=None)
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
 
 
@@ -193,12 +239,21 @@ def test_answers_flip_with_the_probability_of_their_distance(certified, distance
     assert stats.binomtest(wrong, n, 0.7 * p).pvalue < REJECT and stats.binomtest(wrong, n, 1.3 * p).pvalue < REJECT
 
 
-def test_a_seed_reproduces_answers_but_never_across_two_spends(certified):
+def test_a_seed_reproduces_a_release_and_two_releases_never_share_noise(certified):
     bounds, ledger = Bounds(0, 0), ledger_for()
-    first, second = predict(bounds, 200, ledger), predict(bounds, 200, ledger)
-    assert (first != second).any()
-    assert (predict(bounds, 200) == first).all()
-    assert (predict(bounds, 200, seed=None) != predict(bounds, 200, seed=None)).any()
+    first = predict(bounds, 200, ledger)
+    assert (predict(bounds, 200, ledger) == first).all() and (predict(bounds, 200) == first).all()
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.5), 200)}  # one release, paid once
+    others = [
+        predict(Bounds(0, 0, lower=np.float32(1)), 200, ledger),  # in nothing that the answers show
+        predict(bounds, 200, ledger, mechanism="global_response"),
+        predict(bounds, 200, ledger, apply_fn=lambda params, query: 2 * one_logit(params, query)),
+        predict([bounds] * 3, 200, ledger, mechanism="global_response"),
+        predict(bounds, 200, ledger, seed=None),
+        predict(bounds, 200, ledger, seed=None),
+    ]
+    assert len({answers.tobytes() for answers in [first, *others]}) == 7
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.5), 1400)}
 
 
 def test_many_classes(certified):
@@ -315,10 +370,10 @@ def test_bad_arguments_are_refused_before_spending(certified, arguments, match):
 
 def test_unknown_data_sets_and_ragged_queries_are_refused():
     with pytest.raises(ValueError, match="'other' is not registered"):
-        private.private_predict(Bounds(), one_logit, queries(2), ledger=ledger_for(), dataset="other", epsilon=1.0)
+        private.private_predict(Bounds(), one_logit, queries(2), account=ledger_for().account("other"), epsilon=1.0)
     with pytest.raises(ValueError, match="queries must be a pytree"):
         private.private_predict(
-            Bounds(), one_logit, {"x": np.zeros(3), "y": np.zeros(2)}, ledger=ledger_for(), dataset="data", epsilon=1.0
+            Bounds(), one_logit, {"x": np.zeros(3), "y": np.zeros(2)}, account=account(), epsilon=1.0
         )
 
 
@@ -343,7 +398,7 @@ def test_queries_that_are_not_finite_are_refused_before_spending(certified):
     ledger = ledger_for()
     asked = {"x": np.full((4, 2), np.nan, np.float32)}
     with pytest.raises(ValueError, match="queries have NaN"):
-        private.private_predict(Bounds(0, 7), one_logit, asked, ledger=ledger, dataset="data", epsilon=0.1)
+        private.private_predict(Bounds(0, 7), one_logit, asked, account=account(ledger), epsilon=0.1)
     assert ledger.events("data") == {} and certified == []
 
 
@@ -376,7 +431,7 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
     monkeypatch.setattr(mechanisms, "cauchy_values", record)
     ledger = ledger_for(registered)
     private.private_values(
-        value_bounds(4, ks), value_of, queries(4), ledger=ledger, dataset="data", output_range=(0.0, 9.0), epsilon=0.3
+        value_bounds(4, ks), value_of, queries(4), account=account(ledger), output_range=(0.0, 9.0), epsilon=0.3
     )
     np.testing.assert_allclose(seen["upper"][:, 0], 3 + np.array(rows) / 4)
     np.testing.assert_allclose(seen["lower"][:, 0], 3 - np.array(rows) / 4)
@@ -386,23 +441,25 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
 
 @pytest.mark.parametrize("mechanism", ["cauchy_values", "laplace_values"])
 def test_values_come_back_noisy_and_refused_calls_compute_nothing(certified, mechanism):
-    ask = {"dataset": "data", "output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
+    ask = {"output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
     bounds = value_bounds(400, tuple(range(60)))
-    answers = private.private_values(bounds, value_of, queries(400), ledger=ledger_for(), epsilon=2.0, **ask)
+    answers = private.private_values(bounds, value_of, queries(400), account=account(), epsilon=2.0, **ask)
     assert answers.dtype == np.float32 and answers.shape == (400,)
     assert abs(np.median(answers) - 3) < 1.0 and answers.std() > 0.1
     before = len(certified)
     with pytest.raises(jaxdp.BudgetExceeded):
-        private.private_values(bounds, value_of, queries(400), ledger=ledger_for(epsilon=1.0), epsilon=2.0, **ask)
+        private.private_values(
+            bounds, value_of, queries(400), account=account(ledger_for(epsilon=1.0)), epsilon=2.0, **ask
+        )
     assert len(certified) == before
     with pytest.raises(ValueError, match="bounds must be those of one model"):
-        private.private_values([bounds], value_of, queries(4), ledger=ledger_for(), epsilon=2.0, **ask)
+        private.private_values([bounds], value_of, queries(4), account=account(), epsilon=2.0, **ask)
     with pytest.raises(ValueError, match="output_range must be"):
         private.private_values(
-            bounds, value_of, queries(4), ledger=ledger_for(), epsilon=2.0, **{**ask, "output_range": (1.0, 0.0)}
+            bounds, value_of, queries(4), account=account(), epsilon=2.0, **{**ask, "output_range": (1.0, 0.0)}
         )
     with pytest.raises(ValueError, match="one value"):
-        private.private_values(bounds, three_logits, queries(4), ledger=ledger_for(), epsilon=2.0, **ask)
+        private.private_values(bounds, three_logits, queries(4), account=account(), epsilon=2.0, **ask)
 
 
 # -------------------------------------------------------------------------------------------------------- PATE
@@ -412,17 +469,201 @@ def test_pate_charges_its_plan_and_answers_where_members_agree(monkeypatch):
     mechanism = ensembles.ConfidentGNMax(threshold=8.0, sigma_threshold=0.5, sigma_votes=0.5)
     members = [{"w": jnp.float32(1.0)}] * 9 + [{"w": jnp.float32(0.0)}]
     ledger = ledger_for()
-    ask = {"dataset": "data", "mechanism": mechanism, "max_answers": 30, "seed": SEED}
-    answers = private.pate_predict(members, one_logit, queries(40), ledger=ledger, **ask)
+    ask = {"mechanism": mechanism, "max_answers": 30, "seed": SEED}
+    answers = private.pate_predict(members, one_logit, queries(40), account=account(ledger), **ask)
     assert answers.dtype == np.int32 and (answers == 1).sum() == 30 and (answers == -1).sum() == 10
     assert ledger.epsilon("data") == pytest.approx(epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5))
-    half = private.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), ledger=ledger_for(), **ask)
+    half = private.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask)
     assert (half == -1).all()
     with pytest.raises(ValueError, match="members is empty"):
-        private.pate_predict([], one_logit, queries(40), ledger=ledger_for(), **ask)
+        private.pate_predict([], one_logit, queries(40), account=account(), **ask)
+    with pytest.raises(TypeError, match="mechanism must be a ConfidentGNMax, got Louder"):
+        louder = type("Louder", (ensembles.ConfidentGNMax,), {})(8.0, 0.5, 0.5)
+        private.pate_predict(members, one_logit, queries(40), account=account(), **ask | {"mechanism": louder})
     monkeypatch.setattr(private, "_outputs", lambda *_: 1 / 0)
     with pytest.raises(jaxdp.BudgetExceeded):
-        private.pate_predict(members, one_logit, queries(40), ledger=ledger_for(epsilon=1.0), **ask)
+        private.pate_predict(members, one_logit, queries(40), account=account(ledger_for(epsilon=1.0)), **ask)
+
+
+# ----------------------------------------------------------------------------------------------- what a crash leaves
+
+
+class PowerCut(Exception):
+    """In place of a crash."""
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Makes the first call die once it has its answers, which it writes down."""
+    heard = []
+
+    def dies(answer):
+        def answers(*args, **kwargs):
+            heard.append(answer(*args, **kwargs))
+            if len(heard) == 1:
+                raise PowerCut
+            return heard[-1]
+
+        return answers
+
+    monkeypatch.setattr(mechanisms, "LABEL_MECHANISMS", {n: dies(f) for n, f in mechanisms.LABEL_MECHANISMS.items()})
+    monkeypatch.setattr(mechanisms, "cauchy_values", dies(mechanisms.cauchy_values))
+    monkeypatch.setattr(ensembles.ConfidentGNMax, "answer", dies(ensembles.ConfidentGNMax.answer))
+    return heard
+
+
+PATE = ensembles.ConfidentGNMax(threshold=2.0, sigma_threshold=2.0, sigma_votes=2.0)
+DOORS = {
+    "one model": lambda **given: private.private_predict(Bounds(1, 0), one_logit, queries(60), epsilon=0.3, **given),
+    "ensemble": lambda **given: private.private_predict(
+        [Bounds(1, 0), Bounds(0, 0)], one_logit, queries(60), epsilon=0.3, **given
+    ),
+    "values": lambda **given: private.private_values(
+        value_bounds(60, (0, 1)), value_of, queries(60), epsilon=0.3, output_range=(0.0, 9.0), **given
+    ),
+    "PATE": lambda **given: private.pate_predict(
+        [{"w": jnp.float32(w)} for w in (0, 0, 1, 1)], one_logit, queries(60), mechanism=PATE, max_answers=40, **given
+    ),
+}
+ONCE = {"PATE": PATE.event(60, max_answers=40)}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(certified, dying, tmp_path, door):
+    ledger, ask = ledger_for(), DOORS[door]
+    with pytest.raises(PowerCut):
+        ask(account=account(ledger), workdir=tmp_path)
+    assert (tmp_path / "secret_seed").exists()
+    found, again = (ask(account=account(ledger), workdir=tmp_path) for _ in range(2))
+    assert len(dying) == 2 and (dying[0] == dying[1]).all()  # the third call computes nothing
+    assert (found == dying[0]).all() and (again == found).all() and again.dtype == found.dtype
+    once = composition(ONCE.get(door, private.answers_event(60, epsilon=0.3)))
+    assert composition(ledger.events("data")[None]) == once
+    assert not list(tmp_path.rglob("secret_seed"))
+    # Without the workdir, asked again is charged again.
+    ask(account=account(ledger))
+    assert composition(ledger.events("data")[None]) == {event: 2 * count for event, count in once.items()}
+
+
+def scaled(factor):
+    return lambda params, query: factor * one_logit(params, query)
+
+
+@pytest.mark.parametrize(
+    ("change", "pays"),
+    [
+        ({}, 1),
+        ({"bounds": Bounds(1, 0, params=0.9999)}, 2),
+        ({"bounds": Bounds(1, 0, upper=np.float32(1))}, 2),
+        ({"bounds": Bounds(1, 0, ks=(0, 1))}, 2),
+        ({"bounds": [Bounds(1, 0)] * 2}, 2),
+        ({"queries": {"x": np.ones((60, 2), np.float32)}}, 2),
+        ({"apply_fn": scaled(1.5)}, 2),
+        ({"epsilon": 0.25}, 2),
+        ({"mechanism": "smooth_cauchy"}, 2),
+        ({"flags": " --xla_cpu_enable_fast_math=true"}, 2),
+    ],
+)
+def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
+    certified, dying, tmp_path, monkeypatch, change, pays
+):
+    ledger = ledger_for()
+    given = {"bounds": Bounds(1, 0), "apply_fn": scaled(1.0), "queries": queries(60), "epsilon": 0.3}
+    given |= {"account": account(ledger), "workdir": tmp_path}
+    with pytest.raises(PowerCut):
+        private.private_predict(**given)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + change.get("flags", ""))
+    private.private_predict(**given | {name: value for name, value in change.items() if name != "flags"})
+    assert (dying[0] == dying[1]).all() == (pays == 1)
+    assert sum(composition(ledger.events("data")[None]).values()) == 60 * pays
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+def test_kept_answers_belong_to_one_call(certified, tmp_path):
+    ledger = ledger_for()
+    predict(Bounds(1, 0), 9, ledger, workdir=tmp_path)
+    for change in ({"n": 10}, {"epsilon": 0.4}, {"bounds": Bounds(1, 0, params=0.5)}, {"mechanism": "global_response"}):
+        with pytest.raises(ValueError, match="keeps another release"):
+            predict(**{"bounds": Bounds(1, 0), "n": 9, "ledger": ledger, "workdir": tmp_path} | change)
+    assert sum(composition(ledger.events("data")[None]).values()) == 9
+
+
+@pytest.mark.parametrize("door", ["one model", "PATE"])
+def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certified, dying, tmp_path, door):
+    def calling(params, query):
+        logit = one_logit(params, query)
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), logit, vmap_method="sequential")
+
+    ledger = ledger_for()
+    ask = {
+        "one model": lambda: private.private_predict(
+            Bounds(1, 0), calling, queries(60), epsilon=0.3, account=account(ledger), workdir=tmp_path
+        ),
+        "PATE": lambda: private.pate_predict(
+            [{"w": jnp.float32(1)}] * 4,
+            calling,
+            queries(60),
+            mechanism=PATE,
+            max_answers=40,
+            account=account(ledger),
+            workdir=tmp_path,
+        ),
+    }[door]
+    with pytest.raises(PowerCut):
+        ask()
+    found = ask()
+    assert (dying[0] != dying[1]).any() and (ask() == found).all() and len(dying) == 2
+    once = composition(ONCE.get(door, private.answers_event(60, epsilon=0.3)))
+    assert composition(ledger.events("data")[None]) == {event: 2 * count for event, count in once.items()}
+
+
+CHILD = """
+import os, signal, sys
+import jax.numpy as jnp
+import numpy as np
+import jaxdp
+from jaxdp.prediction import mechanisms, private_predict, train_with_bounds
+
+path, workdir, dies = sys.argv[1], sys.argv[2], sys.argv[3] == "dies"
+answer = mechanisms.randomised_response
+
+def answers(*args, **kwargs):
+    found = answer(*args, **kwargs)
+    print("".join(map(str, found)), flush=True)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+mechanisms.LABEL_MECHANISMS["randomised_response"] = answers
+rng = np.random.default_rng(0)
+data = {"x": rng.normal(size=(40, 2)).astype(np.float32), "y": rng.integers(0, 2, 40).astype(np.float32)}
+logit = lambda params, x: x @ params["w"]
+loss = lambda params, one: jaxdp.losses.sigmoid_cross_entropy(logit(params, one["x"]), one["y"])
+settings = {"ks": 3, "clip": 0.2, "learning_rate": 1.0, "batch_size": 40, "epochs": 1}
+bounds = train_with_bounds(loss, {"w": jnp.zeros(2)}, data, **settings)
+with jaxdp.Ledger(path) as ledger:
+    given = private_predict(bounds, logit, data["x"], epsilon=0.25, account=ledger.account("data"), workdir=workdir)
+print("".join(map(str, given)))
+"""
+
+
+def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
+    path, workdir = tmp_path / "ledger.sqlite", tmp_path / "answers"
+    with jaxdp.Ledger(path) as ledger:  # there is no room for a second time
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=10.0, delta=0.0)
+    heard = []
+    for how, status in (("dies", -signal.SIGKILL), ("lives", 0), ("lives", 0)):
+        run = subprocess.run(
+            [sys.executable, "-c", CHILD, path, workdir, how], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True
+        )
+        assert run.returncode == status
+        assert (workdir / "secret_seed").exists() == bool(status)
+        heard.append(run.stdout.split())
+    (lost,), (repeated, given), (kept,) = heard
+    assert lost == repeated == given == kept and set(lost) == {"0", "1"}
+    with jaxdp.Ledger(path) as ledger:
+        assert ledger.epsilon("data") == 10.0
+        assert ledger.report()["datasets"][0]["open"] == []
 
 
 # ----------------------------------------------------------------------------------------------------- student
@@ -490,12 +731,12 @@ def test_real_bounds_vote_and_answer():
     asked = {"x": np.concatenate([x[:30], np.zeros((1, 2), np.float32)])}
     certificates = [agt.certify(member, logit, asked) for member in members]
     for member, certificate in zip(members, certificates, strict=True):
-        assert (private._labels(member.params, logit, asked) == certificate.label).all()
+        assert (private._labels(private._batched(logit), member.params, asked) == certificate.label).all()
     votes = np.stack([c.label for c in certificates]), np.stack([c.distance for c in certificates])
     winners, distances = ensembles.vote(*votes, num_classes=2)
     assert distances[-1] == 1 and np.median(distances) > 12  # Unanimous: two members have to change their label.
     ledger = ledger_for()
-    ask = {"ledger": ledger, "dataset": "data", "seed": SEED}
+    ask = {"account": account(ledger), "seed": SEED}
     answers = private.private_predict(members, logit, asked, epsilon=1.0, **ask)
     assert (answers[distances > 12] == winners[distances > 12]).all()  # Each flips with probability below 1e-5.
     single = private.private_predict(members[0], logit, asked, epsilon=4.0, **ask)

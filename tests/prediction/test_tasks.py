@@ -242,7 +242,11 @@ def text_config(tmp_path, monkeypatch):
         monkeypatch.setattr(
             tasks, "_read_text", lambda _, split: (read[split], np.arange(len(read[split]), dtype=np.int32) % 2)
         )
-        return rows(tasks.load(ConfigDict(config)).train)["features"]
+        apart = []
+        monkeypatch.setattr(tasks, "_check_disjoint", lambda config, *fields: apart.append(fields))
+        found = rows(tasks.load(ConfigDict(config)).train)["features"]
+        assert apart == [("private_split", "test_split")]
+        return found
 
     return load, vectors.astype(np.float64), counts / counts.sum()
 

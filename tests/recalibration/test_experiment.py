@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.recalibration import experiment
 from jaxdp.recalibration.sweep import Order
+from jaxdp.release import alone
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -162,6 +164,8 @@ def test_an_interrupted_experiment_goes_on_where_it_was(finished, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         experiment.run(small(), tmp_path)
     assert not (tmp_path / "result.json").exists() and not (tmp_path / "ledger.sqlite").exists()
+    with alone(tmp_path), pytest.raises(ValueError, match="another process is running"):
+        experiment.run(small(), tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".npz", ".safetensors")}
     kept |= {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").rglob("*.json")}
     assert len(kept) == 3 + 1 + 4
@@ -173,6 +177,37 @@ def test_an_interrupted_experiment_goes_on_where_it_was(finished, tmp_path, monk
     assert again["cells"] == result["cells"] and again["accuracy"] == result["accuracy"]
     assert experiment.run(small(), tmp_path) == again
     assert "nothing to do" in capsys.readouterr().out and len(calls) == 7
+
+
+@pytest.mark.parametrize("place", ["computed", "kept"])
+def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished, tmp_path, monkeypatch, place):
+    """The first method was paid for, and its result was lost before it was kept, or after."""
+    root, _ = finished
+    plan = experiment._Plan.of(small())
+    order = Order.draw(0, records=1078, trials=5, settings=plan.settings)
+    (tmp_path / "logits").symlink_to(root / "logits")
+    module = sys.modules["jaxdp.recalibration.recalibrate"]
+    owner, name = (module, "converse") if place == "computed" else (experiment, "recalibrate")
+    work, heard = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        heard.append(work(*args, **kwargs))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+        return heard[-1]
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        experiment._example(plan, order, tmp_path)
+    assert list(tmp_path.rglob("secret_seed")) != [] or place == "kept"
+    example = experiment._example(plan, order, tmp_path)
+    first, second = (getattr(found, "parameters", found) for found in heard[:2])
+    assert first.temperature == second.temperature == pytest.approx(example["temperatures"]["Acc-T"])
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for i in range(4):
+            (counts,) = map(composition, ledger.events(f"source {i}").values())
+            assert counts == {PureDpEvent(2.0): 2}  # two methods
+    assert not list(tmp_path.rglob("secret_seed"))
 
 
 def test_another_config_in_the_same_workdir_is_refused(finished):

@@ -6,7 +6,15 @@ with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart with c
 
 import itertools
 import math
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +23,11 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Source, play, recalibrate
+from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Source, play, protocol, recalibrate
 from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, release, summands
 from jaxdp.transforms import noise
 
+ROOT = Path(__file__).parent.parent.parent
 KEY = noise.stream(bytes(range(16)), "test")
 METHODS = [
     AccT(),
@@ -37,6 +46,12 @@ METHODS = [
 def people(n, m=5, seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(n, m)).astype(np.float32) * 3, rng.integers(0, m, n)
+
+
+def registered(path=":memory:", **terms):
+    ledger = Ledger(path)
+    ledger.register("clinic", adjacency="add_remove", unit="patient", **terms)
+    return ledger
 
 
 def scale_of(method, epsilon, adjacency="add_remove", num_classes=5):
@@ -226,8 +241,8 @@ def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
     ],
 )
 def test_impossible_sources_are_refused_without_their_size(logits, labels, error, words):
-    with pytest.raises(error, match=words) as raised:
-        Source(logits, labels, account="clinic")
+    with registered() as ledger, pytest.raises(error, match=words) as raised:
+        Source(logits, labels, account=ledger.account("clinic"))
     assert "'clinic'" in str(raised.value) and not re.search(r"\b[67]\b", str(raised.value))
 
 
@@ -236,8 +251,16 @@ def test_too_many_records_for_exact_sums_are_refused():
         Source(np.zeros((2**17 + 1, 2), np.float32), np.zeros(2**17 + 1, np.int32))
 
 
+def test_an_account_is_one_of_a_ledger():
+    with pytest.raises(TypeError, match=r"account must be ledger\.account\(name\) or None, got str"):
+        Source(*people(7), account="clinic")
+
+
 def test_a_source_shows_nothing_of_its_records():
-    assert repr(Source(*people(7), account="clinic")) == "Source(account='clinic')"
+    assert repr(Source(*people(7))) == "Source(account=None)"
+    with registered() as ledger:
+        account = ledger.account("clinic")
+        assert repr(Source(*people(7), account=account)) == f"Source(account={account!r})"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -261,20 +284,20 @@ def test_values_beyond_32_bits_are_invalid_not_other_values():
 
 
 @pytest.mark.parametrize("method", [AccT(split=True), HistogramBinning()], ids=repr)
-def test_answers_of_separate_sources_play_the_same_conversation(method):
+def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path):
     parties = [Source(*people(40, seed=i)) for i in range(3)] + [Source(*people(0))]
 
-    def converse(epsilon, variance):
-        keys = jax.random.split(KEY, len(parties))
-        talks = [party.begin(method, epsilon=epsilon, key=key) for party, key in zip(parties, keys, strict=True)]
-        return play(method, lambda k, t: jnp.asarray(sum(talk.answer(float(t)) for talk in talks)), variance)
+    def converse(epsilon, variance, folder):
+        talks = [party.begin(method, epsilon=epsilon, workdir=folder / str(i)) for i, party in enumerate(parties)]
+        return play(method, lambda k, t: jnp.asarray(sum(talk.answer(float(t), round=k) for talk in talks)), variance)
 
-    exact = converse(math.inf, 0.0)
+    exact = converse(math.inf, 0.0, tmp_path / "exact")
     together = recalibrate(method, parties, epsilon=math.inf).parameters
     np.testing.assert_allclose(np.hstack(exact), np.hstack(together), rtol=1e-5, atol=1e-5)
-    noisy, again = (converse(1.0, scale_of(method, 1.0).variance * len(parties)) for _ in range(2))
+    variance = scale_of(method, 1.0).variance * len(parties)
+    noisy, again, other = (converse(1.0, variance, tmp_path / name) for name in ("one", "one", "other"))
     assert np.isfinite(np.hstack(noisy)).all()
-    assert (np.hstack(noisy) == np.hstack(again)).all()
+    assert (np.hstack(noisy) == np.hstack(again)).all() and (np.hstack(noisy) != np.hstack(other)).any()
     if isinstance(method, AccT):
         assert 0.5 < float(noisy.temperature) < 3.0
 
@@ -296,21 +319,168 @@ def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
 
 
 def test_a_conversation_is_paid_once_before_its_first_answer():
-    source, method = Source(*people(20), account="clinic"), AccT(iterations=2)
-    with Ledger.in_memory() as ledger:
-        ledger.register("clinic", adjacency="add_remove", unit="patient", epsilon=1.5, delta=0.0)
+    method = AccT(iterations=2)
+    with registered(epsilon=1.5, delta=0.0) as ledger:
+        source = Source(*people(20), account=ledger.account("clinic"))
         with pytest.raises(ValueError, match="registered with 'add_remove'"):
-            source.begin(method, epsilon=1.0, adjacency="replace_one", ledger=ledger)
-        with pytest.raises(ValueError, match="needs an account"):
-            Source(*people(20)).begin(method, epsilon=1.0, ledger=ledger)
+            source.begin(method, epsilon=1.0, adjacency="replace_one")
         assert ledger.epsilon("clinic") == 0.0
-        talk = source.begin(method, epsilon=1.0, ledger=ledger)
+        talk = source.begin(method, epsilon=1.0)
         assert ledger.epsilon("clinic") == 1.0
         other = Source(*people(20)).begin(method, epsilon=1.0)
-        assert talk.answer(1.0) != other.answer(1.0)  # without a key, noise of its own
+        assert talk.answer(1.0) != other.answer(1.0)  # noise of its own
         with pytest.raises(BudgetExceeded):
-            source.begin(method, epsilon=1.0, ledger=ledger)
-        assert ledger.epsilon("clinic") == 1.0
+            source.begin(method, epsilon=1.0)
+        assert ledger.epsilon("clinic") == 1.0 and talk.answer(1.0).shape == (1,)
+
+
+def test_a_question_is_answered_once_and_may_be_repeated():
+    method = AccT(iterations=2)
+    with Source(*people(60)).begin(method, epsilon=1.0) as talk:
+        first = talk.answer(1.0)
+        assert (talk.answer(jnp.float32(1), round=0) == first).all() and talk.answered == 1
+        for other in (1.0000001, math.nan, -0.0):
+            with pytest.raises(ValueError, match=r"round=0 is answered at temperature 1\.0, not at"):
+                talk.answer(other, round=0)
+        for k in (2, 3, -1):
+            with pytest.raises((ValueError, RuntimeError), match=rf"round={k} cannot be answered|all 3 rounds"):
+                talk.answer(1.0, round=k)
+        second = talk.answer(math.nan, round=1)
+        assert (talk.answer(math.nan, round=1) == second).all()
+        second += 1  # the caller's own copy
+        assert (talk.answer(math.nan, round=1) == second - 1).all()
+    with pytest.raises(RuntimeError, match="the conversation was closed"):
+        talk.answer(1.0)
+    assert (talk.answer(1.0, round=0) == first).all()
+
+
+def test_threads_that_ask_at_once_do_not_share_noise(monkeypatch):
+    """Two questions in one round: one is answered, and the other is an error."""
+    answer = protocol._answer
+
+    def slow(*args):
+        time.sleep(0.05)
+        return answer(*args)
+
+    monkeypatch.setattr(protocol, "_answer", slow)
+    with Source(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk, ThreadPoolExecutor(4) as pool:
+        heard = [pool.submit(talk.answer, temperature, round=0) for temperature in (0.7, 1.3, 0.9, 0.7)]
+        errors = [future.exception() for future in heard]
+    assert sum(error is None for error in errors) in (1, 2) and talk.answered == 1
+    assert len({float(future.result()[0]) for future, error in zip(heard, errors, strict=True) if error is None}) == 1
+
+
+CHILD = """
+import os, signal, sys
+import numpy as np
+from jaxdp.privacy import Ledger
+from jaxdp.recalibration import AccT, Source, protocol
+
+path, workdir, dies_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
+rng = np.random.default_rng(0)
+with Ledger(path) as ledger:
+    source = Source(rng.normal(size=(20, 3)), rng.integers(0, 3, 20), account=ledger.account("clinic"))
+    with source.begin(AccT(iterations=2), epsilon=1.0, workdir=workdir) as talk:
+        print(talk.answered, flush=True)
+        if dies_after == 0:
+            protocol._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        for k, temperature in enumerate((1.0, 2.0, 3.0)):
+            print(talk.answer(temperature, round=k)[0], flush=True)
+            if talk.answered == dies_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_conversation_survives_kills_and_is_charged_once(tmp_path):
+    path, workdir = tmp_path / "ledger.sqlite", tmp_path / "talk"
+    registered(path, epsilon=1.0, delta=0.0).close()
+    heard = []
+    for dies_after, status in ((0, -signal.SIGKILL), (2, -signal.SIGKILL), (9, 0), (9, 0)):
+        arguments = [sys.executable, "-c", CHILD, path, workdir, str(dies_after)]
+        run = subprocess.run(arguments, cwd=ROOT, timeout=120, check=False, stdout=subprocess.PIPE, text=True)
+        assert run.returncode == status
+        heard.append(run.stdout.split())
+        assert (workdir / "secret_seed").exists() == bool(status)
+        with Ledger(path) as ledger:
+            assert ledger.epsilon("clinic") == 1.0
+    assert [int(rounds) for rounds, *_ in heard] == [0, 0, 2, 3]
+    assert [len(answers) for _, *answers in heard] == [0, 2, 3, 3]
+    for _, *answers in heard:
+        assert answers == heard[-1][1 : 1 + len(answers)]
+
+
+def test_a_closed_conversation_goes_on_in_its_workdir_and_with_nothing_else(tmp_path):
+    method, records = AccT(iterations=2), people(20)
+    with registered(epsilon=1.5, delta=0.0) as ledger:
+        source = Source(*records, account=ledger.account("clinic"))
+        with source.begin(method, epsilon=1.0, workdir=tmp_path) as talk:
+            first = talk.answer(1.0)
+            with pytest.raises(ValueError, match="another process is running"):
+                source.begin(method, epsilon=1.0, workdir=tmp_path)
+        assert (tmp_path / "secret_seed").exists()
+        other = Source(records[0] + 1e-3, records[1], account=ledger.account("clinic"))
+        for party, terms in (
+            (other, {"epsilon": 1.0}),
+            (source, {"epsilon": 0.5}),
+            (source, {"epsilon": 1.0, "method": AccT(iterations=3)}),
+        ):
+            with pytest.raises(ValueError, match="keeps another release"):
+                party.begin(**{"method": method, "workdir": tmp_path} | terms)
+        again = source.begin(method, epsilon=1.0, workdir=tmp_path)
+        assert again.answered == 1 and (again.answer(1.0, round=0) == first).all()
+        with pytest.raises(ValueError, match="round=0 is answered"):
+            again.answer(2.0, round=0)
+        second = again.answer(2.0)
+        again.answer(3.0)
+        assert not (tmp_path / "secret_seed").exists()
+        done = source.begin(method, epsilon=1.0, workdir=tmp_path)
+        assert (done.answer(2.0, round=1) == second).all() and ledger.epsilon("clinic") == 1.0
+        with pytest.raises(RuntimeError, match="all 3 rounds are answered"):
+            done.answer(1.0)
+
+
+class Calling(AccT):
+    def summand(self, k, records, temperature):
+        added = super().summand(k, records, temperature)
+        return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(added.shape, added.dtype), added)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "times"), [(AccT, "", 1), (AccT, " --xla_cpu_use_acl=false", 2), (Calling, "", 2)]
+)
+def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_path, monkeypatch, kind, flags, times):
+    method = kind(iterations=2)
+    with registered() as ledger:
+        source = Source(*people(20), account=ledger.account("clinic"))
+        with source.begin(method, epsilon=1.0, workdir=tmp_path) as talk:
+            first = talk.answer(1.0)
+        monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')}{flags}")
+        with source.begin(method, epsilon=1.0, workdir=tmp_path) as talk:
+            assert (talk.answer(1.0, round=0) == first).all()
+            assert talk.answer(1.0).shape == talk.answer(1.0).shape == (1,)
+        assert ledger.epsilon("clinic", delta=0.0) == times
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tmp_path):
+    """Its round is asked again: at the same temperature it says the same, at another one it has noise of its own."""
+    method, heard = HistogramBinning(bins=1), []
+    source = Source(*people(50))
+    source.begin(method, epsilon=1.0, workdir=tmp_path / "original").close()
+    for i, temperature in enumerate((1.0, 1.0, 2.0)):  # which this method's sums do not depend on
+        shutil.copytree(tmp_path / "original", tmp_path / str(i))
+        heard.append(source.begin(method, epsilon=1.0, workdir=tmp_path / str(i)).answer(temperature))
+    assert (heard[0] == heard[1]).all() and (heard[0] != heard[2]).any()
+
+
+def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
+    source = Source(*people(20))
+    with source.begin(AccT(iterations=2), epsilon=1.0, workdir=tmp_path) as talk:
+        monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError, match="no space left"):
+            talk.answer(1.0)
+        monkeypatch.undo()
+        assert talk.answered == 0 and talk.answer(2.0, round=0).shape == (1,)
 
 
 def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():

@@ -1,5 +1,6 @@
 """Recalibration end to end: results against float64 loops, payments, errors before payment, noise of its own."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -13,14 +14,24 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, Ledger, NonPrivateDpEvent, NoOpDpEvent, PureDpEvent
+from jaxdp.privacy import (
+    BudgetExceeded,
+    Ledger,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+)
+from jaxdp.privacy.events import composition
 from jaxdp.recalibration import (
     AccT,
+    HistogramBinning,
     NllT,
     Recalibration,
     Source,
     acc_t,
     ece_t,
+    event,
     histogram_binning,
     logistic_binning,
     nll_t,
@@ -181,12 +192,12 @@ def test_one_source_is_not_private_and_says_so():
     with Ledger.in_memory() as ledger:
         ledger.register("clinic", adjacency="add_remove", unit="patient")
         ledger.register("strict", adjacency="add_remove", unit="patient", epsilon=1e6, delta=0.0)
-        found = one_source(Source(*people(120), account="clinic"), ledger=ledger)
+        found = one_source(Source(*people(120), account=ledger.account("clinic")))
         assert isinstance(found.method, NllT) and found.event == NonPrivateDpEvent()
         assert found.temperature == nll_t([people(120)], epsilon=math.inf).temperature
         assert ledger.epsilon("clinic", delta=1e-5) == math.inf
         with pytest.raises(BudgetExceeded):
-            one_source(Source(*people(60), account="strict"), method=AccT(), ledger=ledger)
+            one_source(Source(*people(60), account=ledger.account("strict")), method=AccT())
 
 
 # --- Odd sources ------------------------------------------------------------------------------------------------------
@@ -201,10 +212,12 @@ def test_all_invalid_records_are_the_same_record(name, epsilon):
     bad[0, 0], bad[1, 2], bad[2, 5] = np.nan, np.inf, -np.inf
     many_kinds = np.concatenate([bad, logits[5:]]), np.concatenate([wrong, labels[5:]])
     one_kind = np.concatenate([np.full_like(bad, np.nan), logits[5:]]), labels
-    first, second = (
-        SHORT[name](divided(*records, SIZES), epsilon=epsilon, key=KEY) for records in (many_kinds, one_kind)
+    method = SHORT[name](SOURCES, epsilon=math.inf).method
+    first, second = (  # under one noise, which two releases of different records never share
+        MODULE.converse(method, MODULE._parties(divided(*records, SIZES)), KEY, epsilon=epsilon, adjacency="add_remove")
+        for records in (many_kinds, one_kind)
     )
-    for one, other in zip(jax.tree.leaves(first.parameters), jax.tree.leaves(second.parameters), strict=True):
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -240,9 +253,9 @@ def test_the_result_shows_methods_parameters_and_the_price_alone():
 # --- Noise ------------------------------------------------------------------------------------------------------------
 
 
-def counts(**arguments):
+def counts(sources=SOURCES, **arguments):
     """Something that is different whenever the noise is."""
-    return histogram_binning(SOURCES, epsilon=1.0, **arguments).parameters.tolist()
+    return histogram_binning(sources, epsilon=1.0, **arguments).parameters.tolist()
 
 
 def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
@@ -252,11 +265,18 @@ def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
 
 
 def test_payments_never_share_noise():
-    with Ledger.in_memory() as ledger:
-        for i in range(len(SOURCES)):
-            ledger.register(f"source {i}", adjacency="add_remove", unit="patient")
-        results = [counts(key=KEY, ledger=ledger) for _ in range(3)]
-        assert len(set(map(tuple, results))) == 3
+    with registered({f"source {i}": None for i in range(len(SOURCES))}) as ledger:
+        paying = [Source(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)]
+        once = counts(paying, key=KEY)
+        assert counts(paying, key=KEY) == once  # the same release, paid once
+        assert ledger.events("source 0") == {None: PureDpEvent(1.0)}
+        changed = [*paying[:4], dataclasses.replace(paying[4], labels=paying[4].labels[::-1].copy())]
+        found = [counts(changed, key=KEY), *(counts(paying) for _ in range(3))]
+        assert ledger.events("source 0") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 5)}
+        assert len(set(map(tuple, [once, *found]))) == 5
+        # A label that is changed moves counts by ones, noise of 30 bins by more.
+        exact = [histogram_binning(sources, epsilon=math.inf).parameters for sources in (paying, changed)]
+        assert np.abs(np.subtract(found[0], once)).max() > np.abs(np.subtract(*exact)).max()
 
 
 def test_sources_do_not_share_noise():
@@ -303,14 +323,14 @@ def registered(budgets, adjacency="add_remove", ledger=None):
     return ledger
 
 
-def clinics(*names):
-    return [Source(*people(20, seed=i), account=name) for i, name in enumerate(names)]
+def clinics(ledger, *names):
+    return [Source(*people(20, seed=i), account=ledger.account(name)) for i, name in enumerate(names)]
 
 
 @pytest.fixture
 def silent(monkeypatch):
     """Sources answer nothing: what is tested is who pays."""
-    monkeypatch.setattr(MODULE, "_converse", lambda *args: None)
+    monkeypatch.setattr(MODULE, "converse", lambda *args, **kwargs: none().parameters)
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -318,11 +338,10 @@ def test_every_account_pays_epsilon_once(name):
     with registered(
         {"north": 1.0, "south": None, "source 2": 2.0, "source 3": 0.7, "west": 1.0, "east": 1.0}
     ) as ledger:
-        named = [
-            Source(*records, account=account) for records, account in zip(SOURCES, ("north", "south"), strict=False)
-        ]
-        found = SHORT[name]([*named, *SOURCES[2:4], Source(*SOURCES[4], account="west")], epsilon=0.7, ledger=ledger)
-        for account in ("north", "south", "source 2", "source 3", "west"):
+        names = ("north", "south", "source 2", "source 3", "west")
+        sources = [Source(*records, account=ledger.account(name)) for records, name in zip(SOURCES, names, strict=True)]
+        found = SHORT[name](sources, epsilon=0.7)
+        for account in names:
             assert ledger.epsilon(account, delta=0.0) == 0.7 == found.event.epsilon
             assert ledger.events(account) == {None: PureDpEvent(0.7)}
         assert ledger.epsilon("east") == 0.0
@@ -331,23 +350,23 @@ def test_every_account_pays_epsilon_once(name):
 
 def test_an_account_of_two_sources_pays_twice(silent):
     with registered({"north": 1.0, "south": 1.0}) as ledger:
-        acc_t(clinics("north", "south", "north"), epsilon=0.4, ledger=ledger)
+        acc_t(clinics(ledger, "north", "south", "north"), epsilon=0.4)
         assert ledger.epsilon("north") == pytest.approx(0.8) and ledger.epsilon("south") == 0.4
         with pytest.raises(BudgetExceeded, match="'north'"):
-            acc_t(clinics("south", "north", "north"), epsilon=0.15, ledger=ledger)
+            acc_t(clinics(ledger, "south", "north", "north"), epsilon=0.15)
         assert ledger.epsilon("north") == pytest.approx(0.8) and ledger.epsilon("south") == 0.4
 
 
 @pytest.fixture
 def no_computing(monkeypatch):
     """Fails the test if a source is asked anything."""
-    monkeypatch.setattr(MODULE, "_converse", lambda *args: pytest.fail("a source was asked"))
+    monkeypatch.setattr(MODULE, "converse", lambda *args, **kwargs: pytest.fail("a source was asked"))
 
 
 def test_if_one_account_cannot_pay_nobody_pays_or_answers(no_computing):
     with registered({"north": 1.0, "south": 0.5, "west": 1.0}) as ledger:
         with pytest.raises(BudgetExceeded, match="'south'") as error:
-            acc_t(clinics("north", "south", "west"), epsilon=0.7, ledger=ledger)
+            acc_t(clinics(ledger, "north", "south", "west"), epsilon=0.7)
         assert error.value.would_spend == pytest.approx(0.7)
         assert [ledger.epsilon(name) for name in ("north", "south", "west")] == [0.0, 0.0, 0.0]
         assert ledger.report()["datasets"][0]["spends"] == []
@@ -372,9 +391,9 @@ MISTAKES = {
     "no list": ({"sources": GOOD}, TypeError, r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray"),
     "triple": ({"sources": [(*GOOD, 3)]}, TypeError, r"sources\[0\] must be a pair"),
     "classes": ({"sources": [GOOD, people(9, m=4)]}, ValueError, r"same number of classes, got .* \[4, 6\]"),
-    "labels": ({"sources": [(GOOD[0], GOOD[1] * 1.0)]}, TypeError, "'source 0' .* integer labels, got .* float64"),
-    "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, "'source 1' must have logits"),
-    "unregistered": ({"sources": [GOOD] * 3}, ValueError, "'source 2'"),
+    "labels": ({"sources": [(GOOD[0], GOOD[1] * 1.0)]}, TypeError, r"sources\[0\].* integer labels, got .* float64"),
+    "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* must have logits"),
+    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account and others have"),
 }
 
 
@@ -382,8 +401,12 @@ MISTAKES = {
 def test_mistakes_are_named_before_anything_is_spent(mistake, no_computing):
     arguments, error, words = MISTAKES[mistake]
     with registered({"source 0": 1.0, "source 1": 1.0}) as ledger:
+        given = {"sources": [0, 1], "epsilon": 0.5} | arguments
+        if given["sources"] is not GOOD:  # numbers stand for sources that can pay
+            paying = clinics(ledger, "source 0", "source 1")
+            given["sources"] = [paying[one] if isinstance(one, int) else one for one in given["sources"]]
         with pytest.raises(error, match=words) as raised:
-            acc_t(**{"sources": [GOOD, GOOD], "epsilon": 0.5, "ledger": ledger} | arguments)
+            acc_t(**given)
         assert "20" not in str(raised.value) and "19" not in str(raised.value)  # sizes are private
         assert ledger.epsilon("source 0") == ledger.epsilon("source 1") == 0.0
 
@@ -399,32 +422,50 @@ def test_mistakes_of_the_other_methods_are_named_before_anything_is_spent(no_com
             (logistic_binning, {"edges": (1.0, 0.0)}, "edges .* got"),
         ]:
             with pytest.raises(ValueError, match=words):
-                method([GOOD], epsilon=0.5, ledger=ledger, **arguments)
+                method(clinics(ledger, "source 0"), epsilon=0.5, **arguments)
         assert ledger.epsilon("source 0") == 0.0
 
 
 def test_the_adjacency_is_that_of_the_account(silent):
     with registered({"north": 1.0}, adjacency="replace_one") as ledger:
-        found = acc_t(clinics("north"), epsilon=1.0, adjacency="replace_one", ledger=ledger)
+        found = acc_t(clinics(ledger, "north"), epsilon=1.0, adjacency="replace_one")
         assert found.method.split  # by default where that needs less noise
         assert ledger.epsilon("north") == 1.0
         with pytest.raises(ValueError, match="'add_remove', but 'north' is registered with 'replace_one'"):
-            acc_t(clinics("north"), epsilon=1.0, ledger=ledger)
-    assert not acc_t(clinics("north"), epsilon=1.0).method.split
+            acc_t(clinics(ledger, "north"), epsilon=1.0)
+    assert not acc_t([people(20)], epsilon=1.0).method.split
+
+
+def test_accounts_of_several_ledgers_pay_nothing(no_computing):
+    with registered({"north": 1.0}) as one, registered({"south": 1.0}) as other:
+        with pytest.raises(ValueError, match="must be of one ledger"):
+            acc_t([*clinics(one, "north"), *clinics(other, "south")], epsilon=0.5)
+        assert one.epsilon("north") == other.epsilon("south") == 0.0
+
+
+def test_what_planners_ask_is_what_is_charged():
+    assert (event(0.3), event(math.inf)) == (PureDpEvent(0.3), NonPrivateDpEvent())
+    with registered({"north": None}) as ledger:
+        for epsilon in (0.3, math.inf):
+            found = histogram_binning(clinics(ledger, "north"), epsilon=epsilon)
+            assert found.event == event(epsilon)
+        assert composition(ledger.events("north")[None]) == {PureDpEvent(0.3): 1, NonPrivateDpEvent(): 1}
 
 
 def test_a_failure_while_sources_answer_stays_charged(monkeypatch):
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(MODULE, "_converse", fail)
+    monkeypatch.setattr(MODULE, "converse", fail)
     with registered({"north": 1.0, "south": 1.0}) as ledger:
         with pytest.raises(RuntimeError, match="power cut"):
-            acc_t(clinics("north", "south"), epsilon=0.5, ledger=ledger)
+            acc_t(clinics(ledger, "north", "south"), epsilon=0.5)
         assert ledger.epsilon("north") == ledger.epsilon("south") == 0.5
         statuses = [row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]]
         assert statuses == ["failed", "failed"]
 
+
+# --- What a crash leaves ----------------------------------------------------------------------------------------------
 
 DIE = """
 import os, signal, sys
@@ -432,21 +473,162 @@ import numpy as np
 import jaxdp.recalibration.recalibrate
 from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Source, acc_t
-sys.modules["jaxdp.recalibration.recalibrate"]._converse = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+path, workdir, dies = sys.argv[1], sys.argv[2] or None, sys.argv[3] == "dies"
+module = sys.modules["jaxdp.recalibration.recalibrate"]
+converse = module.converse
+
+def answers(*args, **kwargs):
+    found = converse(*args, **kwargs)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+module.converse = answers
 records = np.zeros((3, 2), np.float32), np.zeros(3, int)
-acc_t([Source(*records, account=name) for name in ("north", "south")], epsilon=0.5, ledger=Ledger(sys.argv[1]))
+with Ledger(path) as ledger:
+    sources = [Source(*records, account=ledger.account(name)) for name in ("north", "south")]
+    print(acc_t(sources, epsilon=0.5, workdir=workdir).temperature)
 """
+
+
+def started(path, workdir, how):
+    arguments = [sys.executable, "-c", DIE, path, workdir, how]
+    return subprocess.run(arguments, cwd=ROOT, timeout=120, check=False, env=os.environ, stdout=subprocess.PIPE)
 
 
 def test_a_kill_while_sources_answer_leaves_every_account_charged(tmp_path):
     path = tmp_path / "ledger.sqlite"
     registered({"north": 1.0, "south": 1.0}, ledger=Ledger(path)).close()
-    done = subprocess.run([sys.executable, "-c", DIE, path], cwd=ROOT, timeout=120, check=False, env=os.environ)
-    assert done.returncode == -signal.SIGKILL
+    assert started(path, "", "dies").returncode == -signal.SIGKILL
     with Ledger(path) as ledger:
         assert ledger.epsilon("north") == ledger.epsilon("south") == 0.5
         statuses = [row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]]
         assert statuses == ["reserved", "reserved"]
+
+
+def test_a_workdir_that_survives_a_kill_goes_on_for_nothing(tmp_path):
+    path, workdir = tmp_path / "ledger.sqlite", tmp_path / "run"
+    registered({"north": 0.5, "south": 0.5}, ledger=Ledger(path)).close()
+    assert started(path, workdir, "dies").returncode == -signal.SIGKILL
+    assert (workdir / "secret_seed").exists() and not (workdir / "released.safetensors").exists()
+    done = [started(path, workdir, "lives") for _ in range(2)]
+    assert [run.returncode for run in done] == [0, 0]
+    assert done[0].stdout == done[1].stdout and 0.5 < float(done[0].stdout) < 3
+    assert not list(tmp_path.rglob("secret_seed"))
+    with Ledger(path) as ledger:
+        assert ledger.epsilon("north") == ledger.epsilon("south") == 0.5
+        assert [row for entry in ledger.report()["datasets"] for row in entry["open"]] == []
+
+
+class PowerCut(Exception):
+    """In place of a crash."""
+
+
+@pytest.fixture
+def dying(monkeypatch):
+    """Makes the first conversation die once it has its result, which it writes down."""
+    heard, converse = [], MODULE.converse
+
+    def answers(*args, **kwargs):
+        heard.append(converse(*args, **kwargs))
+        if len(heard) == 1:
+            raise PowerCut
+        return heard[-1]
+
+    monkeypatch.setattr(MODULE, "converse", answers)
+    return heard
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_what_is_started_again_after_a_crash_is_the_same_and_is_charged_once(name, tmp_path, dying):
+    with registered({"north": 1.0, "south": 1.0}) as ledger:
+        ask = functools.partial(SHORT[name], clinics(ledger, "north", "south"), epsilon=1.0, workdir=tmp_path)
+        with pytest.raises(PowerCut):
+            ask()
+        found, again = ask(), ask()
+        assert len(dying) == 2 and same(dying[0], dying[1])  # the third is kept
+        assert same(found.parameters, dying[0]) and same(again.parameters, found.parameters)
+        assert jax.tree.structure(again.parameters) == jax.tree.structure(found.parameters)
+        shapes = [[leaf.shape for leaf in jax.tree.leaves(one.parameters)] for one in (found, again)]
+        assert shapes[0] == shapes[1]
+        assert ledger.epsilon("north") == ledger.epsilon("south") == 1.0
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighted(HistogramBinning):
+    """A method that a user writes; the class says nothing of the weight."""
+
+    def summand(self, k, records, temperature):
+        return WEIGHT["now"] * super().summand(k, records, temperature)
+
+    def sensitivity(self, k, adjacency, num_classes):
+        return 1.0
+
+
+WEIGHT = {"now": 1.0}
+
+
+@pytest.mark.parametrize("change", ["records", "labels", "division", "epsilon", "method", "flags", "nothing"])
+def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, tmp_path, dying, monkeypatch):
+    logits, labels = people(40)
+    with registered({"north": None, "south": None}) as ledger:
+
+        def ask(logits=logits, labels=labels, cut=20, epsilon=1.0):
+            jax.clear_caches()  # as in a process of its own
+            parts = divided(logits, labels, [cut, 40 - cut])
+            names = ("north", "south")
+            sources = [Source(*part, account=ledger.account(name)) for part, name in zip(parts, names, strict=True)]
+            return recalibrate(Weighted(bins=3), sources, epsilon=epsilon, workdir=tmp_path)
+
+        with pytest.raises(PowerCut):
+            ask()
+        changed = {"records": {"logits": logits * 1.0001}, "division": {"cut": 19}, "epsilon": {"epsilon": 1.5}}
+        changed["labels"] = {"labels": np.where(np.arange(40) == 7, (labels + 1) % 6, labels)}
+        if change == "flags":
+            monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true")
+        if change == "method":
+            monkeypatch.setitem(WEIGHT, "now", 0.5)
+        ask(**changed.get(change, {}))
+        assert same(*dying) == (change == "nothing")
+        spent = sum(composition(ledger.events("north")[None]).values())
+        assert spent == (1 if change == "nothing" else 2)
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+def test_a_method_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path, dying):
+    class Calling(HistogramBinning):
+        def summand(self, k, records, temperature):
+            added = super().summand(k, records, temperature)
+            return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(added.shape, added.dtype), added)
+
+    with registered({"north": None}) as ledger:
+        ask = functools.partial(recalibrate, Calling(), clinics(ledger, "north"), epsilon=1.0, workdir=tmp_path)
+        with pytest.raises(PowerCut):
+            ask()
+        found = ask()
+        assert not same(*dying) and ledger.events("north") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 2)}
+        assert same(ask().parameters, found.parameters) and len(dying) == 2  # what is kept is kept
+        assert ledger.events("north") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 2)}
+
+
+def test_a_workdir_keeps_one_result(tmp_path):
+    with registered({"north": 1.0}) as ledger:
+        SHORT["acc"](clinics(ledger, "north"), epsilon=0.5, workdir=tmp_path)
+        for change in ({"epsilon": 0.25}, {"iterations": 3}, {"adjacency": "replace_one"}):
+            with pytest.raises(ValueError, match=r"keeps another release|registered with 'add_remove'"):
+                SHORT["acc"](clinics(ledger, "north"), **{"epsilon": 0.5, "workdir": tmp_path} | change)
+        with pytest.raises(ValueError, match="keeps another release"):
+            SHORT["acc"]([Source(*people(20, seed=5), account=ledger.account("north"))], epsilon=0.5, workdir=tmp_path)
+        assert ledger.epsilon("north") == 0.5
+    with registered({"north": 1.0}) as restored:  # an older copy does not know what is kept
+        SHORT["acc"](clinics(restored, "north"), epsilon=0.5, workdir=tmp_path)
+        assert restored.epsilon("north") == 0.5
 
 
 # --- Speed ------------------------------------------------------------------------------------------------------------
@@ -455,7 +637,7 @@ def test_a_kill_while_sources_answer_leaves_every_account_charged(tmp_path):
 def test_other_data_keys_epsilons_and_divisions_compile_nothing():
     def once(seed, epsilon, sizes):
         records = people(120, seed=seed)
-        return SHORT["acc"](divided(*records, sizes), epsilon=epsilon, key=jax.random.fold_in(KEY, seed))
+        return SHORT["acc"](divided(*records, sizes), epsilon=epsilon, key=jax.random.fold_in(KEY, 3 + seed))
 
     play = MODULE._play
     once(0, 1.0, SIZES)
@@ -470,10 +652,8 @@ def test_other_data_keys_epsilons_and_divisions_compile_nothing():
 def test_every_function_has_the_common_arguments():
     for function in BY_NAME.values():
         parameters = inspect.signature(function).parameters
-        assert list(parameters)[:3] == ["sources", "epsilon", "key"] and list(parameters)[-2:] == [
-            "adjacency",
-            "ledger",
-        ]
+        assert list(parameters)[:3] == ["sources", "epsilon", "key"]
+        assert list(parameters)[-2:] == ["adjacency", "workdir"]
         assert parameters["key"].default is None and parameters["adjacency"].default == "add_remove"
         assert {p.kind for name, p in parameters.items() if name != "sources"} == {inspect.Parameter.KEYWORD_ONLY}
     assert inspect.signature(acc_t).parameters["bracket"].default == (0.5, 3.0)
