@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.privacy import Account
+from jaxdp.release import Release, program, stream
 from jaxdp.split.augment import augmented_batch, retrieve_neighbors
+from jaxdp.split.private import published_event
 from jaxdp.transforms import noise
 
 
@@ -65,12 +68,19 @@ class Copies:
             lambda: x,
         )
 
+    def materialized(self) -> np.ndarray:
+        """All copies [1 + copies, n, T, D] in the memory of the host, made one number after the other."""
+        images = jnp.arange(len(self.representations), dtype=jnp.int32)
+        numbers = range(1 + self.copies)
+        return np.stack([np.asarray(_batch(self, images, jnp.full_like(images, number))) for number in numbers])
+
 
 jax.tree_util.register_dataclass(
     Copies,
     data_fields=["representations", "neighbors", "key", "laplace_scale"],
     meta_fields=["copies", "n_patches", "prefix_tokens"],
 )
+_batch = jax.jit(Copies.batch)
 
 
 def augment_then_noise(
@@ -126,6 +136,87 @@ def noise_then_augment(
     return augment_then_noise(
         patch_key, noisy, laplace_scale=0.0, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
     )
+
+
+# --- For a till -------------------------------------------------------------------------------------------------------
+
+
+def plan_copies(
+    account: Account,
+    *,
+    representations: jax.Array,
+    laplace_scale: float,
+    copies: int = 64,
+    n_patches: int,
+    prefix_tokens: int,
+    label: str,
+) -> Release[np.ndarray]:
+    """Returns the upload of `augment_then_noise` for a till (`jaxdp.release.Till`); spends nothing.
+
+    Args:
+      account: that pays `published_event`: nothing about this upload is proven.
+      representations, laplace_scale, copies, n_patches, prefix_tokens: as in `augment_then_noise`.
+      label: for people who read the ledger. Never put data in it.
+
+    Returns:
+      A release of all copies, float32 [1 + copies, n, T, D].
+
+    Raises:
+      ValueError: as `augment_then_noise`.
+    """
+    _check_copies(laplace_scale, copies)
+    x, sizes = jnp.asarray(representations), (copies, n_patches, prefix_tokens)
+    # Traced now: what cannot run costs nothing.
+    neighbors = jax.eval_shape(retrieve_neighbors, x)
+    key, images = stream(bytes(16), "copies", impl="threefry2x32"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
+    traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), *sizes)
+    texts = [program(retrieve_neighbors, x), program(_batch, traced, images, images)]
+
+    def compute(secret: bytes) -> np.ndarray:
+        key = stream(secret, "copies", impl="threefry2x32")
+        made = augment_then_noise(
+            key, x, laplace_scale=laplace_scale, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
+        )
+        return made.materialized()
+
+    return Release(
+        label=label,
+        charges=[(account, published_event(laplace_scale))],
+        facts=lambda: [x, laplace_scale, *sizes],
+        programs=lambda: texts,
+        compute=compute,
+    )
+
+
+def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: float, label: str) -> Release[jax.Array]:
+    """Returns one noisy copy of every representation for a till (`jaxdp.release.Till`); spends nothing.
+
+    Args:
+      account: that pays `published_event`: nothing about this upload is proven.
+      representations: float32 [n, T, D].
+      laplace_scale: b >= 0, in units of the representation; 0 adds no noise.
+      label: for people who read the ledger. Never put data in it.
+
+    Returns:
+      A release of representations plus noise, float32 [n, T, D].
+
+    Raises:
+      ValueError: a negative scale.
+    """
+    x, event = jnp.asarray(representations), published_event(laplace_scale)
+    text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
+    return Release(
+        label=label,
+        charges=[(account, event)],
+        facts=lambda: [x, laplace_scale],
+        programs=lambda: [text],
+        compute=lambda secret: _noisy(stream(secret, "noise"), x, laplace_scale),
+    )
+
+
+@jax.jit
+def _noisy(key: jax.Array, x: jax.Array, scale: float) -> jax.Array:
+    return x + noise.laplace(key, x, scale)
 
 
 def _check_copies(laplace_scale: float, copies: int) -> None:

@@ -18,9 +18,9 @@ import hashlib
 import itertools
 import math
 import os
-import secrets
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -307,11 +307,8 @@ class Uploaded:
 
     @classmethod
     def of(cls, copies: Copies, *, num_classes: int) -> "Uploaded":
-        """All copies in the memory of the host, made one after the other."""
-        images = jnp.arange(len(copies.representations), dtype=jnp.int32)
-        batch = jax.jit(Copies.batch)
-        made = [np.asarray(batch(copies, images, jnp.full_like(images, k))) for k in range(1 + copies.copies)]
-        return cls(np.stack(made), num_classes)  # type: ignore[arg-type]
+        """All copies in the memory of the host."""
+        return cls(copies.materialized(), num_classes)  # type: ignore[arg-type]
 
     @property
     def representations(self) -> jax.Array:
@@ -372,7 +369,7 @@ def mode_of(upload: Upload) -> str:
 
 
 def send_upload(folder: str | os.PathLike[str], upload: Upload, shipment: Shipment) -> None:
-    """Writes the package "upload". It charges nothing: spend before.
+    """Writes the package "upload". It charges nothing: a till calls it with what was paid for.
 
     Raises:
       FileExistsError: `folder` exists.
@@ -526,7 +523,7 @@ def file_gradients(folder: Path, *, timeout: float) -> Gradients:
     """The client behind a folder, as `adapt_by_client` asks it; forgets what an earlier server asked there."""
     for stale in (*folder.glob("[!.]*.logits"), *folder.glob("[!.]*.gradients")):
         _remove(stale)
-    run, steps = secrets.token_hex(4), itertools.count()
+    run, steps = uuid.uuid4().hex[:8], itertools.count()
     return lambda logits, images: ask(folder / f"{run}-{next(steps):08d}", logits, images, timeout=timeout)
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import Account, Ledger
+from jaxdp.release import alone, bind, finished_result, write_json
 from jaxdp.report import format_table, plot_curves, plot_images
-from jaxdp.report.workdir import bind, finished_result, write_json
-from jaxdp.split.private import published_event
 from jaxdp.split.study import ONCE, PUBLISHED, Study, Variant
 from jaxdp.split.tasks import Labelled, Task
 
@@ -69,7 +68,7 @@ ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle")
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the experiment, or what is left of it, and returns its result.
 
-    Every run is kept as soon as it is done; an interrupted experiment goes on with the next.
+    Every run is kept as soon as it is done; an interrupted experiment goes on with the next, and pays nothing twice.
 
     Args:
       config: the experiment.
@@ -83,27 +82,39 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           backbone.safetensors     the server's model, if it was trained here
 
     Raises:
-      ValueError: the workdir belongs to an experiment with another config, the config is inconsistent, or the client's
-        images are not declared a public benchmark.
+      ValueError: the workdir belongs to an experiment with another config or is in use by another process, the config
+        is inconsistent, or the client's images are not declared a public benchmark.
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
-    if (result := finished_result(config, root, _summary)) is not None:
-        return result
     if not config.public_benchmark:
         raise ValueError(
             "config.public_benchmark must be True: accuracies and reconstructions are functions of the client's images "
             "that no ledger pays for. A client with private images uses launch/split_client.py."
         )
     _check(config)
-    bind(config, root)
-    study = Study(config, root)
-    runs = _Runs(study, root)
+    with alone(root):
+        if (result := finished_result(config, root, _summary)) is not None:
+            return result
+        bind(config, root)
+        with Ledger(root / "ledger.sqlite") as ledger:
+            result = _results(_Runs(Study(config, root), root, ledger))
+        (root / "tables.md").write_text(_tables(config, result))
+        _figures(config, result, root)
+        write_json(root / "result.json", result)
+        print(f"\n{_summary(result)}\n\nIn {root}: tables.md, figures, ledger.sqlite.")
+        return result
+
+
+def _results(runs: "_Runs") -> dict[str, Any]:
+    """All runs, or what is left of them."""
+    study, config = runs.study, runs.study.config
+    published = _client(runs.ledger, PUBLISHED_CLIENT, config.private.delta)
     table_1 = list(itertools.product(config.methods, config.shots))
     accuracy: dict[str, Any] = {}
     for name, shots in tqdm(table_1, desc="accuracy", unit="cell"):
         accuracy.setdefault(name, {})[str(shots)] = runs.method(name, shots)
-    result = {
+    return {
         "classes": study.setting.client.num_classes,
         "learning_rates": runs.rates,
         "accuracy": accuracy,
@@ -113,7 +124,10 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         },
         "ablation": _ablations(runs),
         "attacks": {
-            name: runs.attack(f"attack, {name}", UPLOADS[name], config.attack.attackers)
+            # The ledger shows what it costs to be the client whose upload is attacked.
+            name: runs.attack(
+                f"attack, {name}", UPLOADS[name], config.attack.attackers, account=published if name == SA else None
+            )
             for name in tqdm(config.attack.uploads, desc="attacks", unit="upload")
         },
         "attacks_private": {
@@ -122,13 +136,8 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         },
         "noise": _noise(runs),
         "private": _private(runs),
-        "costs": _kept(root / "runs" / "costs.json", study.costs),
+        "costs": _kept(runs.root / "runs" / "costs.json", study.costs),
     }
-    (root / "tables.md").write_text(_tables(config, result))
-    _figures(config, result, root)
-    write_json(root / "result.json", result)
-    print(f"\n{_summary(result)}\n\nIn {root}: tables.md, figures, ledger.sqlite.")
-    return result
 
 
 def _check(config: Any) -> None:
@@ -168,11 +177,12 @@ class _Runs:
     Attributes:
       study: what is run.
       root: the workdir.
+      ledger: what clients pay from.
       rates: learning rates by method.
     """
 
-    def __init__(self, study: Study, root: pathlib.Path):
-        self.study, self.root = study, root
+    def __init__(self, study: Study, root: pathlib.Path, ledger: Ledger):
+        self.study, self.root, self.ledger = study, root, ledger
         self.rates = self._learning_rates()
 
     def method(self, name: str, shots: int) -> dict[str, Any]:
@@ -191,11 +201,15 @@ class _Runs:
 
         return self._repeat(label, make, seeds)
 
-    def attack(self, label: str, variant: Variant | None, names: Sequence[str]) -> dict[str, Any]:
+    def attack(
+        self, label: str, variant: Variant | None, names: Sequence[str], *, account: Account | None = None
+    ) -> dict[str, Any]:
         """Reconstructions from one client's uploads: moments over images by attacker and score."""
-        return self._attack(
-            label, lambda few, seed: self.study.reconstruct(few, variant, names=tuple(names), seed=seed)
-        )
+
+        def reconstruct(few: Labelled, seed: int) -> Any:
+            return self.study.reconstruct(few, variant, names=tuple(names), seed=seed, account=account)
+
+        return self._attack(label, reconstruct)
 
     def attack_private(self, epsilon: float) -> dict[str, Any]:
         """The same from a private upload."""
@@ -225,22 +239,20 @@ class _Runs:
 
         return _kept(self.root / "runs" / f"{label}.json", make)
 
-    def private(self, ledger: Ledger, shots: int, dimensions: int, epsilon: float) -> dict[str, Any]:
+    def private(self, shots: int, dimensions: int, epsilon: float) -> dict[str, Any]:
         """The private mode on the client's task: moments over the seeds, and what a client's ledger shows."""
         study, task = self.study, self.study.setting.client
 
         def make(seed: int) -> dict[str, float]:
             name = f"client {seed}, {shots} shots, {dimensions} dimensions, epsilon {epsilon:g}"
-            few = task.few(shots, seed)
             return study.private(
-                ledger,
+                _client(self.ledger, name, study.config.private.delta),
                 task,
-                few,
+                task.few(shots, seed),
                 epsilon=epsilon,
                 dimensions=dimensions,
                 learning_rate=self.rates[PRIVATE],
                 seed=seed,
-                name=name,
             )
 
         label = f"private, {shots} shots, {dimensions} dimensions, epsilon {epsilon:g}"
@@ -276,10 +288,17 @@ class _Runs:
                 # At the largest epsilon, where rates can be told apart.
                 few = task.few(min(max(options.shots), task.most_shots), seed)
                 chosen: Any = {"epsilon": max(options.epsilons), "dimensions": options.dimensions[0]}
-                with Ledger.in_memory() as ledger:
-                    run = study.private(ledger, task, few, **chosen, learning_rate=rate, seed=seed, name="tuning")
+                with Ledger.in_memory() as ledger:  # the images are the server's own
+                    account = _client(ledger, "tuning", options.delta)
+                    run = study.private(account, task, few, **chosen, learning_rate=rate, seed=seed)
             accuracies.append(run["accuracy"])
         return {"accuracy": float(np.mean(accuracies))}
+
+
+def _client(ledger: Ledger, name: str, delta: float) -> Account:
+    """A client of the experiment's: its images pay for what it uploads."""
+    ledger.register(name, adjacency="replace_one", unit="image", delta=delta)
+    return ledger.account(name)
 
 
 def _method(study: Study, name: str, task: Task, shots: int, seed: int, rate: float) -> dict[str, float]:
@@ -322,13 +341,8 @@ def _noise(runs: _Runs) -> dict[str, Any]:
 
 def _private(runs: _Runs) -> list[dict[str, Any]]:
     options = runs.study.config.private
-    with Ledger(runs.root / "ledger.sqlite") as ledger:
-        ledger.register(PUBLISHED_CLIENT, adjacency="replace_one", unit="image", delta=options.delta)
-        event = published_event(runs.study.config.client.laplace * runs.study.unit)
-        with ledger.spend(PUBLISHED_CLIENT, event, label=SA, token="upload"):
-            pass
-        cells = list(itertools.product(options.shots, options.dimensions, options.epsilons))
-        return [runs.private(ledger, *cell) for cell in tqdm(cells, desc="private", unit="cell")]
+    cells = list(itertools.product(options.shots, options.dimensions, options.epsilons))
+    return [runs.private(*cell) for cell in tqdm(cells, desc="private", unit="cell")]
 
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -342,8 +356,7 @@ def _moments(values: Any) -> dict[str, Any]:
     return {"mean": float(values.mean()), "error": error}
 
 
-# --- Tables and figures
-# -------------------------------------------------------------------------------------------------
+# --- Tables and figures -----------------------------------------------------------------------------------------------
 
 
 def _tables(config: Any, result: Mapping[str, Any]) -> str:

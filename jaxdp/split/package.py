@@ -14,9 +14,9 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import shutil
 import tokenize
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def write_package(
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already; packages are never overwritten: choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
     partial.mkdir()
     try:
         entries = []

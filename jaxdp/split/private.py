@@ -13,14 +13,15 @@ and training, which corrects for noisy labels by `label_noise_matrix`. The adver
 with its label, neighbours differ by replacing one image; how many images there are is public.
 
     release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
-    released = release_privately(ledger, "scans", release=release, representations=x, labels=y, projection=projection)
+    account = ledger.account("scans")
+    released = release_privately(account, release=release, representations=x, labels=y, projection=projection)
 """
 
 import dataclasses
 import fractions
 import functools
-import hmac
 import math
+import os
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,16 +30,17 @@ import numpy as np
 import scipy.linalg
 
 from jaxdp.privacy import (
+    Account,
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
-    Ledger,
     NonPrivateDpEvent,
     PureDpEvent,
     UnprovenDpEvent,
     calibrate_noise,
     unproven,
 )
+from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
 
 Mechanism = Literal["gaussian", "laplace"]
@@ -148,7 +150,12 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
         raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}")
-    return _clip(x, clip_norm * (1 - (x.shape[1] + 8) * 2.0**-23), order)
+    return _clip(x, _below(clip_norm, x.shape[1]), order)
+
+
+def _below(clip_norm: float, k: int) -> float:
+    """The norm to which rows of k numbers are scaled, so that rounding leaves them below clip_norm."""
+    return clip_norm * (1 - (k + 8) * 2.0**-23)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -189,9 +196,14 @@ def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilo
     noise.check_key(key)
     threshold = _threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
+    return _respond(jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold)
+
+
+def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
+    """Answers int32 [n] from words uint32 [2, n], in integers."""
     if threshold == 0:
         return labels
-    words = np.asarray(jax.random.bits(key, (2, len(labels)), jnp.uint32)).astype(np.uint64)
+    words = np.asarray(words).astype(np.uint64)
     # Of 2**64 numbers the first K - 1 runs of `threshold` stand for the other labels, the rest for the true one.
     run = (words[0] << np.uint64(32) | words[1]) // np.uint64(threshold)
     shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
@@ -364,6 +376,8 @@ class PrivateRelease:
                 f"projection with mean {mean.shape} and directions {directions.shape} does not fit representations "
                 f"{shape}; fit it on representations of the same frontend"
             )
+        if directions.shape[1] > _WIDEST:
+            raise ValueError(f"projection has {directions.shape[1]} directions; at most {_WIDEST} can be clipped")
         if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
             raise ValueError("projection has NaN or infinite entries; fit it again")
         if np.shape(labels) != shape[:1]:
@@ -397,75 +411,128 @@ class PrivateRelease:
         """
         noise.check_key(key)
         self.check(representations, labels=labels, projection=projection)
-        feature_key, label_key = jax.random.split(key)
-        coordinates = project(projection, _float32(representations))
-        clipped = clip_representation(coordinates, self.clip_norm, order=2 if self.mechanism == "gaussian" else 1)
-        draw = noise.gaussian if self.mechanism == "gaussian" else noise.laplace
-        noisy_labels = randomized_response(label_key, labels, num_classes=self.num_classes, epsilon=self.label_epsilon)
-        return Released(clipped + draw(feature_key, clipped, self.noise_scale), noisy_labels)
+        arrays, options = self._arguments(representations, projection, shuffle=False)
+        return self._released(_release(key, *arrays, **options), labels)
+
+    def _arguments(
+        self, representations: Any, projection: Projection, *, shuffle: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `_release` behind the key."""
+        bound = _below(self.clip_norm, np.shape(projection.directions)[1])
+        arrays = _float32(representations), projection, bound, self.noise_scale
+        return arrays, {"mechanism": self.mechanism, "shuffle": shuffle}
+
+    def _released(self, drawn: tuple[jax.Array, jax.Array, jax.Array], labels: Any) -> Released:
+        features, order, words = drawn
+        shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
+        threshold = _threshold(self.num_classes, self.label_epsilon)
+        return Released(features, _respond(words, shuffled, self.num_classes, threshold))
+
+
+@functools.partial(jax.jit, static_argnames=("mechanism", "shuffle"))
+def _release(
+    key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, *, mechanism: Mechanism, shuffle: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """All that a release computes with floating-point numbers, as one program.
+
+    Returns:
+      Noisy coordinates float32 [n, k] in a new order; the order, int [n]; words uint32 [2, n] for the labels.
+    """
+    order_key, feature_key, label_key = jax.random.split(key, 3)
+    count = len(x)
+    order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
+    x = x[order] if shuffle else x
+    # The barrier: what is scaled must be the coordinates whose norm was taken, not the same computed once more.
+    coordinates = jax.lax.optimization_barrier(project(projection, x))
+    clipped = _clip(coordinates, bound, 2 if mechanism == "gaussian" else 1)
+    draw = noise.gaussian if mechanism == "gaussian" else noise.laplace
+    words = jax.random.bits(label_key, (2, count), jnp.uint32)
+    return clipped + draw(feature_key, clipped, scale), order, words
 
 
 def release_privately(
-    ledger: Ledger,
-    dataset: str,
+    account: Account,
     *,
     release: PrivateRelease,
     representations: Any,
     labels: Any,
     projection: Projection,
+    workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
-    label: str = "split adaptation",
 ) -> Released:
     """Pays for a release of images and labels, and makes it.
 
     Args:
-      ledger: the client's.
-      dataset: registered in it with the adjacency "replace_one".
+      account: `ledger.account(name)` of the client's data set, registered with the adjacency "replace_one".
       release: what is released; public.
       representations, labels, projection: as in `PrivateRelease.release`.
-      seed: 16 secret bytes, drawn from the operating system by default. With a seed, the same release of the same data
-        is the same release: it is paid once, however often it is asked for, as after a crash. Any other one gets
-        other noise.
-      label: for people who read the ledger. Never put data in it.
+      workdir: a folder of this release's own, which keeps what is released: it is not made or paid for again. None
+        keeps nothing.
+      seed: 16 secret bytes, drawn from the operating system by default; to reproduce a release in a test. The same
+        release of the same data by the same programs under the same seed is paid once. Any other one gets other noise.
 
     Returns:
       The release, its rows in a random secret order: that of a client's files may tell labels.
 
     Formal guarantees:
-      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is computed: a
-      refused call releases nothing, a call that fails has paid. What a release depends on enters a hash keyed by the
-      seed, from which its noise and its entry in the ledger are derived.
+      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is released: a
+      refused call releases nothing, a call that fails has paid. A call with a workdir that is interrupted and made
+      again gives the same values and pays once, if data, settings, programs and machine are the same; otherwise it
+      draws fresh noise and pays again (`jaxdp.release`).
 
     Raises:
       BudgetExceeded: nothing is spent, nothing released.
-      TypeError, ValueError: as `PrivateRelease.check`, or for a data set with another adjacency, or for a short seed;
-        before anything is spent.
+      TypeError, ValueError: as `PrivateRelease.check`, or for a data set with another adjacency, a seed that is not 16
+        bytes, or a workdir that keeps another release; before anything is spent.
     """
-    if (registered := ledger.adjacency(dataset)) != "replace_one":
+    what = plan_release(account, release=release, representations=representations, labels=labels, projection=projection)
+    with Till(workdir, seed=seed) as till:
+        kept = till.once(what)
+    return Released(jnp.asarray(kept["features"]), kept["labels"])
+
+
+def plan_release(
+    account: Account,
+    *,
+    release: PrivateRelease,
+    representations: Any,
+    labels: Any,
+    projection: Projection,
+    label: str = "split adaptation",
+) -> Release[dict[str, Any]]:
+    """Returns what `release_privately` releases, for a till (`jaxdp.release.Till`); spends nothing.
+
+    Args:
+      account, release, representations, labels, projection: as in `release_privately`.
+      label: for people who read the ledger. Never put data in it.
+
+    Returns:
+      A release whose value has the fields of `Released`.
+
+    Raises:
+      TypeError, ValueError: as `release_privately`.
+    """
+    if account.adjacency != "replace_one":
         raise ValueError(
-            f"dataset {dataset!r} is registered with {registered!r}; the release shows how many images there are and "
-            "hides what each one is: register it with adjacency='replace_one'"
+            f"dataset {account.name!r} is registered with {account.adjacency!r}; the release shows how many images "
+            "there are and hides what each one is: register it with adjacency='replace_one'"
         )
-    seed = noise.new_seed() if seed is None else seed
-    noise.stream(seed, "split adaptation")  # refuses what is no seed
     release.check(representations, labels=labels, projection=projection)
-    token = _token(seed, release, representations, labels, projection)
-    order_key, key = jax.random.split(noise.stream(seed, f"split adaptation {token}"))
-    with ledger.spend(dataset, release.event, label=label, token=token):
-        order = np.asarray(jax.random.permutation(order_key, len(representations)))
-        shuffled = jnp.asarray(representations)[order]
-        return release.release(key, shuffled, labels=np.asarray(labels)[order], projection=projection)
+    arrays, options = release._arguments(representations, projection, shuffle=True)
+    # Traced now: what cannot run costs nothing.
+    text = program(_release, stream(bytes(16), "images"), *arrays, **options)
+    public = {field.name: getattr(release, field.name) for field in dataclasses.fields(release)}
 
+    def compute(secret: bytes) -> dict[str, Any]:
+        return release._released(_release(stream(secret, "images"), *arrays, **options), labels)._asdict()
 
-def _token(seed: bytes, release: PrivateRelease, representations: Any, labels: Any, projection: Projection) -> str:
-    """A keyed hash of all that determines a release bit for bit."""
-    device = jax.devices()[0]
-    program = (repr(release), jax.__version__, device.platform, device.device_kind)
-    digest = hmac.new(seed, repr(program).encode(), "sha256")
-    for array in (representations, labels, *projection):
-        array = np.ascontiguousarray(array)
-        digest.update(f"{array.dtype.str}{array.shape}".encode() + array.tobytes())
-    return digest.hexdigest()
+    return Release(
+        label=label,
+        charges=[(account, release.event)],
+        facts=lambda: [public, representations, np.asarray(labels), *projection],
+        programs=lambda: [text],
+        compute=compute,
+    )
 
 
 def published_event(laplace_scale: float) -> UnprovenDpEvent:

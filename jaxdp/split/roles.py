@@ -6,16 +6,14 @@ of `jaxdp.split.exchange` in a folder. A party that is started again goes on whe
 what was paid for is kept and not paid again.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import hmac
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,11 +23,11 @@ import numpy as np
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
 from jaxdp.models.public import public_model, trained
-from jaxdp.privacy import Ledger
-from jaxdp.report.workdir import alone, bind, check_same_config, write_json
+from jaxdp.privacy import Account, Ledger
+from jaxdp.release import Release, Till, alone, bind, check_same_config, stream, write_json
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import check_images, perturb_params, represent
-from jaxdp.split.copies import augment_then_noise
+from jaxdp.split.copies import augment_then_noise, plan_copies, plan_noisy
 from jaxdp.split.exchange import (
     MODES,
     LossClient,
@@ -57,12 +55,12 @@ from jaxdp.split.exchange import (
 from jaxdp.split.package import package_bytes, read_package, write_package
 from jaxdp.split.private import (
     PrivateRelease,
+    Released,
     fit_projection,
     label_noise_matrix,
     lift,
+    plan_release,
     project,
-    published_event,
-    release_privately,
 )
 from jaxdp.split.quantization import check_labels
 from jaxdp.split.server import (
@@ -75,7 +73,6 @@ from jaxdp.split.server import (
     tune_backend,
 )
 from jaxdp.split.tasks import read_images
-from jaxdp.transforms import noise
 
 DATASET, QUERIES = "client/images", "client/queries"
 _MOST = 1000  # images by which the projection is fitted
@@ -104,7 +101,8 @@ def run_server(
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
-    with _own(config, root):
+    with alone(root):
+        check_same_config(config, root / "config.json")
         model = public_model(config.model)
         backbone = Backbone(model.model, model.preprocessing, config.cut or two_thirds(model.model))
         check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
@@ -154,7 +152,7 @@ def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
         part = config.data.pretrain_fraction
         pretraining, images = images.split((part, 1 - part), seed=config.seed)
         model = trained(model, pretraining, config.train, root / "backbone.safetensors")
-    key = noise.stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
+    key = stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
     keys = jax.random.split(key, 2)
     batch = images.gather(np.arange(len(images)))
     both = merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
@@ -175,7 +173,7 @@ def _adapt(
 ) -> dict[str, Any]:
     """The parameters of the backend, adapted to an upload."""
     back = load_params(root / "backend.safetensors")
-    copies_key, key = jax.random.split(noise.stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
+    copies_key, key = jax.random.split(stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
     augment = functools.partial(
         augment_then_noise,
         copies_key,
@@ -225,7 +223,7 @@ def run_client(
 
     Args:
       config: the part `client` of a config such as `configs/split/two_parties.py`, whose comments explain the fields.
-      workdir: of the client, for nobody else: its secret seed, the upload, the predictions.
+      workdir: of the client, for nobody else: the upload, the predictions, and the secret seed until the run has ended.
       exchange: the folder in which the parties exchange packages.
       ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
         its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
@@ -234,6 +232,9 @@ def run_client(
         are sent without Laplace noise unless `config.query_laplace_scale` says otherwise. No guarantee covers them in
         any mode: the ledger gets a release without proof on "client/queries".
       timeout: seconds to wait for the server.
+
+    A client that died is started again in the same workdir: it pays nothing twice and sends the same values. One that
+    is started again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
 
     Returns:
       What is in result.json: mode, bytes of the upload, epsilon (None is infinite) and delta, accuracy (None without
@@ -246,7 +247,8 @@ def run_client(
       TimeoutError: the server does not answer.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
-    with _own(config, root), Ledger(ledger_path or root / "ledger.sqlite") as ledger:
+    with Till(root, forget="run") as till, Ledger(ledger_path or root / "ledger.sqlite") as ledger:
+        check_same_config(config, root / "config.json")
         wait_for(shared / "frontend", timeout=timeout, sender="the server")
         shipment = receive_frontend(shared / "frontend")
         few, test = _client_images(config, shipment.backbone.preprocessing)
@@ -260,22 +262,30 @@ def run_client(
                     f"before anything else is released. To begin anew delete {shared} with all that is in it, or "
                     "exchange through another folder"
                 )
-        bind(config, root)
-        seed = _seed(root / "seed")
-        front = perturb_params(noise.stream(seed, "frontend"), shipment.frontend.params, alpha=config.alpha)
-        extract = functools.partial(represent, shipment.backbone, shipment.frontend, front)
-        if not (root / "upload").exists():
-            _make_upload(config, shipment, extract(few["image"]), few["label"], seed, ledger, root / "upload")
         wanted = config.mode != "private" if queries is None else queries
         asks = wanted and len(test["image"]) > 0
+        missing = [name for name in ("upload", "queries")[: 1 + asks] if not (root / name).exists()]
+        if "queries" in missing and (root / "result.json").exists():
+            raise ValueError(
+                f"the run in {root} has ended without queries, and the secret that perturbed its frontend is deleted. "
+                "Ask from the start of a run: use a new workdir, which pays for an upload of its own, and exchange "
+                "through another folder"
+            )
+        bind(config, root)
+        images = _account(ledger, DATASET, **_terms(config))
+        others = [_account(ledger, QUERIES, delta=config.delta, allow_unproven=True)] if asks else []
+        till.settle([images, *others])
+        if missing:
+            front = perturb_params(till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
+            extract = functools.partial(represent, shipment.backbone, shipment.frontend, front)
+        if "upload" in missing:
+            x = extract(few["image"])
+            till.release(_planned_upload(config, shipment, images, x, few["label"], root / "upload"))
+        if "queries" in missing:
+            x, scale = extract(test["image"]), config.query_laplace_scale
+            what = plan_noisy(*others, representations=x, laplace_scale=scale, label="split adaptation, queries")
+            till.release(_sent(what, lambda noisy: send_queries(root / "queries", noisy, shipment)))
         if asks:
-            if not (root / "queries").exists():
-                x = extract(test["image"])
-                x = x + noise.laplace(noise.stream(seed, "queries"), x, config.query_laplace_scale)
-                _register(ledger, QUERIES, delta=config.delta, allow_unproven=True)
-                event = published_event(config.query_laplace_scale)
-                with ledger.spend(QUERIES, event, label="split adaptation, queries"):
-                    send_queries(root / "queries", x, shipment)
             share(root / "queries", shared / "queries", "queries")
         share(root / "upload", shared / "upload", "upload")
         loss = None if config.mode == "private" else LossClient(few["label"], config.num_classes).gradients
@@ -286,7 +296,7 @@ def run_client(
         if asks:
             wait_for(shared / "answers", timeout=timeout, sender="the server")
             accuracy = _predict(config, test, root, shared)
-        epsilon = ledger.epsilon(DATASET, delta=config.delta)
+        epsilon = images.epsilon(delta=config.delta)
         result = {
             "mode": config.mode,
             "bytes": package_bytes(root / "upload"),
@@ -320,48 +330,38 @@ def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: di
             raise ValueError(f"{name} must be finite and at least 0, got {config[name]!r}")
 
 
-def _make_upload(
-    config: Any, shipment: Shipment, x: jax.Array, labels: np.ndarray, seed: bytes, ledger: Ledger, path: pathlib.Path
-) -> None:
-    """Pays, then makes the upload and keeps it: from then on the same one is sent, however often the client starts.
-
-    One that is paid for but not kept, since the process died, is made again as it was and not paid again.
-    """
+def _planned_upload(
+    config: Any, shipment: Shipment, account: Account, x: jax.Array, labels: np.ndarray, folder: pathlib.Path
+) -> Release[Any]:
+    """The upload of the config's mode, to be paid for, made and kept in `folder`."""
+    label = f"split adaptation, {config.mode}"
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
         release = _private_release(config, shipment)
-        _register(ledger, DATASET, epsilon=config.epsilon, delta=config.delta)
-        released = release_privately(
-            ledger,
-            DATASET,
-            release=release,
-            representations=x,
-            labels=labels,
-            projection=shipment.projection,
-            seed=seed,
-            label="split adaptation, private",
+        what: Release[Any] = plan_release(
+            account, release=release, representations=x, labels=labels, projection=shipment.projection, label=label
         )
-        send_upload(path, Private(released, release), shipment)
-        return
-    _register(ledger, DATASET, delta=config.delta, allow_unproven=True)
-    key = noise.stream(seed, "upload", impl="threefry2x32")
-    event, label = published_event(config.laplace_scale), f"split adaptation, {config.mode}"
-    token = hmac.digest(seed, (label + shipment.fingerprint).encode() + np.asarray(x).tobytes(), "sha256").hex()
-    with ledger.spend(DATASET, event, label=label, token=token):
-        upload: Upload
-        if config.mode == "noise_once":
-            upload = NoisyOnce(x + noise.laplace(key, x, config.laplace_scale), config.num_classes)
-        else:
-            copies = augment_then_noise(
-                key,
-                x,
-                laplace_scale=config.laplace_scale,
-                copies=shipment.copies,
-                n_patches=shipment.n_patches,
-                prefix_tokens=shipment.backbone.prefix_tokens,
-            )
-            upload = Uploaded.of(copies, num_classes=config.num_classes)
-        send_upload(path, upload, shipment)
+        return _sent(what, lambda made: send_upload(folder, Private(Released(**made), release), shipment))
+    if not np.isfinite(x).all():
+        raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
+    if config.mode == "noise_once":
+        what = plan_noisy(account, representations=x, laplace_scale=config.laplace_scale, label=label)
+        return _sent(what, lambda made: send_upload(folder, NoisyOnce(made, config.num_classes), shipment))
+    what = plan_copies(
+        account,
+        representations=x,
+        laplace_scale=config.laplace_scale,
+        copies=shipment.copies,
+        n_patches=shipment.n_patches,
+        prefix_tokens=shipment.backbone.prefix_tokens,
+        label=label,
+    )
+    return _sent(what, lambda made: send_upload(folder, Uploaded(made, config.num_classes), shipment))
+
+
+def _sent(what: Release[Any], keep: Callable[[Any], None]) -> Release[Any]:
+    """The release, kept as the package that is sent, however often the client starts."""
+    return dataclasses.replace(what, keep=keep)
 
 
 def _private_release(config: Any, shipment: Shipment) -> PrivateRelease:
@@ -377,12 +377,20 @@ def _private_release(config: Any, shipment: Shipment) -> PrivateRelease:
     )
 
 
-def _register(ledger: Ledger, dataset: str, **terms: Any) -> None:
-    """Registers a data set of the client's, unless their owner has done so on terms of his own."""
+def _terms(config: Any) -> dict[str, Any]:
+    """The terms on which the images are registered: what a private upload costs is their budget."""
+    if config.mode == "private":
+        return {"epsilon": config.epsilon, "delta": config.delta}
+    return {"delta": config.delta, "allow_unproven": True}
+
+
+def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
+    """A data set of the client's, registered unless its owner has done so on terms of his own."""
     try:
-        ledger.adjacency(dataset)
+        return ledger.account(dataset)
     except ValueError:
         ledger.register(dataset, adjacency="replace_one", unit="image", **terms)
+        return ledger.account(dataset)
 
 
 def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: pathlib.Path) -> float | None:
@@ -440,24 +448,3 @@ def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
             f"{path.parent} was begun with other images or labels; use a new workdir, and another folder to exchange"
         )
     write_json(path, sums)
-
-
-def _seed(path: pathlib.Path) -> bytes:
-    """The client's secret, from which all its noise comes; drawn once."""
-    if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(noise.new_seed())
-        os.replace(temporary, path)
-    return path.read_bytes()
-
-
-# --- Both -------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _own(config: Any, root: pathlib.Path) -> Iterator[None]:
-    """A party's workdir, for one process at a time and one config for ever."""
-    with alone(root):
-        check_same_config(config, root / "config.json")
-        yield

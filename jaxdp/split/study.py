@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.models.public import public_model, trained
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import Account
+from jaxdp.release import Till, stream
 from jaxdp.split import attacks, baselines
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
-from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
+from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment, plan_copies
 from jaxdp.split.costs import cost
 from jaxdp.split.private import (
     PrivateRelease,
@@ -174,26 +175,30 @@ class Study:
         """The paper gives offsite tuning half as many."""
         return self.config.baselines.epochs // (2 if baseline.startswith("ot") else 1)
 
+    def represent_noisily(self, few: Labelled, variant: Variant, seed: int) -> tuple[jax.Array, Any]:
+        """Representations of a client's images, exact but for its noisy frontend, and the parameters of that."""
+        frontend, _ = self.server(variant.server)
+        options = self.config.client
+        key = stream(_secret(seed), "frontend", impl="threefry2x32")
+        params = perturb_params(key, frontend.params, alpha=variant.alpha * options.alpha, mode=options.noise_mode)
+        return represent(self.setting.backbone, frontend, params, few.images), params
+
     def upload(self, few: Labelled, variant: Variant, seed: int) -> tuple[Copies, Any]:
         """What a client sends, and the parameters of its noisy frontend."""
-        frontend, _ = self.server(variant.server)
-        secret = seed.to_bytes(16, "little")
-        options, backbone = self.config.client, self.setting.backbone
-        model_key = noise.stream(secret, "frontend", impl="threefry2x32")
-        params = perturb_params(
-            model_key, frontend.params, alpha=variant.alpha * options.alpha, mode=options.noise_mode
-        )
-        representations = represent(backbone, frontend, params, few.images)
+        representations, params = self.represent_noisily(few, variant, seed)
         make = augment_then_noise if variant.order == "published" else noise_then_augment
-        copies = make(
-            noise.stream(secret, "copies", impl="threefry2x32"),
-            representations,
-            laplace_scale=variant.laplace * options.laplace * self.unit,
-            copies=round(variant.copies * options.copies),
-            n_patches=self.patches if variant.patches else 0,
-            prefix_tokens=backbone.prefix_tokens,
-        )
-        return copies, params
+        key = stream(_secret(seed), "copies", impl="threefry2x32")
+        return make(key, representations, **self._copying(variant)), params
+
+    def _copying(self, variant: Variant) -> dict[str, Any]:
+        """How copies are made of representations."""
+        options = self.config.client
+        return {
+            "laplace_scale": variant.laplace * options.laplace * self.unit,
+            "copies": round(variant.copies * options.copies),
+            "n_patches": self.patches if variant.patches else 0,
+            "prefix_tokens": self.setting.backbone.prefix_tokens,
+        }
 
     def split_adaptation(
         self, variant: Variant, task: Task, few: Labelled, *, learning_rate: float, seed: int
@@ -208,7 +213,7 @@ class Study:
         epochs = steps / self._batches(few, copies.copies)
         adapted = self._adapt(back, copies, few.labels, task, learning_rate, seed, epochs=epochs)
         test = represent(self.setting.backbone, frontend, params, task.test.images)
-        key = noise.stream(seed.to_bytes(16, "little"), "test images")
+        key = stream(_secret(seed), "test images")
         noisy = test + noise.laplace(key, test, variant.laplace * self.config.client.laplace * self.unit)
         return {"accuracy": _accuracy(adapted, test, task), "noisy": _accuracy(adapted, noisy, task)}
 
@@ -221,7 +226,7 @@ class Study:
 
     def private(
         self,
-        ledger: Ledger,
+        account: Account,
         task: Task,
         few: Labelled,
         *,
@@ -229,22 +234,18 @@ class Study:
         dimensions: int,
         learning_rate: float,
         seed: int,
-        name: str,
     ) -> dict[str, float]:
-        """Test accuracy of the private mode, and the epsilon that its ledger shows for the client `name`."""
+        """Test accuracy of the private mode, and the epsilon that the client's account shows then."""
         options = self.config.private
         frontend, back = self.server("full")
         projection, release = self._private_release(epsilon, dimensions)
-        representations = represent(self.setting.backbone, frontend, frontend.params, few.images)
-        ledger.register(name, adjacency="replace_one", unit="image", delta=options.delta)
         released = release_privately(
-            ledger,
-            name,
+            account,
             release=release,
-            representations=representations,
+            representations=represent(self.setting.backbone, frontend, frontend.params, few.images),
             labels=few.labels,
             projection=projection,
-            seed=seed.to_bytes(16, "little"),
+            seed=_secret(seed),
         )
         copies = augment_then_noise(
             jax.random.key(seed),
@@ -262,7 +263,7 @@ class Study:
         test = represent(self.setting.backbone, frontend, frontend.params, task.test.images)
         # The backend has seen the subspace of the projection only.
         test = lift(projection, project(projection, test))
-        return {"accuracy": _accuracy(adapted, test, task), "epsilon": ledger.epsilon(name)}
+        return {"accuracy": _accuracy(adapted, test, task), "epsilon": account.epsilon()}
 
     def _private_release(self, epsilon: float, dimensions: int) -> tuple[Projection, PrivateRelease]:
         projection, clip_norm = self.projection(dimensions)
@@ -308,9 +309,18 @@ class Study:
     # --- Attacks ------------------------------------------------------------------------------------------------
 
     def reconstruct(
-        self, few: Labelled, variant: Variant | None, *, names: tuple[str, ...], seed: int
+        self,
+        few: Labelled,
+        variant: Variant | None,
+        *,
+        names: tuple[str, ...],
+        seed: int,
+        account: Account | None = None,
     ) -> dict[str, attacks.Reconstruction]:
-        """What the attackers `names` make of a client's uploads; of those of split learning for no variant."""
+        """What the attackers `names` make of a client's uploads; of those of split learning for no variant.
+
+        With an account, uploads in the published order are paid for.
+        """
         backbone, options = self.setting.backbone, self.config.attack
         if variant is None:
             front, _ = backbone.divide(self.setting.params)
@@ -319,8 +329,14 @@ class Study:
             attackers = {"noise-aware": attacks.Attacker(_plain(backbone), front)}
         else:
             frontend, _ = self.server(variant.server)
-            copies, params = self.upload(few, variant, seed)
-            uploads = _uploads(copies, variant)
+            if account is None:
+                copies, params = self.upload(few, variant, seed)
+                uploads = _uploads(copies, variant)
+            else:
+                x, params = self.represent_noisily(few, variant, seed)
+                what = plan_copies(account, representations=x, **self._copying(variant), label="Split Adaptation")
+                with Till(seed=_secret(seed)) as till:
+                    uploads = till.release(what)
             attackers = attacks.standard_attackers(
                 self._extract(variant.server),
                 shipped=frontend.params,
@@ -355,7 +371,7 @@ class Study:
             return lift(projection, clipped + noise.gaussian(key, clipped, release.noise_scale))
 
         x = represent(self.setting.backbone, frontend, frontend.params, few.images)
-        uploads = simulated(noise.stream(seed.to_bytes(16, "little"), "private upload"), x, jnp.array(0))
+        uploads = simulated(stream(_secret(seed), "private upload"), x, jnp.array(0))
         simulation = attacks.Simulation(self._extract("full"), release=simulated)
         return attacks.attack(
             jax.random.key(seed),
@@ -444,16 +460,12 @@ class Study:
 
 def _uploads(copies: Copies, variant: Variant) -> np.ndarray:
     """All that leaves the client, [c, n, T, D]."""
-    if variant.order == "once":
-        return np.asarray(copies.representations)[None]
-    images = jnp.arange(len(copies.representations), dtype=jnp.int32)
-    numbers = range(1 + copies.copies)
-    return np.stack([np.asarray(_batch(copies, images, jnp.full_like(images, k))) for k in numbers])
+    return np.asarray(copies.representations)[None] if variant.order == "once" else copies.materialized()
 
 
-@jax.jit
-def _batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Array:
-    return copies.batch(images, numbers)
+def _secret(seed: int) -> bytes:
+    """What stands for the secret of a client in an experiment that can be repeated."""
+    return seed.to_bytes(16, "little")
 
 
 @functools.partial(jax.jit, static_argnums=0)

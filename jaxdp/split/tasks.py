@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, bundled, fit_images, from_tfds
+from jaxdp.data import Source, bundled, check_disjoint, fit_images, from_tfds
 from jaxdp.models import Preprocessing
 from jaxdp.models.public import public_model, trained
 from jaxdp.split.backbone import Backbone, Params, two_thirds
@@ -101,9 +101,10 @@ def load(config: Any, root: pathlib.Path) -> Setting:
 
     Raises:
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
-      ValueError: the parts of the config do not fit.
+      ValueError: the parts of the config do not fit, or the client shares an image with somebody else.
     """
     model, data = public_model(config.model), config.data
+    _check_disjoint(data)
     read = functools.partial(read_images, preprocessing=model.preprocessing)
     server = read(data.server)
     if server.num_classes != config.model.num_classes:
@@ -134,6 +135,19 @@ def load(config: Any, root: pathlib.Path) -> Setting:
         _task(pool, test, data.client.images, data.client_test.images, data.split_seed),
         _tuning(read, data, server),
     )
+
+
+def _check_disjoint(data: Any) -> None:
+    """Refuses TFDS splits by which an image of the client is the server's or a test image, too."""
+    client = data.client
+    for name in ("server", "tuning", "client_test"):
+        other = data[name]
+        known = other.name and client.source == other.source == "tfds"
+        if known and not (client.classes and other.classes and set(client.classes).isdisjoint(other.classes)):
+            parts = {"client": client, name: other}
+            check_disjoint(
+                {f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None) for part, spec in parts.items()}
+            )
 
 
 def _tuning(read: Any, data: Any, server: Source) -> Task:

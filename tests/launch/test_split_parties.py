@@ -119,6 +119,7 @@ def test_two_processes_adapt_privately(private, images):
     assert f"uploaded {result['bytes']:,} bytes (private); 100 queries answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("client/images") == result["epsilon"]
+    assert not (root / "client" / "secret_seed").exists()
     with np.load(images) as file:
         predicted = np.load(root / "client" / "predictions.npy")
         assert result["accuracy"] == (predicted == file["test_label"]).mean()
@@ -132,11 +133,12 @@ def test_two_processes_adapt_privately(private, images):
 
 def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     root, _, client = private
+    secret = root / "client" / "secret_seed"
     before = {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")}
     again = finish(
         start("client", root, "--mode", "private", "--queries", "--images", str(images)), start("server", root)
     )
-    assert again[0] == client and "100 queries answered" in again[1]
+    assert again[0] == client and "100 queries answered" in again[1] and not secret.exists()
     assert {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")} == before
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]

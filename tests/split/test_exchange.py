@@ -253,8 +253,7 @@ def released(vit, shipment, representations, labels):
     with Ledger.in_memory() as ledger:
         ledger.register("images", adjacency="replace_one", unit="image")
         made = release_privately(
-            ledger,
-            "images",
+            ledger.account("images"),
             release=RELEASE,
             representations=representations,
             labels=labels,

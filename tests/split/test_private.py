@@ -7,6 +7,11 @@ with probability below 1e-6, and noise or an epsilon that is 0.7 or 1.3 times ri
 import decimal
 import fractions
 import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -20,6 +25,8 @@ import scipy.stats
 
 from jaxdp import privacy
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
+from jaxdp.privacy.events import composition
+from jaxdp.release import identity
 from jaxdp.split import private
 from jaxdp.split.private import (
     PrivateRelease,
@@ -37,6 +44,7 @@ from jaxdp.transforms import noise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 TOKENS, WIDTH, K = 3, 4, 5
@@ -438,7 +446,13 @@ def registered(**changes):
 def call(ledger, fitted, **changes):
     x, y = images(20, fitted)
     arguments = {"release": config(), "representations": x, "labels": y, "projection": fitted, **changes}
-    return release_privately(ledger, "scans", **arguments)
+    return release_privately(ledger.account("scans"), **arguments)
+
+
+def charges(ledger):
+    """How many releases the ledger was charged for."""
+    found = ledger.events("scans")
+    return max(composition(found[None]).values()) if found else 0
 
 
 def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, monkeypatch):
@@ -447,7 +461,7 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
         cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
         assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
         drawn = []
-        monkeypatch.setattr(PrivateRelease, "release", lambda *args, **kwargs: drawn.append(args))
+        monkeypatch.setattr(PrivateRelease, "_released", lambda *args, **kwargs: drawn.append(args))
         with pytest.raises(BudgetExceeded):
             call(ledger, projection)
         assert ledger.epsilon("scans") == cost and not drawn
@@ -499,6 +513,9 @@ def test_the_order_of_the_images_is_not_released(projection):
     assert len(set(places)) > 8  # of 20 places in 30 draws, about 15.7
 
 
+WIDE = np.zeros((20, 1, 1), "f4")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
@@ -512,8 +529,14 @@ def test_the_order_of_the_images_is_not_released(projection):
         ({"projection": Projection(np.zeros((3, 4)), np.zeros((11, 2)))}, ValueError, r"directions \(11, 2\) does not"),
         ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 0)))}, ValueError, r"directions \(12, 0\) does not"),
         ({"projection": Projection(np.zeros((3, 4)), np.full((12, 2), np.nan))}, ValueError, "NaN or infinite entries"),
-        ({"seed": b"short"}, ValueError, "seed has 5 bytes"),
-        ({"seed": 3}, TypeError, "seed must be bytes"),
+        (
+            {"projection": Projection(np.zeros((1, 1)), np.zeros((1, 2**20 + 1), "i1")), "representations": WIDE},
+            ValueError,
+            "1048577 directions; at most 1048576 can be clipped",
+        ),
+        ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 2), "c8"))}, TypeError, "complex"),
+        ({"seed": b"short"}, ValueError, "seed must be 16 bytes, got 5"),
+        ({"seed": 3}, TypeError, "seed must be 16 bytes, got int"),
     ],
 )
 def test_nothing_is_spent_on_what_cannot_be_released(projection, changes, error, match):
@@ -535,11 +558,151 @@ def test_another_adjacency_is_refused(projection, adjacency):
 
 def test_a_second_release_with_other_settings_does_not_recompile(projection):
     x, y = images(20, projection)
-    functions = project, lift, private._clip
+    functions = project, lift, private._clip, private._release
     config().release(KEY, x, labels=y, projection=projection)
-    before = [function._cache_size() for function in functions]
+    with registered(epsilon=None) as ledger:
+        call(ledger, projection)
+        before = [function._cache_size() for function in functions]
+        call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
     config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
     assert [function._cache_size() for function in functions] == before
+
+
+@pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
+def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
+    """Inside the one program, where the compiler might compute a row twice, and large numbers cancel."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, TOKENS, WIDTH)) * 10.0 ** rng.uniform(-3, 6, (500, 1, 1)) + 1e4
+    release = config(mechanism=mechanism, noise_multiplier=0.0)
+    released = release.release(KEY, x.astype(np.float32), labels=np.zeros(500, int), projection=projection)
+    norms = np.linalg.norm(np.asarray(released.features, np.float64), ord=order, axis=1)
+    assert (norms <= release.clip_norm).all() and (norms > 0.999 * release.clip_norm).mean() > 0.9
+
+
+# --- After a crash ----------------------------------------------------------------------------------------------------
+
+
+class Crash(Exception):
+    pass
+
+
+def crash(ledger, fitted, workdir, monkeypatch, **changes):
+    """Pays, computes, and dies before the values are kept; returns them."""
+    lost = []
+    made = PrivateRelease._released
+
+    def die(*args):
+        lost.append(made(*args))
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivateRelease, "_released", die)
+        with pytest.raises(Crash):
+            call(ledger, fitted, workdir=workdir, **changes)
+    return lost[0]
+
+
+def assert_same(one, other):
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_was_paid_for_and_lost_is_made_again_as_it_was(projection, tmp_path, monkeypatch):
+    with registered() as ledger:  # with room for one release
+        lost = crash(ledger, projection, tmp_path, monkeypatch)
+        assert (tmp_path / "secret_seed").stat().st_mode & 0o777 == 0o600
+        for _ in range(2):  # made again, then kept
+            released = call(ledger, projection, workdir=tmp_path)
+            assert_same(released, lost)
+            assert isinstance(released.features, jax.Array) and released.features.dtype == jnp.float32
+            assert released.labels.dtype == np.int32 and not (tmp_path / "secret_seed").exists()
+        assert charges(ledger) == 1
+        with pytest.raises(ValueError, match="keeps another release"):
+            call(ledger, projection, workdir=tmp_path, release=config(clip_norm=1.0))
+        assert charges(ledger) == 1
+
+
+@pytest.mark.parametrize("change", ["representations", "labels", "projection", "clip_norm", "label_epsilon", "flags"])
+def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(projection, tmp_path, monkeypatch, change):
+    x, y = images(20, projection)
+    changes = {
+        "representations": {"representations": np.where(np.arange(20)[:, None, None] == 7, x + 1e-6, x)},
+        "labels": {"labels": np.where(np.arange(20) == 7, (y + 1) % 4, y)},
+        "projection": {"projection": projection._replace(directions=projection.directions.at[0, 0].add(1e-6))},
+        "clip_norm": {"release": config(clip_norm=np.nextafter(2.0, 3.0))},
+        "label_epsilon": {"release": config(label_epsilon=0.6)},
+    }.get(change, {})
+    with registered(epsilon=None) as ledger:
+        lost = crash(ledger, projection, tmp_path, monkeypatch)
+        if change == "flags":
+            elsewhere = {**identity.environment(), "flags": {}}
+            monkeypatch.setattr(identity, "environment", lambda: elsewhere)
+        released = call(ledger, projection, workdir=tmp_path, **changes)
+        spent = ledger.report()["datasets"][0]["spends"]
+        assert sum(row["spends"] for row in spent) == 2
+    difference = np.sort(np.asarray(released.features), 0) - np.sort(np.asarray(lost.features), 0)
+    assert (np.abs(difference) > 1e-3).mean() > 0.9  # in whatever order
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import numpy as np
+from jaxdp.privacy import Ledger
+from jaxdp.release import till
+from jaxdp.split.private import PrivateRelease, Projection, release_privately
+
+folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
+
+def die(path, arrays, metadata):
+    np.savez(folder / file, **arrays)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if file == "lost.npz":
+    till._save_arrays = die
+rng = np.random.default_rng(0)
+x = np.broadcast_to(rng.normal(size=(1, 8, 32)), (64, 8, 32)).astype(np.float32)  # equal, so that order is nothing
+projection = Projection(np.zeros((8, 32), np.float32), rng.normal(size=(256, 5)).astype(np.float32) / 16)
+release = PrivateRelease(clip_norm=2.0, noise_multiplier=3.0, label_epsilon=0.5, num_classes=4)
+with Ledger(folder / "ledger.sqlite") as ledger:
+    ledger.register("scans", adjacency="replace_one", unit="image")
+    released = release_privately(
+        ledger.account("scans"), release=release, representations=x, labels=np.zeros(64, int), projection=projection,
+        workdir=folder / "run", seed=bytes(range(16)),
+    )
+    np.savez(folder / file, **released._asdict())
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=true"])
+def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, flags):
+    """Other flags move the last bits of a result: under the same noise the two would differ by nothing but the data."""
+
+    def run(file, flags=""):
+        xla = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path), file],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert run("lost.npz").returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / "secret_seed").exists()
+    process = run("released.npz", flags)
+    assert process.returncode == 0, process.stderr
+    assert not (tmp_path / "run" / "secret_seed").exists()
+    with np.load(tmp_path / "lost.npz") as lost, np.load(tmp_path / "released.npz") as released:
+        pairs = [(lost[name], released[name]) for name in ("features", "labels")]
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert charges(ledger) == (2 if flags else 1)
+    if not flags:
+        assert_same(*zip(*pairs, strict=True))
+        return
+    one, other = (features.astype(np.float64) - features.mean() for features in pairs[0])
+    assert (np.abs(one - other) > 1e-3).mean() > 0.95
+    assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / math.sqrt(one.size)
+    assert (pairs[1][0] != pairs[1][1]).any()
 
 
 def test_a_bare_release_needs_a_typed_key(projection):

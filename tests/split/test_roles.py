@@ -1,6 +1,12 @@
 """Client and server in one process: what is refused, when it costs nothing yet, and what happens after a crash."""
 
+import json
+import os
+import pathlib
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +17,7 @@ from configs.split import two_parties
 from jaxdp.data import bundled
 from jaxdp.models import save_params
 from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.release import alone, notes
 from jaxdp.split import roles
 from jaxdp.split.exchange import Shipment, send_frontend
 from jaxdp.split.package import read_package, write_package
@@ -19,6 +26,7 @@ from jaxdp.split.roles import run_client, run_server
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 COUNT = 12
 
 
@@ -47,20 +55,39 @@ class Client:
     def save(self, **arrays):
         np.savez(self.file, **arrays)
 
-    def run(self, timeout=0.2, **changes):
+    def run(self, timeout=0.2, ledger_path=None, queries=None, **changes):
         config = ConfigDict({**self.config.to_dict(), **changes})
-        return run_client(config, self.root, self.shared, timeout=timeout)
+        return run_client(config, self.root, self.shared, timeout=timeout, ledger_path=ledger_path, queries=queries)
 
-    def spends(self):
-        """How often the ledger was charged for the images to adapt to."""
-        with Ledger(self.root / "ledger.sqlite") as ledger:
-            entries = [entry for entry in ledger.report()["datasets"] if entry["name"] == roles.DATASET]
+    def spends(self, name=roles.DATASET, path="ledger.sqlite"):
+        """How often the ledger was charged, by default for the images to adapt to."""
+        with Ledger(self.root / path) as ledger:
+            entries = [entry for entry in ledger.report()["datasets"] if entry["name"] == name]
             return sum(row["spends"] for entry in entries for row in entry["spends"])
+
+    def labels(self):
+        """Labels of all spends by dataset, all of which must be committed."""
+        with Ledger(self.root / "ledger.sqlite") as ledger:
+            entries = ledger.report()["datasets"]
+        assert all(not entry["open"] for entry in entries)
+        return {
+            entry["name"]: {row[key] for row in entry["spends"] for key in ("first_label", "last_label")}
+            for entry in entries
+        }
+
+    @property
+    def has_secret(self):
+        return (self.root / "secret_seed").exists()
 
     def untouched(self):
         """Whether nothing was spent, sent or kept."""
-        kept = {path.name for path in self.root.glob("*")} - {"ledger.sqlite", "lock"}
-        return not kept and [path.name for path in self.shared.iterdir()] == ["frontend"] and self.spends() == 0
+        kept = {path.name for path in self.root.glob("*")} - {"ledger.sqlite", "lock", "charges.jsonl"}
+        return (
+            not kept
+            and not notes(self.root)
+            and [path.name for path in self.shared.iterdir()] == ["frontend"]
+            and self.spends() == 0
+        )
 
 
 @pytest.fixture
@@ -121,6 +148,14 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
         client.run()
 
 
+@pytest.mark.parametrize("mode", ["published", "noise_once"])
+def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mode):
+    monkeypatch.setattr(roles, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32))
+    with pytest.raises(ValueError, match="representations must be finite"):
+        client.run(mode=mode)
+    assert client.spends() == 0 and not notes(client.root)
+
+
 def test_an_upload_of_another_client_costs_nothing(client):
     write_package(client.shared / "upload", "upload", fields={}, arrays={})
     with pytest.raises(
@@ -146,6 +181,60 @@ def test_a_budget_is_kept(client, mode, match):
 
 def full(*args):
     raise OSError("disk full")
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import numpy as np
+from ml_collections import ConfigDict
+from configs.split import two_parties
+from jaxdp.split import exchange, roles
+
+config, root, shared, place = sys.argv[1:]
+
+def die(folder, made, shipment):
+    getattr(exchange, place)(f"{root}-lost", made, shipment)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if place:
+    setattr(roles, place, die)
+try:
+    roles.run_client(ConfigDict(eval(config)), root, shared, queries=True, timeout=0.2)
+except TimeoutError as error:
+    assert "adapted did not come" in str(error), error
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "place"), [("private", "send_upload"), ("published", "send_upload"), ("private", "send_queries")]
+)
+def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, place):
+    config = repr(ConfigDict({**client.config.to_dict(), "mode": mode}).to_dict())
+
+    def run(place=""):
+        return subprocess.run(
+            [sys.executable, "-c", KILLED, config, str(client.root), str(client.shared), place],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    name = place.removeprefix("send_")
+    assert run(place).returncode == -signal.SIGKILL
+    lost = read_package(f"{client.root}-lost", name)
+    assert client.has_secret and not (client.shared / name).exists()
+    process = run()
+    assert process.returncode == 0, process.stderr
+    sent = read_package(client.shared / name, name)
+    assert sent.fields == lost.fields and set(sent.arrays) == set(lost.arrays)
+    for key, array in lost.arrays.items():
+        np.testing.assert_array_equal(sent.arrays[key], array)
+    assert client.spends() == client.spends(roles.QUERIES) == 1
+    assert client.labels() == {
+        roles.DATASET: {f"split adaptation, {mode}"},
+        roles.QUERIES: {"split adaptation, queries"},
+    }
 
 
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
@@ -187,7 +276,43 @@ def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monke
     client.save(**{name: array[1:COUNT] for name, array in batch.items()})
     with pytest.raises(ValueError, match="was begun with other images or labels; use a new workdir"):
         client.run(mode=mode)
-    assert (client.root / "seed").stat().st_mode & 0o777 == 0o600
+    assert (client.root / "secret_seed").stat().st_mode & 0o777 == 0o600
+
+
+def test_other_noise_is_paid_again(client, monkeypatch):
+    """What was paid for and lost, on a machine that is another one now."""
+    with monkeypatch.context() as patch:
+        patch.setattr(roles, "send_upload", full)
+        with pytest.raises(OSError, match="disk full"):
+            client.run(mode="noise_once")
+    monkeypatch.setenv("XLA_ANYTHING", "1")
+    with pytest.raises(TimeoutError):
+        client.run(mode="noise_once")
+    rows = [row for row in notes(client.root) if row["charges"][0][0] == roles.DATASET]
+    assert client.spends() == len({row["token"] for row in rows}) == 2
+
+
+def test_another_ledger_is_charged_for_what_was_uploaded(client):
+    for _ in range(2):
+        for path in ("ledger.sqlite", "other.sqlite"):
+            with pytest.raises(TimeoutError):
+                client.run(ledger_path=client.root / path, queries=True)
+    for path in ("ledger.sqlite", "other.sqlite"):
+        assert client.spends(path=path) == client.spends(roles.QUERIES, path=path) == 1
+
+
+def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
+    for queries in (True, False):
+        with pytest.raises(TimeoutError):
+            client.run(queries=queries)
+    with Ledger(client.root / "ledger.sqlite") as ledger:
+        assert ledger.epsilon(roles.DATASET) <= 8.0
+    assert client.spends() == 1
+
+
+def test_one_client_per_workdir(client):
+    with alone(client.root), pytest.raises(ValueError, match="another process is running in"):
+        client.run()
 
 
 # --- The server -------------------------------------------------------------------------------------------------------
@@ -212,7 +337,17 @@ def server(tmp_path, vit, shipment):
     return config, root
 
 
-def test_noise_once_between_two_parties(client, server, batch):
+def test_a_run_that_ended_without_queries_asks_none(client):
+    with pytest.raises(TimeoutError):
+        client.run()
+    (client.root / "secret_seed").unlink()
+    (client.root / "result.json").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"):
+        client.run(queries=True)
+    assert client.spends() == 1 and client.spends(roles.QUERIES) == 0 and not client.has_secret
+
+
+def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     config, root = server
     client.save(
         **{name: array[:COUNT] for name, array in batch.items()},
@@ -233,6 +368,15 @@ def test_noise_once_between_two_parties(client, server, batch):
     logits = read_package(client.shared / "answers", "answers").arrays["logits"]
     np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), logits.argmax(1))
     assert run_server(config, root, client.shared, timeout=0.2) == results["server"]  # nothing is left to do
+    assert not client.has_secret
+    monkeypatch.setattr(roles.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
+    monkeypatch.setattr(roles.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
+    (client.shared / "upload" / "manifest.json").unlink()
+    shutil.rmtree(client.shared / "upload")
+    assert client.run(mode="noise_once") == result  # sends what it has kept
+    assert not client.has_secret and client.spends() == client.spends(roles.QUERIES) == 1
+    kept = [path for path in (client.root / "upload", client.shared / "upload")]
+    assert kept[0].joinpath("manifest.json").read_bytes() == kept[1].joinpath("manifest.json").read_bytes()
     for path in root.glob("adapted-*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"adapted is of another server or another upload; delete .*exchange with all"):

@@ -8,6 +8,8 @@ import pytest
 
 from configs.split import cifar10, deit_b, digits, swin_l, vit_l
 from jaxdp.privacy import Ledger
+from jaxdp.privacy.events import composition
+from jaxdp.release import alone
 from jaxdp.split import experiment, tasks
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -86,6 +88,14 @@ def test_the_ledger_shows_what_was_paid(finished):
         for row, asked in zip(result["private"], (1.0, 8.0), strict=True):
             name = f"client 1, 5 shots, 2 dimensions, epsilon {asked:g}"
             assert row["epsilon"] == ledger.epsilon(name) and 0.95 * asked < row["epsilon"] <= asked
+    assert set(spends(root).values()) == {1} and len(spends(root)) == 5
+
+
+def spends(root):
+    """How often every client paid."""
+    with Ledger(root / "ledger.sqlite") as ledger:
+        names = [entry["name"] for entry in ledger.report()["datasets"]]
+        return {name: max(composition(ledger.events(name)[None]).values()) for name in names}
 
 
 def test_the_attackers_are_where_they_belong(finished):
@@ -104,7 +114,17 @@ def test_a_finished_run_is_kept_and_an_interrupted_one_goes_on(finished, tmp_pat
     (again / "result.json").unlink()
     lost = again / "runs" / "SA, noise once, 3 shots, seed 42.json"
     lost.unlink()
-    assert experiment.run(tiny_config(), again)["accuracy"] == result["accuracy"]
+    for path in ("private, 5 shots, 2 dimensions, epsilon 8, seed 42.json", "attack, Split Adaptation.json"):
+        (again / "runs" / path).unlink()  # paid for, and lost
+    resumed = experiment.run(tiny_config(), again)
+    assert resumed["accuracy"] == result["accuracy"] and resumed["private"] == result["private"]
+    assert resumed["attacks"] == result["attacks"] and spends(again) == spends(root)
+
+
+def test_one_experiment_runs_in_a_workdir(tmp_path):
+    with alone(tmp_path), pytest.raises(ValueError, match="another process is running in"):
+        experiment.run(tiny_config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path):
