@@ -12,10 +12,14 @@ same rounds, over a plain Tent step in PyTorch; they need torch, timm and opacus
 
 With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by hand: every compiled
 program counts.
+
+With --till, what `tta.serve` adds to the steps of such a stream, in ms a batch: without an account, with one in memory,
+with a ledger in a file, and with a workdir, whose time is that of forcing its files to the disk.
 """
 
 import functools
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,8 +73,7 @@ def compiled(lowered: Any, *args: Any) -> Step:
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """The compiled step of an adapter, on which its memory can be asked."""
     state = adapter.init()
-    moving = state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, adapter._moves))
-    args = (adapter._constants, moving, images, jnp.ones(len(images), bool), state.key)
+    args = (adapter._constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
     return compiled(program._step.lower(adapter._program, *args), *args)
 
 
@@ -196,8 +199,8 @@ def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, 
     return rows
 
 
-def stream_case(batch_size: int) -> dict[str, Any]:
-    """10,000 images, the last batch padded, a reset every 50 batches and one by hand: how many programs that takes."""
+def small_adapter(reset_every: int | None) -> tta.Adapter:
+    """Private Tent on a ViT for images of 8x8 pixels."""
     model = models.create("vit_tiny", num_classes=10, patch_size=4, width=16, depth=1, num_heads=2, mlp_width=32)
     params = model.init(jax.random.key(1), jnp.zeros((1, 8, 8, 3)))["params"]
 
@@ -205,7 +208,12 @@ def stream_case(batch_size: int) -> dict[str, Any]:
         return model.apply({"params": params}, images)
 
     method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
-    adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=50)
+    return tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=reset_every)
+
+
+def stream_case(batch_size: int) -> dict[str, Any]:
+    """10,000 images, the last batch padded, a reset every 50 batches and one by hand: how many programs that takes."""
+    adapter = small_adapter(reset_every=50)
     images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
     before = program._step._cache_size()
     state, seen, batches = adapter.init(), 0, math.ceil(STREAM / batch_size)
@@ -226,6 +234,45 @@ def stream_case(batch_size: int) -> dict[str, Any]:
     return {"images": seen, "batches": batches, "compilations": compilations, "wall_s": seconds}
 
 
+def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
+    """Median ms per batch of a stream of 8x8 images, by how it is served; "steps" is a loop without `serve`."""
+    data = jaxdp.data.from_arrays(
+        image=np.random.default_rng(0).random((batches * batch_size, 8, 8, 3), np.float32),
+        label=np.zeros(batches * batch_size, int),
+        num_classes=10,
+    )
+    stream = list(tta.Stream({"stream": data}, batch_size=batch_size, seed=0))
+    adapter = small_adapter(None)
+
+    def steps() -> None:
+        state = adapter.init()
+        for batch in stream:
+            state, logits = adapter.step(state, batch.images, mask=batch.mask)
+            np.asarray(logits)
+
+    def serve(folder: str, *, file: bool = False, workdir: bool = False) -> None:
+        with jaxdp.Ledger(f"{folder}/ledger.sqlite") if file else jaxdp.Ledger.in_memory() as ledger:
+            ledger.register("stream", adjacency="replace_one", unit="image")
+            account = tta.StreamAccount(ledger.account("stream"), event=adapter.method.event)
+            tta.serve(adapter, stream, account=account, workdir=f"{folder}/run" if workdir else None)
+
+    kinds: dict[str, Callable[[str], Any]] = {
+        "steps": lambda folder: steps(),
+        "without an account": lambda folder: tta.serve(adapter, stream, account=None),
+        "account in memory": serve,
+        "ledger in a file": functools.partial(serve, file=True),
+        "ledger and workdir": functools.partial(serve, file=True, workdir=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds + 1):
+        for name, kind in kinds.items():
+            with tempfile.TemporaryDirectory() as folder:
+                start = time.perf_counter()
+                kind(folder)
+                seconds[name].append((time.perf_counter() - start) / batches)
+    return {name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}  # the first compiles
+
+
 def main() -> None:
     parser = timing.arguments(__doc__, output=".bench/adaptation.json")
     parser.add_argument("--shapes", default="vit_tiny32,vit_ti16", help=f"of {', '.join(SHAPES)}")
@@ -234,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--till", action="store_true")
     flags = parser.parse_args()
     missing = timing.missing("torch", "timm", "opacus") if flags.peers else []
     report: dict[str, Any] = {
@@ -258,6 +306,10 @@ def main() -> None:
             f"\n{result['images']} images in {result['batches']} batches: {result['compilations']} compilation, "
             f"{result['wall_s']:.1f} s"
         )
+    if flags.till:
+        report["till"] = times = till_case(8, 200, flags.rounds)
+        table = [{"served": name, "ms per batch": ms} for name, ms in times.items()]
+        print(f"\n{jaxdp.report.format_table(table, digits=3)}")
     timing.write(report, flags.output)
 
 

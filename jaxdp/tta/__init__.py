@@ -1,6 +1,6 @@
 """Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private form of each."""
 
-from jaxdp.tta.accounts import Epsilons, StreamAccount, epsilons
+from jaxdp.tta.accounts import Epsilons, StreamAccount, Visits, epsilons, stream_event
 from jaxdp.tta.adapter import Adapter, AdaptState
 from jaxdp.tta.come import COME
 from jaxdp.tta.deyo import DeYO
@@ -32,10 +32,12 @@ __all__ = [
     "Stream",
     "StreamAccount",
     "Tent",
+    "Visits",
     "epsilons",
     "fisher",
     "lower_blocks",
     "normalisation",
     "private",
     "serve",
+    "stream_event",
 ]

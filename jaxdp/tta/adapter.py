@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.release import new_seed, stream
+from jaxdp.release import program as program_text
 from jaxdp.transforms.clipping import clipped_grad, paths_of
-from jaxdp.transforms.noise import gaussian, new_seed, stream
+from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.method import Method, Sample
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
@@ -22,14 +24,15 @@ class AdaptState(NamedTuple):
     """Everything a step changes.
 
     Attributes:
-      step: int32 scalar, batches seen; a reset does not rewind it, because it names the noise.
+      step: int32 scalar, batches seen; a reset does not rewind it, because it names the noise of a loop of one's own.
       params: all parameters; those that do not adapt are the source model's own arrays.
       opt_state: of the optimizer.
       memory: of a non-private method, a raw function of the images seen; () for a private one.
       released: the previous private gradient, for methods with an ascent step; None for others.
       pending: clipped sum of the batches of an unfinished update, without noise: secret, like `key`; None unless
         `accumulate` > 1.
-      key: of noise and of second views. Who learns it can subtract the noise.
+      key: of noise and of second views in a loop of one's own; `serve` draws other keys and only names the state by it.
+        Who learns it can subtract the noise.
     """
 
     step: jax.Array
@@ -81,7 +84,8 @@ class Adapter:
         for images in batches:
             state, logits = adapter.step(state, images)
 
-    `jaxdp.tta.serve` is this loop with the ledger, resets and the collapse monitor.
+    `jaxdp.tta.serve` is this loop with the ledger, noise that is never used twice, resets, the collapse monitor and
+    recovery after a crash.
 
     Attributes:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness, each row of logits a function
@@ -121,6 +125,7 @@ class Adapter:
     _constants: _Constants = dataclasses.field(init=False, repr=False)
     _moves: Any = dataclasses.field(init=False, repr=False)
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
+    _texts: dict[Any, str] = dataclasses.field(init=False, repr=False, default_factory=dict)  # of lowered steps
 
     def __post_init__(self) -> None:
         wrapped = self.method if isinstance(self.method, Private) else None
@@ -209,8 +214,8 @@ class Adapter:
         Args:
           state: from `init`, `step` or `reset`.
           batch: images [B, ...]; B is public and, for a private method, part of the divisor.
-          key: typed key for this step's noise and second views instead of the state's own, for tests; it is folded with
-            the step, so the same key may serve all steps.
+          key: typed key for this step's noise and second views instead of the state's own, for `serve` and for tests;
+            it is folded with the step, so the same key may serve all steps.
           mask: [B] bool, False for padding: it contributes nothing and leaves the divisor of a private method at B.
 
         Returns:
@@ -233,10 +238,38 @@ class Adapter:
             )
         self._check_separate(batch.shape[1:], batch.dtype)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
-        moving = state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, self._moves))
         key = _typed(state.key if key is None else key)
-        moving, logits = _step(self._program, self._constants, moving, batch, mask, key)
+        moving, logits = _step(self._program, self._constants, self._moving(state), batch, mask, key)
         return self._whole(moving), logits
+
+    def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
+        """Returns the text of the program by which `step` would adapt to a batch; lowered once per kind of batch."""
+        batch = jnp.asarray(batch)
+        mask = jnp.ones(len(batch), bool)
+        arguments = (self._constants, self._moving(state), batch, mask, state.key)
+        facts = ("weak_type", "sharding", "committed")  # besides shapes, what a program depends on; keys lack the first
+        kind = tuple(
+            (x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in jax.tree.leaves(arguments[1:])
+        )
+        if kind not in self._texts:
+            self._texts[kind] = program_text(_step, self._program, *arguments)
+        return self._texts[kind]
+
+    @property
+    def constants(self) -> Any:
+        """All that a step reads besides state, batch and key: parameters of the source model and public numbers."""
+        return self._constants
+
+    def parts(self, state: AdaptState) -> tuple[Any, ...]:
+        """Returns what steps change, without the key and what never adapts: all that must be kept to go on."""
+        return self._moving(state)[:-1]
+
+    def whole(self, parts: tuple[Any, ...], key: jax.Array) -> AdaptState:
+        """Returns the state of these parts."""
+        return self._whole(AdaptState._make((*parts, _typed(key))))
+
+    def _moving(self, state: AdaptState) -> AdaptState:
+        return state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, self._moves))
 
     def _whole(self, state: AdaptState) -> AdaptState:
         """With the source model's own arrays where nothing adapts: a compiled step would copy what it only hands on."""

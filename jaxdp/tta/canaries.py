@@ -7,10 +7,7 @@ A trial is one update from the source model, with an image in the first row of i
 Which two images, is found by trying them all: those whose updates are farthest apart.
 """
 
-import contextlib
-import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import Ledger, audit
+from jaxdp.privacy import Account, audit
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.transforms.noise import new_seed, stream
+from jaxdp.release import claim as claimed
+from jaxdp.release import new_seed, stream
 from jaxdp.tta.accounts import StreamAccount
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.private import Private
@@ -70,54 +68,53 @@ def audit_stream(
     neighbours = list(candidates) if adjacency == "replace_one" else [None]  # None is padding
     if len(candidates) < (least := 2 if adjacency == "replace_one" else 1):
         raise ValueError(f"candidates must hold at least {least} images under {adjacency!r}, got {len(candidates)}.")
-    with Ledger.in_memory() as ledger:
-        ledger.register("stream", adjacency=adjacency, unit="image")
-        account = StreamAccount(ledger, "stream", event=adapter.method.event, label="audit")
+    event = adapter.method.event
 
-        # Under one noise the difference of two updates has none.
-        seed = new_seed() if seed is None else seed
-        same = stream(seed, "choice")
-        moved_by = [
-            [(_updates(adapter, batch, None, same)(image), image) for image in images]
-            for images in (candidates, neighbours)
-        ]
-        pairs = itertools.product(*moved_by)
-        (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.linalg.norm(pair[0][0] - pair[1][0]))
+    def charge(account: Account) -> None:
+        stream_account = StreamAccount(account, event=event)
+        for number, part in itertools.product(range(2 * trials), range(adapter.accumulate)):
+            with stream_account.spend([(number, part, row) for row in range(len(batch))], release=number):
+                pass
 
-        update = _updates(adapter, batch, account, stream(seed, "audit"))
-        found = audit.audit_mechanism(
-            lambda _: update(canary),
-            lambda _: update(neighbour),
-            lambda moved: moved @ (one - other),
-            trials=trials,
-            upper=math.inf,
-            delta=delta,
-            confidence=confidence,
-            claim=claim,
-        )
-        return dataclasses.replace(found, upper=ledger.epsilon("stream", delta=delta))
+    upper = claimed(charge, adjacency=adjacency, delta=delta)
+    seed = new_seed() if seed is None else seed
+    # Under one noise the difference of two updates has none.
+    same = stream(seed, "choice")
+    moved_by = [
+        [(_updates(adapter, batch, same)(image), image) for image in images] for images in (candidates, neighbours)
+    ]
+    pairs = itertools.product(*moved_by)
+    (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.linalg.norm(pair[0][0] - pair[1][0]))
+
+    update = _updates(adapter, batch, stream(seed, "audit"))
+    return audit.audit_mechanism(
+        lambda _: update(canary),
+        lambda _: update(neighbour),
+        lambda moved: moved @ (one - other),
+        trials=trials,
+        upper=upper,
+        delta=delta,
+        confidence=confidence,
+        claim=claim,
+    )
 
 
-def _updates(
-    adapter: Adapter, batch: np.ndarray, account: StreamAccount | None, key: jax.Array
-) -> Callable[[Any], np.ndarray]:
+def _updates(adapter: Adapter, batch: np.ndarray, key: jax.Array) -> Callable[[Any], np.ndarray]:
     """`update(image) -> float64 [P]`: by how far the next update of a stream moves the source model's parameters.
 
     The image takes the place of the first one of the update's first batch; None leaves that place empty.
     """
-    state, numbers = adapter.init(key), itertools.count()
+    state = adapter.init(key)
     start = _moving(adapter, adapter.params)
 
     def update(image: Any) -> np.ndarray:
         nonlocal state
-        state, number = adapter.reset(state), next(numbers)
+        state = adapter.reset(state)
         images, mask = batch.copy(), np.ones(len(batch), bool)
         mask[0] = image is not None
         images[0] = images[0] if image is None else image
-        for part in range(adapter.accumulate):
-            units = [(number, part, row) for row in range(len(batch))]
-            with contextlib.nullcontext() if account is None else account.spend(units, release=number):
-                state, _ = adapter.step(state, jnp.asarray(images), mask=jnp.asarray(mask))
+        for _ in range(adapter.accumulate):
+            state, _ = adapter.step(state, jnp.asarray(images), mask=jnp.asarray(mask))
             images, mask = batch, np.ones(len(batch), bool)
         return _moving(adapter, state.params) - start
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ from jaxdp.data.shifts import clean_images, shifted_images
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release import alone, bind, finished_result, write_json
 from jaxdp.report import format_table, plot_curves
-from jaxdp.report.workdir import bind, finished_result, write_json
 from jaxdp.tta.accounts import StreamAccount, epsilons
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.come import COME
@@ -48,7 +49,8 @@ SOURCE = "no adaptation"
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the experiment, or what is left of it, and returns its result.
 
-    Every run over a stream is kept as soon as it ends; an interrupted experiment goes on with the next.
+    Every run over a stream is kept as soon as it ends. An interrupted experiment goes on in the middle of the run that
+    was interrupted, which is not charged twice.
 
     Args:
       config: the experiment.
@@ -58,12 +60,13 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           stream_*.png, gain_*.png  accuracy over the stream, and what it gains, one figure per setting
           stability_*.png         accuracy on the held-out corruptions against the length of updates, per method
           ledger.sqlite           what each run would cost the photographs of its stream (`python -m launch.ledger`)
-          tuning/, runs/          what was tried on the held-out corruptions; every run
+          tuning/, runs/          what was tried on the held-out corruptions; every run, and the workdir of an
+                                  unfinished one
           source.safetensors      the source model, if it was trained here
 
     Raises:
-      ValueError: the workdir belongs to an experiment with another config, the config is inconsistent, or the stream is
-        not declared a public benchmark.
+      ValueError: the workdir belongs to an experiment with another config or is in use by another process, the config
+        is inconsistent, or the stream is not declared a public benchmark.
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root = pathlib.Path(workdir)
@@ -72,18 +75,19 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     if not config.public_benchmark:
         raise ValueError(
             "config.public_benchmark must be True: accuracies are functions of the stream's records that no ledger "
-            "pays for. To adapt to a private stream use jaxdp.tta.serve, which writes nothing but the ledger."
+            "pays for. To adapt to a private stream use jaxdp.tta.serve."
         )
     if config.privacy.adjacency not in ("replace_one", "zero_out"):
         raise ValueError(
             f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
             "from which a record is removed has other batches from there on."
         )
-    bind(config, root)
-    task = _Task.of(config, root)
-    print(task.describe(), flush=True)
-    result = _run(config, task, root)
-    write_json(root / "result.json", result)
+    with alone(root):
+        bind(config, root)
+        task = _Task.of(config, root)
+        print(task.describe(), flush=True)
+        result = _run(config, task, root)
+        write_json(root / "result.json", result)
     print(
         f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon, stream, gain and stability figures, ledger.sqlite."
     )
@@ -325,18 +329,20 @@ def _one_run(
     root: pathlib.Path,
 ) -> dict[str, Any]:
     path = root / "runs" / f"{name}_{setting}_{seed}.json".replace(" ", "_")
-    if path.exists():
-        return json.loads(path.read_text())
-    adapter = _adapter(config, task, method, setting, choice)
-    # An account of its own for every run: together they would cost much more, which the summary says.
-    account = f"{name}, {setting}, stream {seed}"
-    ledger.register(account, adjacency=config.privacy.adjacency, unit=config.privacy.unit, delta=config.privacy.delta)
-    event = getattr(adapter.method, "event", NonPrivateDpEvent())
-    paid = StreamAccount(ledger, account, event=event, label=f"{name}, {setting}")
-    served = serve(adapter, _stream(config, task, seed), account=paid, unit="photograph")
-    row = {"method": name, "setting": setting, "seed": seed, "visits": paid.worst, "accuracy": served.accuracy}
-    write_json(path, row)
-    return row
+    unfinished = path.with_suffix("")
+    if not path.exists():
+        adapter = _adapter(config, task, method, setting, choice)
+        # A data set of its own for every run: together they would cost much more, which the summary says.
+        dataset = f"{name}, {setting}, stream {seed}"
+        terms = {"adjacency": config.privacy.adjacency, "unit": config.privacy.unit, "delta": config.privacy.delta}
+        ledger.register(dataset, **terms)
+        event = getattr(adapter.method, "event", NonPrivateDpEvent())
+        paid = StreamAccount(ledger.account(dataset, label=f"{name}, {setting}"), event=event)
+        served = serve(adapter, _stream(config, task, seed), account=paid, workdir=unfinished, unit="photograph")
+        row = {"method": name, "setting": setting, "seed": seed, "visits": paid.worst, "accuracy": served.accuracy}
+        write_json(path, row)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    return json.loads(path.read_text())
 
 
 def _without_adaptation(config: Any, task: _Task, seed: int) -> dict[str, Any]:

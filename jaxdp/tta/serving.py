@@ -1,22 +1,38 @@
-"""The loop over a stream: reset, pay, step, compare."""
+"""The loop over a stream: reset, pay, step, compare, keep.
+
+Each batch is one release of the till (`jaxdp.release`). Its noise and second views come from the secret of that
+release: no state can put one noise on two gradients. With a workdir a process that died goes on where it was: the
+interrupted batch is repeated bit for bit and is not charged again. If anything is different, its noise is fresh and it
+is charged again.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+import json
+import os
+import pathlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from tqdm import tqdm
 
-from jaxdp.privacy.events import NonPrivateDpEvent
+from jaxdp import release
+from jaxdp.privacy.events import NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
-from jaxdp.tta.accounts import StreamAccount
+from jaxdp.release.secrets import sync_folder
+from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.tta.accounts import StreamAccount, Sum
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
-from jaxdp.tta.streams import Batch
+from jaxdp.tta.streams import Batch, Unit
 
-Unit = Literal["photograph", "sample"]
+_LABEL = "test-time adaptation"
+_STATE, _ROWS = "state.safetensors", "served.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +50,7 @@ class Served:
         count: int64 [T], records in each batch.
         resets: numbers of the batches before which the model went back to its source, other than by the adapter.
         reports: (number of the batch after which it was made, report) of the monitor.
+        evaluated: what `evaluate` said after each batch; empty without it.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -42,6 +59,7 @@ class Served:
     count: np.ndarray = dataclasses.field(repr=False)
     resets: tuple[int, ...]
     reports: tuple[tuple[int, CollapseReport], ...] = dataclasses.field(repr=False)
+    evaluated: tuple[dict[str, float], ...] = dataclasses.field(repr=False)
 
 
 def serve(
@@ -49,11 +67,14 @@ def serve(
     stream: Iterable[Batch],
     *,
     account: StreamAccount | None,
+    workdir: str | os.PathLike[str] | None = None,
     state: Any = None,
+    seed: bytes | None = None,
     unit: Unit = "photograph",
     monitor: CollapseMonitor | None = None,
     reset_on_collapse: bool = False,
     deliver: Callable[[Batch, np.ndarray], None] | None = None,
+    evaluate: Callable[[Batch, Any], dict[str, float]] | None = None,
     progress: bool = False,
 ) -> Served:
     """Adapts to a stream batch by batch, paying for each before it is touched.
@@ -62,91 +83,373 @@ def serve(
         adapter: an `Adapter`; it decides whether a batch is predicted before or after adapting to it.
         stream: a `Stream`, or any iterable of `Batch`.
         account: what is charged. It has no default: None says that the stream is public, or that somebody else keeps
-            the account, and then nothing is charged and nothing guaranteed.
-        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. A state is used once:
-            noise on two updates hides neither.
+            the account, and then nothing is charged and nothing guaranteed. With a workdir it is for that workdir only.
+        workdir: a folder of this stream alone, made if needed and then for its owner only. Call again with the same
+            workdir and the same stream from its beginning, after a crash or with a longer stream: batches that are done
+            are skipped. It holds the state, the rows behind `Served`, and notes of who came in which batch and what
+            that cost. Go on in it as it was last, not in a copy or a backup, which would forget visits. None keeps
+            nothing, and an interrupted stream is paid again.
+        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. Not read where the workdir
+            holds one.
+        seed: 16 secret bytes, to reproduce the noise in a test; by default they come from the operating system, fresh
+            for every batch.
         unit: whom the account protects: "photograph", `Batch.units`, or "sample", a photograph under one corruption.
-            The same in all calls with one account, which would not know one by the name of the other.
+            The same in all calls with one account, which would not know one by the name of the other. With a workdir
+            units are text, integers or tuples of them.
         monitor: looks at the parameters after every `monitor.every` batches.
         reset_on_collapse: go back to the source model when the monitor says that the model collapsed.
         deliver: `deliver(batch, logits [B, C])` after every batch, to give each record's owner its own row, and nobody
-            else.
+            else. After a crash it is called again for the interrupted batch, and for no other.
+        evaluate: `evaluate(batch, params) -> {name: number}` after every batch, on public or held-out images under the
+            batch's domain; what it reads must not be the stream itself.
         progress: show a bar with the number of batches.
 
     Returns:
-        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. Nothing is written to
-        disk but the ledger.
+        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. If a stream ends in the
+        middle of an update (`Adapter.accumulate`) with a workdir, the unfinished sum is dropped from the disk and from
+        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. A
+        stream that was stopped by an exception keeps the sum there, to go on. Without a workdir the state keeps the
+        sum, and a call with the same account goes on with it.
 
     Formal guarantees:
         With an account, the parameters after all batches together are as private as the ledger says. Resets are public
         (the stream's) or post-processing (the monitor's, of released parameters and public images). Labels are compared
-        with predictions in memory and enter nothing else.
+        with predictions in memory and enter nothing else. A state in the middle of an update is accepted only by the
+        account that charged its batches, and only if it is the newest one of that update: two noisy sums of one pending
+        sum would be charged as one. An update whose interrupted batch cannot be repeated, as that of a model that calls
+        back to Python, is charged again with all of its batches.
 
     Raises:
         ValueError: the account's event is not the method's; the account has charged for an update that was made from
-            this state; unit is unknown; reset_on_collapse without a monitor.
+            this state, or has not charged for the update that it is in; unit is unknown; reset_on_collapse without a
+            monitor; the workdir holds another stream or other settings, or is in use by another process; the account
+            has charged batches outside of the workdir.
+        TypeError: a unit that cannot be noted in the workdir.
         BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
             attribute `served` of the exception.
     """
-    if unit not in ("photograph", "sample"):
+    if unit not in get_args(Unit):
         raise ValueError(f"unit must be 'photograph' or 'sample', got {unit!r}")
     if reset_on_collapse and monitor is None:
         raise ValueError("reset_on_collapse=True needs a monitor")
     event = getattr(adapter.method, "event", NonPrivateDpEvent())
     if account is not None and account.event != event:
         raise ValueError(f"account charges {account.event} for a release, but the method's is {event}: make it again")
-    state = adapter.init() if state is None else state
-    if account is not None and state.step % adapter.accumulate == 0 and account.charged(_release(adapter, state)):
-        raise ValueError(
-            "state has been served from before: its noise is in an update already, and on other records it would "
-            "cancel in the difference. Go on from the state that came of that, or from "
-            "state._replace(key=adapter.init().key)"
-        )
-    correct: list[int] = []
-    count: list[int] = []
-    resets: list[int] = []
-    reports: list[tuple[int, CollapseReport]] = []
-    hits: dict[str, list[np.ndarray]] = {}
-
-    def served() -> Served:
-        return Served(
-            state=state,
-            accuracy={domain: float(np.concatenate(parts).mean()) for domain, parts in hits.items()},
-            correct=np.array(correct, np.int64),
-            count=np.array(count, np.int64),
-            resets=tuple(resets),
-            reports=tuple(reports),
-        )
-
-    for number, batch in enumerate(tqdm(stream, unit="batch", disable=not progress)):
-        if batch.reset:
-            state = adapter.reset(state)
-            resets.append(number)
-        units = batch.units if unit == "photograph" else batch.samples
+    if workdir is not None:
+        pathlib.Path(workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    with release.Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
+        loop = _Loop(adapter, account, till, files, unit, deliver, evaluate, monitor, reset_on_collapse)
         try:
-            with account.spend(units, release=_release(adapter, state)) if account else contextlib.nullcontext():
-                state, logits = adapter.step(state, batch.images, mask=batch.mask)
-                logits = np.asarray(logits)
+            loop.begin(state)
+            for number, batch in enumerate(tqdm(stream, unit="batch", disable=not progress)):
+                loop.serve(number, batch)
         except BudgetExceeded as error:
-            error.served = served()  # type: ignore[attr-defined]
+            error.served = loop.served()  # type: ignore[attr-defined]
             raise
-        if deliver is not None:
-            deliver(batch, logits)
-        right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
-        correct.append(int(right.sum()))
-        count.append(len(right))
-        for domain in dict.fromkeys(batch.domains):
-            hits.setdefault(domain, []).append(right[np.array(batch.domains) == domain])
-        if monitor is not None and (number + 1) % monitor.every == 0:
-            report = monitor(state.params)
-            reports.append((number, report))
-            if reset_on_collapse and report.collapsed:
-                state = adapter.reset(state)
-                resets.append(number + 1)
-    return served()
+        loop.end()
+        return loop.served()
 
 
-def _release(adapter: Any, state: Any) -> tuple[str, int]:
-    """Identity of the noisy sum that the next batch enters: the run, known by its noise key, and the update."""
+@dataclasses.dataclass
+class _Loop:
+    """One call of `serve`."""
+
+    adapter: Any
+    account: StreamAccount | None
+    till: release.Till
+    files: "_Files"
+    unit: Unit
+    deliver: Callable[[Batch, np.ndarray], None] | None
+    evaluate: Callable[[Batch, Any], dict[str, float]] | None
+    monitor: CollapseMonitor | None
+    reset_on_collapse: bool
+
+    state: Any = dataclasses.field(init=False)
+    step: int = dataclasses.field(init=False)  # of the state
+    rows: list[dict[str, Any]] = dataclasses.field(init=False, default_factory=list)  # what came of each batch
+    run: str | None = dataclasses.field(init=False, default=None)  # the workdir, for the account
+    name: str = dataclasses.field(init=False)  # of what makes the updates: the workdir, or the first state
+    entering: Sum = dataclasses.field(init=False)  # the sum that the next batch enters
+    noted: dict[int, str] = dataclasses.field(init=False, default_factory=dict)  # the records of batches that are done
+    seen: int = dataclasses.field(init=False, default=0)  # batches of the stream
+
+    def begin(self, state: Any) -> None:
+        """Goes on with the workdir's state, or begins with the one that is given."""
+        kept = self.files.load(self.adapter, self._terms)
+        if kept is not None:
+            state, self.run, self.rows = kept
+            self.name = self.run
+        else:
+            state = self.adapter.init() if state is None else state
+            self.name = _name(self.adapter, state)
+        self.step = int(state.step)
+        self.entering = self._next(None, self.step)
+        if kept is None and self.account is not None:
+            self.entering = self._admit(state, self.account)
+        # What is returned has another name than what was given, and the program is that of this kind of key.
+        self.state = state._replace(key=release.stream(release.new_seed(), _LABEL))
+        if kept is not None:
+            self._recount()
+        elif self.files.workdir is not None:
+            if self.till.notes():
+                raise ValueError(
+                    f"{self.files.workdir} holds notes of a stream, but its state is gone; use a new workdir."
+                )
+            self.run = self.name = release.new_seed().hex()
+            self.entering = self._next(None, self.step)
+            if self.account is not None:
+                self.account.check_run(self.run)
+            self._save()
+
+    def serve(self, number: int, batch: Batch) -> None:
+        """Serves one batch, unless that is done."""
+        self.seen += 1
+        units = batch.visitors(self.unit)
+        records = None if self.files.workdir is None else _as_text(units, batch.domains)
+        if number < len(self.rows):
+            if self.noted.get(number) != records:
+                raise ValueError(
+                    f"batch {number} of stream is not the one that was served in {self.files.workdir}: its units or "
+                    "domains differ. Give the same stream from its beginning, or use a new workdir."
+                )
+            return
+        before = self.adapter.reset(self.state) if batch.reset else self.state
+        payment = None if self.account is None else self.account.batch(units, entering=self.entering, run=self.run)
+
+        def compute(secret: bytes) -> tuple[Any, np.ndarray, dict[str, Any]]:
+            key = release.stream(secret, "noise and second views")
+            after, logits = self.adapter.step(before, batch.images, key=key, mask=batch.mask)
+            logits = np.asarray(logits)
+            row: dict[str, Any] = {
+                **_compared(batch, logits),
+                "resets": [number] if batch.reset else [],
+                "report": None,
+                "evaluated": None if self.evaluate is None else self.evaluate(batch, after.params),
+            }
+            if self.monitor is not None and (number + 1) % self.monitor.every == 0:
+                report = self.monitor(after.params)
+                row["report"] = dataclasses.asdict(report)
+                if self.reset_on_collapse and report.collapsed:
+                    after = self.adapter.reset(after)
+                    row["resets"].append(number + 1)
+            return after, logits, row
+
+        def keep(made: tuple[Any, np.ndarray, dict[str, Any]]) -> None:
+            after, logits, row = made
+            if self.deliver is not None:
+                self.deliver(batch, logits)
+            self.state, self.step = after, self.step + 1
+            self.rows.append(row)
+            self.files.add(len(self.rows), row)
+            self._save()
+
+        self.till.release(
+            release.Release(
+                label=_LABEL,
+                charges=() if payment is None else payment,
+                compute=compute,
+                facts=lambda: [self._constants, self.adapter.parts(before), batch.images, batch.mask, repr(units)],
+                programs=lambda: [self.adapter.lowered_text(before, batch.images)],
+                keep=keep,
+                note={"batch": number, "at": self.step, "records": records},
+                once_in=self.run or "",
+            )
+        )
+        self.entering = self._next(None if payment is None else payment.entered, self.step)
+
+    def end(self) -> None:
+        """Refuses a stream that ended too early; leaves no unfinished sum in the workdir."""
+        if self.seen < len(self.rows):
+            raise ValueError(
+                f"stream has {self.seen} batches, but {len(self.rows)} were served in {self.files.workdir}. Give the "
+                "same stream from its beginning, or use a new workdir."
+            )
+        if self.files.workdir is not None and self.step % self.adapter.accumulate:
+            self.state = self.state._replace(pending=jax.tree.map(jnp.zeros_like, self.state.pending))
+            self._save()
+
+    def served(self) -> Served:
+        """What came of the batches so far."""
+        if self.account is not None and self.files.workdir is None and self.entering.batches:
+            self.account.leave_unfinished(_name(self.adapter, self.state), self.entering)
+        hits: dict[str, list[int]] = {}
+        for row in self.rows:
+            for domain, (right, count) in row["hits"].items():
+                found = hits.get(domain, [0, 0])
+                hits[domain] = [found[0] + right, found[1] + count]
+        reports = [(number, row["report"]) for number, row in enumerate(self.rows) if row["report"] is not None]
+        return Served(
+            state=self.state,
+            accuracy={domain: right / count for domain, (right, count) in hits.items()},
+            correct=np.array([row["correct"] for row in self.rows], np.int64),
+            count=np.array([row["count"] for row in self.rows], np.int64),
+            resets=tuple(number for row in self.rows for number in row["resets"]),
+            reports=tuple((number, CollapseReport(**report)) for number, report in reports),
+            evaluated=tuple(row["evaluated"] for row in self.rows if row["evaluated"] is not None),
+        )
+
+    def _admit(self, state: Any, account: StreamAccount) -> Sum:
+        """The sum that a state holds; refuses a state from which noise would cover less than the account charges."""
+        unfinished = self.step % self.adapter.accumulate != 0
+        held = account.unfinished(self.name) if unfinished else None
+        if held is not None:
+            return held
+        if unfinished and any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(getattr(state, "pending", None))):
+            raise ValueError(
+                "state is in the middle of an update, and it is not the newest state that this account has charged for "
+                "that update: its pending sum would be in two updates and paid for in one. Go on from the newest state "
+                "with its account, or from adapter.reset(state), which drops the pending sum"
+            )
+        if account.charged(self.entering.release):
+            raise ValueError(
+                "state has been served from before, and the account would take its next update for the one that "
+                "came of that. Go on from the state that came of that, or from state._replace(key=adapter.init().key)"
+            )
+        return self.entering
+
+    def _recount(self) -> None:
+        """Counts what the workdir's notes say, which charges a ledger that does not know of it."""
+        last, entered = -1, None
+        for row in self.till.notes():
+            number, token = row["batch"], row["token"]
+            if number != last:
+                last, self.entering = number, self._next(entered, row["at"])
+            if number < len(self.rows):
+                self.noted[number] = row["records"]
+            if self.account is not None:
+                payment = self.account.batch(_units_of(row["records"]), entering=self.entering, run=self.run)
+                with payment.reserve(label="charged again on resuming", token=token):
+                    entered = payment.entered
+        if last < len(self.rows):
+            self.entering = self._next(entered, self.step)
+
+    def _next(self, entered: Sum | None, step: int) -> Sum:
+        """The sum that the batch at a step enters: that of the batch before it, or a new one."""
+        if entered is None or step % self.adapter.accumulate == 0:
+            return Sum(f"{self.name}/{step // self.adapter.accumulate}")
+        return entered
+
+    def _save(self) -> None:
+        if self.files.workdir is not None:
+            assert self.run is not None
+            place = {"run": self.run, "batches": str(len(self.rows)), "step": str(self.step)}
+            self.files.save(self.adapter.parts(self.state), self._terms | place)
+
+    @property
+    def _terms(self) -> dict[str, str]:
+        """What may not change in a workdir."""
+        method = self.adapter.method
+        return {
+            "unit": self.unit,
+            "accumulate": str(self.adapter.accumulate),
+            "event": to_json(getattr(method, "event", NonPrivateDpEvent())),
+            # Records that were clipped to one norm need noise for that norm.
+            "clip_norm": repr(getattr(method, "clip_norm", None)),
+        }
+
+    @functools.cached_property
+    def _constants(self) -> str:
+        return release.digest(self.adapter.constants)
+
+
+class _Files:
+    """What is kept in a workdir beside what the till keeps: the state, and a row for each batch."""
+
+    def __init__(self, workdir: pathlib.Path | None):
+        self.workdir = workdir
+        if workdir is not None:
+            (workdir / _ROWS).touch(mode=0o600)
+            self._rows = MetricsWriter(workdir / _ROWS, fsync=True)
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self.workdir is not None:
+            self._rows.close()
+
+    def add(self, number: int, row: dict[str, Any]) -> None:
+        """Makes the row of a batch durable."""
+        if self.workdir is not None:
+            self._rows.write(number, **row)
+
+    def save(self, parts: Any, terms: dict[str, str]) -> None:
+        """Replaces the state in one step. Its owner alone may read it: a pending sum has no noise yet."""
+        assert self.workdir is not None
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(parts))]
+        # Number formats that NumPy itself lacks, such as bfloat16, are stored as integers of their size.
+        plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
+        named = {str(number): np.asarray(array, order="C") for number, array in enumerate(plain)}
+        path = self.workdir / _STATE
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(safetensors.numpy.save(named, terms | {"kind": _kind(parts)}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(self.workdir)
+
+    def load(self, adapter: Any, terms: dict[str, str]) -> tuple[Any, str, list[dict[str, Any]]] | None:
+        """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
+        if self.workdir is None or not (path := self.workdir / _STATE).exists():
+            return None
+        path.with_suffix(".tmp").unlink(missing_ok=True)  # of a process that died while it wrote
+        with safetensors.safe_open(path, framework="numpy") as file:
+            found = file.metadata()
+            arrays = [file.get_tensor(str(number)) for number in range(len(file.keys()))]
+        unfinished = int(found["step"]) % adapter.accumulate != 0
+        different = [name for name in terms if terms[name] != found[name] and (name != "clip_norm" or unfinished)]
+        if different:
+            raise ValueError(f"{self.workdir} holds a stream with another {', '.join(different)}; use a new workdir.")
+        empty = adapter.init()
+        leaves, structure = jax.tree.flatten(adapter.parts(empty))
+        if found["kind"] != _kind(adapter.parts(empty)):
+            raise ValueError(f"{path} holds the state of another adapter; use a new workdir.")
+        arrays = [jax.device_put(array.view(leaf.dtype)) for array, leaf in zip(arrays, leaves, strict=True)]
+        self._rows.truncate_after(int(found["batches"]))
+        state = adapter.whole(jax.tree.unflatten(structure, arrays), empty.key)
+        return state, found["run"], read_metrics(self.workdir / _ROWS)
+
+
+def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
+    """Counts of right predictions, in all and for each domain."""
+    right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
+    of = {domain: right[np.array(batch.domains) == domain] for domain in dict.fromkeys(batch.domains)}
+    hits = {domain: [int(part.sum()), len(part)] for domain, part in of.items()}
+    return {"correct": int(right.sum()), "count": len(right), "hits": hits}
+
+
+def _name(adapter: Any, state: Any) -> str:
+    """Names a state and the norm to which what it holds was clipped, without telling its key."""
     key = np.asarray(jax.random.key_data(state.key)).tobytes()
-    return hashlib.sha256(key).hexdigest()[:16], int(state.step) // adapter.accumulate
+    facts = f"{int(state.step)} {getattr(adapter.method, 'clip_norm', None)!r}"
+    return hashlib.sha256(key + facts.encode()).hexdigest()[:16]
+
+
+def _kind(parts: Any) -> str:
+    leaves = jax.tree_util.tree_flatten_with_path(parts)[0]
+    return json.dumps([[jax.tree_util.keystr(path), str(leaf.dtype), leaf.shape] for path, leaf in leaves])
+
+
+def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
+    """Who came in a batch, for the notes of the workdir."""
+
+    def plain(unit: Hashable) -> Any:
+        if isinstance(unit, str):
+            return str(unit)
+        if isinstance(unit, int | np.integer):
+            return int(unit)
+        if isinstance(unit, tuple):
+            return [plain(part) for part in unit]
+        raise TypeError(
+            f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}; "
+            "name them so, or leave workdir out."
+        )
+
+    return json.dumps([[plain(unit) for unit in units], [str(domain) for domain in domains]])
+
+
+def _units_of(records: str) -> tuple[Hashable, ...]:
+    def unit(noted: Any) -> Hashable:
+        return tuple(map(unit, noted)) if isinstance(noted, list) else noted
+
+    return tuple(map(unit, json.loads(records)[0]))

@@ -23,6 +23,7 @@ from jaxdp.data import Source
 Order = Literal["continual", "mixed", "label_shifted"]
 Reset = Literal["never", "domain", "batch"]
 Remainder = Literal["drop", "pad"]
+Unit = Literal["photograph", "sample"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,6 +63,10 @@ class Batch:
     def samples(self) -> tuple[tuple[str, int], ...]:
         """[m] identity of each record itself: its domain and position."""
         return tuple(zip(self.domains, self.positions.tolist(), strict=True))
+
+    def visitors(self, unit: Unit) -> tuple[Hashable, ...]:
+        """[m] whom an account charges: "photograph", `units`, or "sample", a photograph under one corruption."""
+        return self.units if unit == "photograph" else self.samples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,7 +169,7 @@ class Stream:
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
         rows, reset = self._plan[index]
         owner, positions = rows.T
-        names, sources = list(self.domains), list(self.domains.values())
+        sources = list(self.domains.values())
         shape = sources[0].arrays["image"].shape[1:]
         images = np.zeros((self.batch_size, *shape), np.float32)
         labels = np.full(self.batch_size, -1, np.int32)
@@ -172,16 +177,30 @@ class Stream:
             here = np.flatnonzero(owner == domain)
             examples = sources[domain].gather(positions[here])
             images[here], labels[here] = examples["image"], examples["label"]
-        ids = positions.tolist() if self.units is None else [self.units[i] for i in positions.tolist()]
         return Batch(
             images=images,
             labels=labels,
             mask=np.arange(self.batch_size) < len(rows),
-            domains=tuple(names[i] for i in owner),
+            domains=self._domains_of(owner),
             positions=positions,
-            units=tuple(ids),
+            units=self._units_of(positions),
             reset=reset,
         )
+
+    def visitors(self, unit: Unit) -> Iterator[tuple[Hashable, ...]]:
+        """Yields `Batch.visitors` of every batch, without reading an image."""
+        for rows, _ in self._plan:
+            owner, positions = rows.T
+            names = zip(self._domains_of(owner), positions.tolist(), strict=True)
+            yield self._units_of(positions) if unit == "photograph" else tuple(names)
+
+    def _domains_of(self, owner: np.ndarray) -> tuple[str, ...]:
+        names = list(self.domains)
+        return tuple(names[i] for i in owner)
+
+    def _units_of(self, positions: np.ndarray) -> tuple[Hashable, ...]:
+        numbers = positions.tolist()
+        return tuple(numbers if self.units is None else (self.units[i] for i in numbers))
 
     @property
     def starts(self) -> dict[str, int]:

@@ -1,6 +1,5 @@
 """Accounts of streams: exact where units come back, parallel where they do not, charged before the batch is touched."""
 
-import contextlib
 import math
 import threading
 import time
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, LaplaceDpEvent, Ledger, NonPrivateDpEvent
+from jaxdp.privacy import Account, BudgetExceeded, GaussianDpEvent, LaplaceDpEvent, Ledger, NonPrivateDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.tta.accounts import StreamAccount, epsilons
 
@@ -64,7 +63,7 @@ def test_published_noise_multipliers_cost_what_the_closed_form_says(sigma):
         *((k, "replace_one", v) for k, v in visited.items()),
     ]:
         ledger = new_ledger(adjacency)
-        account = StreamAccount(ledger, "stream", event=GaussianDpEvent(sigma))
+        account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(sigma))
         # Photographs 0..3 come in every one of `visits` domains, in two batches each.
         serve(account, [[0, 1], [2, 3]] * visits)
         assert account.worst == visits
@@ -77,7 +76,7 @@ def test_published_noise_multipliers_cost_what_the_closed_form_says(sigma):
 
 def test_disjoint_batches_cost_one_event_whatever_their_number():
     ledger = new_ledger()
-    account = StreamAccount(ledger, "stream", event=GaussianDpEvent(1.5))
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(1.5))
     serve(account, [range(8 * i, 8 * i + 8) for i in range(300)])
     assert ledger.events("stream") == {None: GaussianDpEvent(1.5)}
     assert account.worst == 1
@@ -85,7 +84,7 @@ def test_disjoint_batches_cost_one_event_whatever_their_number():
 
 def test_condition_8_a_unit_that_comes_back_is_charged_again():
     ledger = new_ledger()
-    account = StreamAccount(ledger, "stream", event=GaussianDpEvent(0.619))
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(0.619))
     for release in range(15):
         with account.spend(["photograph"], release=release):
             pass
@@ -103,7 +102,7 @@ def test_condition_8_a_unit_that_comes_back_is_charged_again():
 def test_condition_8_records_of_one_unit_in_one_release_count_squared(records, published):
     for batches in ([["a"] * records + ["b"]], [["a"]] * records):
         ledger = new_ledger()
-        account = StreamAccount(ledger, "stream", event=GaussianDpEvent(0.619))
+        account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(0.619))
         for units in batches:  # In one batch, or in several that are accumulated into one release.
             with account.spend(units, release=0):
                 pass
@@ -117,7 +116,7 @@ def test_the_charge_is_the_largest_sum_of_squares_after_every_batch():
     random = np.random.default_rng(0)
     releases = [random.integers(0, 6, size=random.integers(0, 9)) for _ in range(40)]
     ledger = new_ledger()
-    account = StreamAccount(ledger, "stream", event=GaussianDpEvent(2.0))
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(2.0))
     counts = np.zeros((40, 6), int)
     for number, units in enumerate(releases):
         first, second = np.array_split(units, 2)
@@ -134,7 +133,7 @@ def test_a_restarted_account_continues_and_a_fresh_one_pays_again():
 
     def run(restart):
         ledger = new_ledger()
-        account = StreamAccount(ledger, "stream", event=GaussianDpEvent(2.0))
+        account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(2.0))
         serve(account, first)
         account = restart(ledger, account)
         for number, units in enumerate(second, start=2):  # Release 2 was half full.
@@ -147,29 +146,31 @@ def test_a_restarted_account_continues_and_a_fresh_one_pays_again():
 
     whole = worst([[0, 1], [2, 3], [0, 0, 1, 2], [3, 4], [0, 2]])
     assert run(lambda ledger, account: account) == (pytest.approx(whole), whole)
-    resumed = run(lambda ledger, account: StreamAccount(ledger, "stream", event=account.event, visits=account.visits))
+    resumed = run(
+        lambda ledger, account: StreamAccount(ledger.account("stream"), event=account.event, visits=account.visits)
+    )
     assert resumed == (pytest.approx(whole), whole)
-    fresh, _ = run(lambda ledger, account: StreamAccount(ledger, "stream", event=account.event))
+    fresh, _ = run(lambda ledger, account: StreamAccount(ledger.account("stream"), event=account.event))
     assert fresh == pytest.approx(worst(first) + worst(second))
     assert fresh >= whole
 
 
 def test_visits_need_the_ledger_that_was_charged_for_them():
-    account = StreamAccount(new_ledger(), "stream", event=GaussianDpEvent(2.0))
+    account = StreamAccount(new_ledger().account("stream"), event=GaussianDpEvent(2.0))
     serve(account, [["secret"], ["secret"]])
     with pytest.raises(ValueError, match="no such charge") as error:
-        StreamAccount(new_ledger(), "stream", event=account.event, visits=account.visits)
+        StreamAccount(new_ledger().account("stream"), event=account.event, visits=account.visits)
     assert "secret" not in str(error.value)
     half = new_ledger()
     with half.spend("stream", GaussianDpEvent(2.0)):
         pass
     with pytest.raises(ValueError, match="no such charge"):
-        StreamAccount(half, "stream", event=account.event, visits=account.visits)
+        StreamAccount(half.account("stream"), event=account.event, visits=account.visits)
 
 
 def test_an_overspend_is_refused_before_the_batch_is_touched():
     ledger = new_ledger(epsilon=10.0, delta=DELTA)
-    account = StreamAccount(ledger, "stream", event=GaussianDpEvent(1.084))
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(1.084))
     serve(account, [["secret"], ["other"]])
     before = account.visits
     with pytest.raises(BudgetExceeded) as error, account.spend(["new", "secret"], release=2):
@@ -182,7 +183,7 @@ def test_an_overspend_is_refused_before_the_batch_is_touched():
 
 def test_a_failing_body_stays_charged():
     ledger = new_ledger()
-    account = StreamAccount(ledger, "stream", event=GaussianDpEvent(1.0))
+    account = StreamAccount(ledger.account("stream"), event=GaussianDpEvent(1.0))
     with pytest.raises(KeyError), account.spend(["a"], release=0):
         raise KeyError("body")
     assert account.worst == 1
@@ -193,7 +194,7 @@ def test_a_failing_body_stays_charged():
 
 def test_condition_10_add_remove_does_not_fit_a_stream():
     with pytest.raises(ValueError, match="adjacency='replace_one' or 'zero_out'"):
-        StreamAccount(new_ledger("add_remove"), "stream", event=GaussianDpEvent(1.0))
+        StreamAccount(new_ledger("add_remove").account("stream"), event=GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="'replace_one' or 'zero_out'"):
         epsilons(GaussianDpEvent(1.0), visits=1, delta=DELTA, adjacency="add_remove")
 
@@ -201,15 +202,15 @@ def test_condition_10_add_remove_does_not_fit_a_stream():
 @pytest.mark.parametrize("event", [NonPrivateDpEvent(), GaussianDpEvent(0.0)])
 def test_without_noise_epsilon_is_infinite_and_charged_once(event):
     ledger = new_ledger()
-    account = StreamAccount(ledger, "stream", event=event)
+    account = StreamAccount(ledger.account("stream"), event=event)
     serve(account, [["a", "b"], ["a"], ["c", "c"]])
     assert ledger.events("stream") == {None: NonPrivateDpEvent()}
     assert ledger.epsilon("stream", delta=DELTA) == math.inf
     assert account.epsilons(delta=DELTA) == (math.inf, math.inf)
-    continued = StreamAccount(ledger, "stream", event=event, visits=account.visits)
+    continued = StreamAccount(ledger.account("stream"), event=event, visits=account.visits)
     serve(continued, [["a"]])
     assert ledger.events("stream") == {None: NonPrivateDpEvent()}
-    limited = StreamAccount(new_ledger(epsilon=20.0, delta=DELTA), "stream", event=event)
+    limited = StreamAccount(new_ledger(epsilon=20.0, delta=DELTA).account("stream"), event=event)
     with pytest.raises(BudgetExceeded), limited.spend(["a"], release=0):
         pytest.fail("the batch was touched")
 
@@ -217,16 +218,12 @@ def test_without_noise_epsilon_is_infinite_and_charged_once(event):
 def test_threads_share_an_account():
     ledger = new_ledger()
 
-    class Slow:
-        adjacency, events = ledger.adjacency, ledger.events
-
-        @contextlib.contextmanager
+    class Slow(Account):
         def spend(self, *args, **kwargs):
             time.sleep(0.02)
-            with ledger.spend(*args, **kwargs):
-                yield
+            return super().spend(*args, **kwargs)
 
-    account, together = StreamAccount(Slow(), "stream", event=GaussianDpEvent(2.0)), threading.Barrier(4)
+    account, together = StreamAccount(Slow(ledger, "stream"), event=GaussianDpEvent(2.0)), threading.Barrier(4)
 
     def visit(number):
         with account.spend(["the same"], release=number):
@@ -244,22 +241,25 @@ def test_ids_of_units_never_reach_the_ledger(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
         ledger.register("stream", adjacency="zero_out", unit="patient")
-        serve(StreamAccount(ledger, "stream", event=GaussianDpEvent(1.0)), [["Ada Lovelace"] * 2, ["Ada Lovelace"]])
+        serve(
+            StreamAccount(ledger.account("stream"), event=GaussianDpEvent(1.0)),
+            [["Ada Lovelace"] * 2, ["Ada Lovelace"]],
+        )
         assert "Lovelace" not in ledger.report_text()
     assert not any(b"Lovelace" in file.read_bytes() for file in tmp_path.iterdir())
 
 
 def test_an_empty_batch_costs_nothing():
     ledger = new_ledger()
-    serve(StreamAccount(ledger, "stream", event=GaussianDpEvent(1.0)), [[], []])
+    serve(StreamAccount(ledger.account("stream"), event=GaussianDpEvent(1.0)), [[], []])
     assert ledger.epsilon("stream", delta=DELTA) == 0.0
     assert epsilons(GaussianDpEvent(1.0), visits=0, delta=DELTA, adjacency="zero_out").unit == 0.0
 
 
 def test_impossible_arguments():
     with pytest.raises(ValueError, match="event must be one GaussianDpEvent"):
-        StreamAccount(new_ledger(), "stream", event=LaplaceDpEvent(1.0))
+        StreamAccount(new_ledger().account("stream"), event=LaplaceDpEvent(1.0))
     with pytest.raises(ValueError, match="visits must be at least 0, got -1"):
         epsilons(GaussianDpEvent(1.0), visits=-1, delta=DELTA, adjacency="zero_out")
     with pytest.raises(ValueError, match="not registered"):
-        StreamAccount(Ledger.in_memory(), "elsewhere", event=GaussianDpEvent(1.0))
+        StreamAccount(Ledger.in_memory().account("elsewhere"), event=GaussianDpEvent(1.0))

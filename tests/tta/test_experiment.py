@@ -1,7 +1,9 @@
 """The adaptation experiment: what it keeps, what it reads, what it refuses."""
 
+import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from scipy.special import log_ndtr
 from configs.tta import cifar10, cifar10_batch_one, digits, imagenet_c, imagenet_r
 from jaxdp import data
 from jaxdp.privacy import Ledger
+from jaxdp.release import alone
 from jaxdp.tta import experiment
+from jaxdp.tta.adapter import Adapter
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -115,6 +119,40 @@ def test_an_interrupted_experiment_keeps_its_runs_and_pays_for_none_of_them_agai
     assert "nothing to do" not in capsys.readouterr().out
     assert experiment.run(small(), root) == json.loads((root / "result.json").read_text())
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monkeypatch):
+    root, result = finished
+    for name in ("source.safetensors", "tuning"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    step, calls = Adapter.step, itertools.count()
+
+    def dies(adapter, *args, **kwargs):
+        found = step(adapter, *args, **kwargs)
+        if next(calls) in crashes:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Adapter, "step", dies)
+    batches = 64 // small().protocol.batch_size
+    crashes = {0, 2 * batches + 2, 2 * batches + 4}  # in a run without noise, and twice in one with noise
+    for _ in crashes:
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(small(), tmp_path)
+        assert len(list((tmp_path / "runs").glob("*/secret_seed"))) == 1
+    again = experiment.run(small(), tmp_path)
+    assert all(path.suffix == ".json" for path in (tmp_path / "runs").iterdir())
+    assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for seed in (0, 1):
+            found = ledger.epsilon(f"Tent-COME, epsilon 5, stream {seed}")
+            assert found == pytest.approx(cell(again, "Tent-COME", "epsilon 5")["epsilon_unit"], rel=1e-3)
+
+
+def test_a_workdir_is_used_by_one_process_at_a_time(tmp_path):
+    with alone(tmp_path), pytest.raises(ValueError, match="another process is running in"):
+        experiment.run(small(), tmp_path)
 
 
 def test_what_is_no_public_benchmark_is_refused_before_anything_is_read(tmp_path):

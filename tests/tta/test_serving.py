@@ -73,7 +73,7 @@ def new_ledger(path=None, **budget):
 
 
 def new_account(event, ledger=None):
-    return StreamAccount(ledger or new_ledger(), "stream", event=event)
+    return StreamAccount((ledger or new_ledger()).account("stream"), event=event)
 
 
 @pytest.mark.parametrize("terms", [{}, {"order": "mixed"}, {"batch_size": 1}, {"order": "label_shifted"}])
@@ -138,7 +138,7 @@ def test_accumulated_batches_share_one_release():
         # Going on in the middle of an update is the same release, with the account carried over.
         adapter, state, parts = Recorder(event, accumulate), None, new_account(event, ledger)
         for index in range(6):
-            parts = StreamAccount(ledger, "stream", event=event, visits=parts.visits)
+            parts = StreamAccount(ledger.account("stream"), event=event, visits=parts.visits)
             state = serve(adapter, [named.batch(index)], account=parts, state=state).state
         assert parts.worst == worst
 
@@ -300,7 +300,7 @@ def test_condition_12_other_predictions_see_a_record_through_the_released_parame
     runs = []
     for batches in (list(stream), with_other_record(stream, 2, 5)):
         adapter = Watched(new_adapter(predict=predict, learning_rate=0.5))
-        serve(adapter, batches, account=None, state=adapter.init(jax.random.key(0, impl="rbg")))
+        serve(adapter, batches, account=None, seed=bytes(range(16)))
         runs.append(adapter.seen)
     others = np.arange(8) != 5
     for index, ((_, _, _, old), (start, end, images, new)) in enumerate(zip(*runs, strict=True)):
@@ -324,7 +324,7 @@ def test_condition_11_nothing_private_is_written_or_shown(tmp_path, monkeypatch)
     stream = Stream(domains(16, 16), batch_size=8, seed=0, units=[f"patient-{i}" for i in range(16)])
     adapter = new_adapter()
     with new_ledger("ledger.sqlite") as ledger:
-        account = StreamAccount(ledger, "stream", event=adapter.method.event)
+        account = StreamAccount(ledger.account("stream"), event=adapter.method.event)
         served = serve(adapter, stream, account=account)
         report = ledger.report_text()
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"ledger.sqlite"}
