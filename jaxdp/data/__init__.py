@@ -16,7 +16,7 @@ from jaxdp.data.corruptions import (
 from jaxdp.data.images import fit_images
 from jaxdp.data.parts import bundled_parts
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
-from jaxdp.data.sources import Source, bundled, from_arrays, from_tfds
+from jaxdp.data.sources import Source, bundled, check_disjoint, from_arrays, from_tfds
 
 __all__ = [
     "CORRUPTIONS",
@@ -28,6 +28,7 @@ __all__ = [
     "augmentation",
     "bundled",
     "bundled_parts",
+    "check_disjoint",
     "corrupt",
     "corrupted_tfds",
     "fit_images",

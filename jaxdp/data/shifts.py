@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxdp.data.corruptions import corrupt, corrupted_tfds
-from jaxdp.data.sources import Source, bundled, from_tfds
+from jaxdp.data.sources import Source, bundled, check_disjoint, from_tfds
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # the shift that is none
@@ -30,10 +30,17 @@ def clean_images(config: Any, prepare: Prepare) -> Source:
       prepare: as in `from_tfds`; used where the config asks for it.
 
     Raises:
+      ValueError: one of them is a test image.
       FileNotFoundError: the data is not there; the message says how to get it.
     """
     if config.source == "bundled":
         return _bundled(config)[0]
+    if not config.corrupted_name:  # else the test images are of another data set
+        parts = {
+            "public_split": (config.public_name, config.public_split),
+            "test_split": (config.name, config.test_split),
+        }
+        check_disjoint({f"config.data.{part}": (*where, config.data_dir or None) for part, where in parts.items()})
     return _read(config.public_name, config.public_split, config.data_dir or None, prepare if config.prepare else None)
 
 

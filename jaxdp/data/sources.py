@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -355,9 +356,7 @@ def from_tfds(
         except NotImplementedError as error:
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
-            raise ValueError(
-                f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
-            ) from error
+            raise ValueError(_unreadable(name, split, info)) from error
         columns = _read_columns(records, kinds, prepare)
     if (columns["label"] < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
@@ -368,6 +367,48 @@ def from_tfds(
     sizes = {key: info.features[key].num_classes for key in _ADULT_CATEGORIES}
     features = _encode_adult(columns, sizes)
     return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
+
+
+def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
+    """Refuses parts of TensorFlow Datasets that share a record.
+
+    A ledger counts what each of its accounts paid. It cannot know that two of them hold one record, or that a private
+    record is among the public ones. Records are told apart by data set, configuration, split and position, as TFDS
+    resolves them, whatever the version and the directory. Copies under another name are not found.
+
+    Args:
+      parts: (name, split, data_dir) by the part's name in messages, as `from_tfds` takes them.
+
+    Raises:
+      ValueError: two parts share a record, a part has one twice, or a split is unknown.
+      FileNotFoundError: as `from_tfds`.
+    """
+    import tensorflow_datasets as tfds
+
+    slices = []
+    for part, (name, split, data_dir) in parts.items():
+        with _quiet_array_record():
+            info = _prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None).info
+        try:
+            found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(_unreadable(name, split, info)) from error
+        for piece in found:
+            rows = range(info.splits[piece.splitname].num_examples)[piece.from_ : piece.to]
+            slices.append((f"{part}={name}/{split}", (info.name, info.config_name, piece.splitname), rows))
+    for (part, where, rows), (other, there, others) in itertools.combinations(slices, 2):
+        shared = range(max(rows.start, others.start), min(rows.stop, others.stop))
+        if where == there and shared:
+            who = f"{part} and {other} share" if part != other else f"{part} repeats"
+            what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
+            raise ValueError(
+                f"{who} {what}: no account counts what a record gives away in both places. Choose splits that do not "
+                "overlap."
+            )
+
+
+def _unreadable(name: str, split: str, info: Any) -> str:
+    return f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
 
 
 def _prepare(tfds: Any, name: str, data_dir: str | None) -> None:

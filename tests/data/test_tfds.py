@@ -8,8 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
-from jaxdp.data import from_tfds, sources
+from jaxdp.data import check_disjoint, from_tfds, shifts, sources
+from jaxdp.lifecycle import parts as lifecycle
+from jaxdp.prediction import tasks
+from jaxdp.split import tasks as split_tasks
 
 EXPECTED = {
     ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
@@ -22,7 +26,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory) -> str:
-    """A TFDS directory with the data sets tiny_image, tiny_text and tiny_ragged, prepared without TensorFlow."""
+    """A TFDS directory with the data sets tiny_image, tiny_slices, tiny_text, ..., prepared without TensorFlow."""
     import PIL.Image
     import tensorflow_datasets as tfds
 
@@ -32,7 +36,7 @@ def data_dir(tmp_path_factory) -> str:
     def picture(height, width, value):
         return PIL.Image.fromarray(np.full((height, width, 3), value, np.uint8))
 
-    def prepare(name, features, examples):
+    def prepare(name, features, examples, **others):
         class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             VERSION = tfds.core.Version("1.0.0")
 
@@ -40,7 +44,7 @@ def data_dir(tmp_path_factory) -> str:
                 return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
             def _split_generators(self, dl_manager):
-                return {"train": enumerate(examples)}
+                return {"train": enumerate(examples), **{split: enumerate(rows) for split, rows in others.items()}}
 
             def _generate_examples(self):
                 raise AssertionError("never called")
@@ -55,6 +59,12 @@ def data_dir(tmp_path_factory) -> str:
         "tiny_image",
         {"image": image, "label": label, "id": tfds.features.Text()},
         [{"image": picture(4, 5, 10 * k), "label": k % 3, "id": str(k)} for k in range(7)],
+    )
+    prepare(
+        "tiny_slices",
+        {"image": image, "label": label},
+        [{"image": picture(4, 5, k), "label": 0} for k in range(40)],
+        test=[{"image": picture(4, 5, 100 + k), "label": 1} for k in range(10)],
     )
     prepare("tiny_unlabelled", {"image": image, "label": label}, [{"image": picture(4, 5, 0), "label": -1}])
     prepare("tiny_text", {"sentence": tfds.features.Text(), "label": label}, [{"sentence": "a", "label": 0}])
@@ -119,6 +129,87 @@ def test_a_download_that_lacks_tensorflow_says_how_to_prepare_elsewhere(tmp_path
 def test_an_unknown_split_is_refused(data_dir):
     with pytest.raises(ValueError, match=r"split 'test' of data set 'tiny_image' .* \['train'\]"):
         from_tfds("tiny_image", "test", data_dir=data_dir)
+
+
+OVERLAPS = {  # of 40 records to train on and 10 to test on: what two slices share
+    ("train[:20]", "train[15:30]"): "5 records, [15:20] of 'train'",
+    ("train", "train[39:]"): "1 record, [39:40] of 'train'",
+    ("train[:50%]", "train[45%:]"): "2 records, [18:20] of 'train'",
+    ("train[-10%:]", "train[35:]"): "4 records, [36:40] of 'train'",
+    ("train[:10]+test", "test[5:]"): "5 records, [5:10] of 'test'",
+    ("all", "test[:1]"): "1 record, [0:1] of 'test'",
+    ("train[0shard]", "train[:1]"): "1 record, [0:1] of 'train'",
+}
+
+
+@pytest.mark.parametrize("splits", OVERLAPS)
+def test_parts_that_share_records_are_refused(data_dir, splits):
+    parts = dict(zip(("private", "stream"), (("tiny_slices", split, data_dir) for split in splits), strict=True))
+    with pytest.raises(ValueError) as caught:
+        check_disjoint(parts)
+    first, second = (f"{part}=tiny_slices/{split}" for part, split in zip(parts, splits, strict=True))
+    assert f"{first} and {second} share {OVERLAPS[splits]}" in str(caught.value)
+    pixels = [{*from_tfds("tiny_slices", split, data_dir=data_dir).arrays["image"][:, 0, 0, 0]} for split in splits]
+    assert len(pixels[0] & pixels[1]) == int(OVERLAPS[splits].split()[0])
+
+
+def test_a_part_that_repeats_records_is_refused(data_dir):
+    with pytest.raises(
+        ValueError, match=r"a=tiny_slices/train\[:5\]\+train\[3:\] repeats 2 records, \[3:5\] of 'train'"
+    ):
+        check_disjoint({"a": ("tiny_slices", "train[:5]+train[3:]", data_dir)})
+
+
+def test_parts_that_share_no_record_pass(data_dir, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", data_dir)
+    splits = ("train[:20]", "train[50%:60%]", "train[24:-5]", "train[-5:]", "test[:5]", "test[5:]")
+    check_disjoint({split: ("tiny_slices", split, None) for split in splits})
+    check_disjoint({"a": ("tiny_slices", "train", data_dir), "b": ("tiny_image", "train", data_dir)})
+
+
+def test_parts_that_cannot_be_read_are_refused(data_dir):
+    for split in ("valid", "train[:41]", "all[:3]"):
+        with pytest.raises(
+            ValueError, match=r"of data set 'tiny_slices' cannot be read; there are \['test', 'train'\]"
+        ):
+            check_disjoint({"a": ("tiny_slices", split, data_dir)})
+    with pytest.raises(FileNotFoundError, match="'no_such_data_set' is not prepared"):
+        check_disjoint({"a": ("no_such_data_set", "train", data_dir)})
+
+
+def test_stages_refuse_overlapping_splits(data_dir):
+    def refused(load, pair, shared, **fields):
+        config = ConfigDict({"source": "tfds", "name": "tiny_slices", "data_dir": data_dir, **fields})
+        with pytest.raises(
+            ValueError, match=f"config.data.{pair[0]}=.* and config.data.{pair[1]}=.* share {shared} record"
+        ):
+            load(config)
+
+    splits = {"public": "test", "private": "train[:20]", "sources": "train[19:30]", "stream": "train[30:35]"}
+    refused(
+        lifecycle._parts, ("parts.private", "parts.sources"), 1,
+        parts={part: f"tiny_slices/{split}" for part, split in {**splits, "test": "train[35:]"}.items()},
+    )  # fmt: skip
+    fields = {"public_split": "test[:5]", "private_split": "train", "test_split": "test[3:]"}
+    refused(tasks._image_splits, ("public_split", "test_split"), 2, **fields)
+    fields |= {"network": {"name": "tiny_slices", "split": "train[:3]"}}
+    refused(tasks._network_source, ("network.split", "private_split"), 3, **fields)
+    fields = {"public_name": "tiny_slices", "public_split": "train", "test_split": "train[:4]", "corrupted_name": ""}
+    refused(lambda config: shifts.clean_images(config, None), ("public_split", "test_split"), 4, **fields)
+
+
+@pytest.mark.parametrize("name", ["server", "tuning", "client_test"])
+def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
+    def images(split, *classes):
+        known = {"source": "tfds", "name": "tiny_slices", "data_dir": data_dir}
+        return {**known, "split": split, "classes": classes}
+
+    others = {"server": images("test"), "tuning": images("test"), "client_test": images("train[20:]")}
+    config = ConfigDict({**others, "client": images("train[:20]", 0, 1), name: images("train[19:25]", 1, 2)})
+    with pytest.raises(ValueError, match=rf"config.data.client=.* and config.data.{name}=.* share 1 record,"):
+        split_tasks._check_disjoint(config)
+    split_tasks._check_disjoint(ConfigDict({**config, name: images("train", 2)}))  # other classes, other images
+    split_tasks._check_disjoint(ConfigDict({**config, name: {**images("train"), "source": "bundled"}}))
 
 
 def test_data_sets_that_are_not_handled_are_refused(data_dir):
