@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
         "source": "tfds",
         "name": "cifar10",
         "data_dir": "",
-        "parts": {  # of TFDS; they must not overlap
+        "parts": {  # of TFDS; overlaps are refused
             "public": "cifar100/train",
             "private": "cifar10/train[:40000]",
             "sources": "cifar10/train[40000:45000]",

@@ -4,33 +4,27 @@ A stage's folder is `<workdir>/<stage>/<key>`. The key is a hash of all that the
 the config, the fingerprints of its data, what the stages before it made, and the version of the library. So a changed
 config finds what was made with it before, if anything was, and the budget is not charged again.
 
-A stage touches private data inside `Job.release`, which pays under a token first. All noise of the release is derived
-from the token and a secret seed in the folder: a stage that was interrupted and is run again repeats the same release
-bit for bit, and the ledger does not charge it again. The seed is deleted when the stage ends.
+A stage touches private data through the functions that a user would call (`finetune.fit`, `tta.serve`, ...), with an
+account and with its folder as their workdir. The till in the folder makes an interrupted release once, and pays for it
+once.
 """
 
 import dataclasses
 import functools
 import hashlib
-import hmac
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from jaxdp.finetune.loop import VARIABLES, processor, stored_seed
 from jaxdp.lifecycle.parts import Parts
-from jaxdp.models import load_params, save_params
-from jaxdp.privacy import DpEvent, Ledger
-from jaxdp.privacy.events import from_json, to_json
-from jaxdp.report import MetricsWriter, read_metrics
-from jaxdp.report.workdir import write_json
+from jaxdp.privacy import Account, DpEvent, Ledger
+from jaxdp.privacy.events import compose, composition, from_json
+from jaxdp.release import notes, write_json
+from jaxdp.release import settle as settle_notes
 from jaxdp.version import __version__
+
+Charges = dict[str, DpEvent]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,45 +51,14 @@ class Job:
       data: of the whole lifecycle.
       before: the stages that it builds on, by name.
       folder: its own.
-      ledger: of all private data.
+      account: `account(name)` of a private data set, labelled with the stage's name; what it spends was held before.
     """
 
     config: Any
     data: Parts
     before: Mapping[str, Done]
     folder: pathlib.Path
-    ledger: Ledger
-
-    def release(
-        self, requests: Sequence[tuple[str, DpEvent]], compute: Callable[[bytes], dict[str, Any]], *, label: str
-    ) -> dict[str, Any]:
-        """Pays for a release by all data sets or none, makes it, and keeps it; what is kept is not made again.
-
-        Args:
-          requests: (account, event) pairs.
-          compute: `compute(secret) -> arrays`, a nested dict, all of which the events pay for. Nothing else may touch
-            private data. It must be deterministic, with all randomness from its 16 secret bytes, which other programs,
-            data, versions or machines do not share. A stage makes one release.
-          label: for people who read the ledger.
-
-        Returns:
-          What `compute` returned.
-
-        Raises:
-          BudgetExceeded: nothing was computed or charged.
-        """
-        path = self.folder / "released.safetensors"
-        if not path.exists():
-            events = [[name, to_json(event)] for name, event in requests]
-            seed = stored_seed(self.folder / "secret_seed")
-            facts = json.dumps([self.folder.name, events, _program(), _machine()])
-            token = hmac.digest(seed, b"token" + facts.encode(), "sha256").hex()
-            with self.ledger.spend_all(requests, label=label, token=token):
-                with MetricsWriter(self.folder / "charges.jsonl", fsync=True) as charges:
-                    for number, (name, event) in enumerate(events):
-                        charges.write(number, dataset=name, event=event, token=token)
-                save_params(path, compute(hmac.digest(seed, b"release" + token.encode(), "sha256")[:16]))
-        return load_params(path)
+    account: Callable[[str], Account]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +71,7 @@ class Stage:
       after: names of the stages that it builds on.
       data: the parts of the data that it reads.
       config: the parts of the config that it reads.
+      charges: `charges(config, data) -> {account: event}`, all that the stage will spend; None if it spends nothing.
     """
 
     name: str
@@ -115,6 +79,7 @@ class Stage:
     after: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     config: tuple[str, ...] = ()
+    charges: Callable[[Any, Parts], Charges] | None = None
 
     def key(self, config: Any, data: Parts, before: Mapping[str, Done]) -> str:
         """The hash by which the stage's result is found."""
@@ -142,9 +107,7 @@ def find(folder: pathlib.Path) -> Done | None:
 
 
 def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
-    """Makes a stage finished, and forgets its secrets: who learns a seed could subtract the noise."""
-    for secret in folder.rglob("secret_seed"):
-        secret.unlink()
+    """Makes a stage finished."""
     result = json.loads(json.dumps(result))
     done = Done(folder, result, _content(folder, result))
     files = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".jsonl", ".safetensors"))
@@ -152,22 +115,35 @@ def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
     return done
 
 
-def settle(root: pathlib.Path, ledger: Ledger, account: str) -> None:
+def settle(root: pathlib.Path, ledger: Ledger, private: str) -> None:
     """Tells a ledger everything that was ever charged in a workdir; free where it knows, so usually nothing.
 
     Args:
       root: the workdir.
       ledger: to tell.
-      account: that of charges which name none, those of `jaxdp.finetune.fit`.
+      private: the account of charges that name none, as fine-tuning of the first release noted them.
 
     Raises:
       BudgetExceeded: it is another ledger than the one which was charged, and has no room for this.
     """
     for path in sorted(root.glob("*/*/charges.jsonl")):
-        for row in read_metrics(path):
-            event, label = from_json(row["event"]), f"{path.parent.parent.name}, charged again"
-            with ledger.spend(row.get("dataset", account), event, label=label, token=row["token"]):
-                pass
+        label = path.parent.parent.name
+        settle_notes(notes(path.parent), functools.partial(_account, ledger, private, label))
+
+
+def _account(ledger: Ledger, private: str, label: str, name: str) -> Account:
+    return ledger.account(name or private, label=label)
+
+
+def outstanding(charges: Charges, folder: pathlib.Path) -> Charges:
+    """What a stage has still to pay: its charges less those that are noted in its folder."""
+    left = {name: dict(composition(event)) for name, event in charges.items()}
+    for row in notes(folder):
+        for name, event in row["charges"]:
+            counts = left.get(name, {})
+            for leaf, count in composition(from_json(event)).items():
+                counts[leaf] = max(0, counts.get(leaf, 0) - count)
+    return {name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()}
 
 
 def _content(folder: pathlib.Path, result: Mapping[str, Any]) -> str:
@@ -175,20 +151,3 @@ def _content(folder: pathlib.Path, result: Mapping[str, Any]) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
-
-
-@functools.cache
-def _program() -> str:
-    """A hash of this library."""
-    digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _machine() -> list[Any]:
-    """What besides the library decides about the last bits of a computation."""
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", "scipy", "flax", "optax")]
-    devices = [f"{device.device_kind} {device.client.platform_version}" for device in jax.devices()]
-    flags = sorted(f"{name}={value}" for name, value in jax.config.values.items())
-    return [*versions, *devices, *flags, *map(os.environ.get, VARIABLES), platform.node(), *processor()]

@@ -1,4 +1,7 @@
-"""The report of a lifecycle: one HTML file without scripts or links, made from what is in the workdir alone."""
+"""The report of a lifecycle: one HTML file without scripts or links, made from what is in the workdir alone.
+
+What reads private images without noise is never in it: `certificates.html` is a file of its own.
+"""
 
 import base64
 import html
@@ -11,8 +14,8 @@ from typing import Any
 
 from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import from_json
+from jaxdp.release import write_json
 from jaxdp.report import format_table
-from jaxdp.report.workdir import write_json
 
 # What a neighbouring data set differs in, and what somebody would like to know.
 _NEIGHBOURS = {
@@ -23,7 +26,9 @@ _NEIGHBOURS = {
 
 
 def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes report.html, the same bytes for the same workdir.
+    """Writes report.html, the same bytes for the same workdir; and certificates.html if the config asks for it.
+
+    certificates.html is NOT private. It is removed if the config no longer asks for it.
 
     Args:
       workdir: of `jaxdp.lifecycle.run`.
@@ -36,11 +41,20 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
       ValueError: its ledger is not the one that the lifecycle used.
     """
     root = pathlib.Path(workdir)
-    text = _page(_Life(root))
-    temporary = root / "report.tmp"
+    life = _Life(root)
+    apart = root / "certificates.html"
+    if found := life.result("certificates"):
+        _put(apart, _certificates(life, found))
+    else:
+        apart.unlink(missing_ok=True)
+    return _put(root / "report.html", _report(life))
+
+
+def _put(path: pathlib.Path, text: str) -> pathlib.Path:
+    temporary = path.with_suffix(".tmp")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, root / "report.html")
-    return root / "report.html"
+    os.replace(temporary, path)
+    return path
 
 
 def summary(workdir: str | os.PathLike[str]) -> str:
@@ -115,13 +129,13 @@ def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dic
     return json.loads(copy.read_text())
 
 
-# --- The page -------------------------------------------------------------------------------------------------------
+# --- The pages ------------------------------------------------------------------------------------------------------
 
 
-def _page(life: _Life) -> str:
-    name = life.config["data"]["name"]
+def _report(life: _Life) -> str:
+    title = f"A private model's life: {life.config['data']['name']}"
     parts = [
-        f"<h1>A private model's life: {_t(name)}</h1>",
+        f"<h1>{_t(title)}</h1>",
         f'<p class="small">Written by jaxdp {_t(life.version)} from the workdir of one lifecycle.</p>',
         _section("In plain words", *_plain_words(life)),
         _section("What each data set paid", *_budgets(life)),
@@ -131,7 +145,36 @@ def _page(life: _Life) -> str:
         _section("What is not protected", *_unprotected(life)),
         _section("Stages", *_stages(life)),
     ]
-    title = f"A private model's life: {name}"
+    return _page(title, parts)
+
+
+def _certificates(life: _Life, found: Mapping[str, Any]) -> str:
+    """The page of what the stage `certificates` found, which is not private."""
+    title = f"Certificates without noise: {life.config['data']['name']}"
+    warning = (
+        "This page is NOT private: it is computed from the private images without noise, nothing paid for it, and it "
+        "must not be given to anybody who may not see these images."
+    )
+    half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
+    words = (
+        f"Without noise the linear model of the certified answers is right on {_p(found['without_noise'])} of the test "
+        "images. "
+    )
+    words += (
+        "No distance is certified for half of them."
+        if half is None
+        else f"For half of them no {half} changed training images alter the answer."
+    )
+    parts = [
+        f"<p><strong>{_t(warning)}</strong></p>",
+        f"<h1>{_t(title)}</h1>",
+        f"<p>{_t(words)}</p>",
+        life.figure("certificates", "certified.png", "Certified share of answers over k. Not private."),
+    ]
+    return _page(title, parts)
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{_t(title)}</title>\n'
@@ -338,17 +381,6 @@ def _quality(life: _Life) -> list[str]:
             "what any change of k training images could have made of it; where no such change alters an answer, little "
             "noise is enough. Bounds for the fine-tuned network itself would be far too loose to be of use.</p>",
         ]
-    if found := life.result("certificates"):
-        half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
-        text = f"Without noise this linear model is right on {_p(found['without_noise'])} of the test images. " + (
-            "No distance is certified for half of them."
-            if half is None
-            else f"For half of them no {half} changed training images alter the answer."
-        )
-        parts += [
-            f"<p>{_t(text)} These sentences and the figure read the private images without noise.</p>",
-            life.figure("certificates", "certified.png", "Certified share of answers over k. Not private."),
-        ]
     return parts
 
 
@@ -374,9 +406,8 @@ def _unprotected(life: _Life) -> list[str]:
     if life.result("certificates"):
         items.insert(
             0,
-            "The figure of certified answers in this report, and the sentences above it. They are computed from "
-            "private images without noise: before the report leaves the house run the same command with "
-            "--config.certificates.show=False, which leaves them out and pays nothing again.",
+            "The file certificates.html beside this report, which is computed from the private images without noise "
+            "and must not be given to anybody who may not see them.",
         )
     open_spends = sum(len(entry["open"]) for entry in life.accounts)
     if open_spends:

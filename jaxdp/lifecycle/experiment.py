@@ -5,6 +5,8 @@ means.
 """
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -15,8 +17,8 @@ from ml_collections import ConfigDict
 
 from jaxdp.lifecycle import cache, document, parts
 from jaxdp.lifecycle.stages import STAGES, accounts
-from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.report.workdir import alone, write_json
+from jaxdp.privacy import BudgetExceeded, DpEvent, Hold, Ledger
+from jaxdp.release import alone, write_json
 from jaxdp.version import __version__
 
 # What only the owners of private images may read.
@@ -30,14 +32,17 @@ class Interrupted(KeyboardInterrupt):
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the stages that are not done yet, and writes the report.
 
-    A stage that fails leaves the others usable: what builds on it is skipped, the others go on, and it is tried again
-    by the next call. A stage whose config, data and predecessors are as they were is not run again, and nothing is
-    paid for twice (`jaxdp.lifecycle.cache`). All of it is written after every stage.
+    The charges of all stages that are not done are worked out from the config and asked for together, and their room
+    is held while the lifecycle runs: nothing private runs unless everything fits. A stage that fails leaves the others
+    usable. What builds on it is skipped, and so is every later stage that would spend. The next call tries it again. A
+    stage whose config, data and predecessors are as they were is not run again, and nothing is paid for twice
+    (`jaxdp.lifecycle.cache`). All of it is written after every stage.
 
     Args:
       config: the lifecycle.
       workdir: its directory, made if needed. It holds afterwards:
           report.html      for people
+          certificates.html  what certificates show without noise, NOT private; if `config.certificates.show`
           ledger.sqlite    what every private data set paid (`python -m launch.ledger`), unless `config.ledger` names
                            another place, which several lifecycles may share
           lifecycle.json   the config, and for each stage its state and folder
@@ -47,11 +52,12 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the workdir}}.
 
     Raises:
-      ValueError: the config is inconsistent, the ledger knows a data set on other terms, or another process runs in
-        the workdir. Before anything is spent.
+      ValueError: the config is inconsistent, in any stage that would spend; the ledger knows a data set on other
+        terms; or another process runs in the workdir. Before anything is spent.
       FileNotFoundError: the data is not there; the message says how to get it.
-      BudgetExceeded: `config.ledger` is another ledger than the one that the workdir's releases were charged to, and
-        has no room for them.
+      BudgetExceeded: the stages that are not done do not all fit into the budgets, and no stage was run; or
+        `config.ledger` is another ledger than the one that the workdir's releases were charged to, and has no room for
+        them.
       OSError: the workdir or the ledger cannot be written, for example because the disk is full.
       Interrupted: by Ctrl-C. The ledger counts what was reserved; another call goes on.
     """
@@ -61,19 +67,25 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         for name, terms in accounts(config).items():
             ledger.register(name, **terms)
         cache.settle(root, ledger, data.private.name)
+        plan = _Plan(config, data, root)
         states = {stage.name: {"status": "waiting", "message": "not run yet", "folder": ""} for stage in STAGES}
         done: dict[str, cache.Done] = {}
-        for stage in STAGES:
-            try:
-                states[stage.name] = _advance(stage, config, data, done, ledger, root)
-            except KeyboardInterrupt as error:
-                states[stage.name] |= {"status": "interrupted", "message": "stopped by the user; the next run goes on"}
-                _write(config, states, ledger, root)
-                raise Interrupted(
-                    f"Interrupted in stage {stage.name!r}. The stages before it are kept, and the ledger counts "
-                    "everything that was reserved. The same command goes on from here and pays nothing twice."
-                ) from error
-            _write(config, states, ledger, root)
+        with contextlib.ExitStack() as held:
+            hold, first = held.enter_context(plan.hold(ledger, done)), True
+            for stage in STAGES:
+                try:
+                    if first and stage.charges is not None:  # the public stages before it are done
+                        hold, first = held.enter_context(plan.hold(ledger, done)), False
+                    states[stage.name] = _advance(stage, plan, done, states, hold)
+                except KeyboardInterrupt as error:
+                    message = "stopped by the user; the next run goes on"
+                    states[stage.name] |= {"status": "interrupted", "message": message}
+                    _write(config, states, root)
+                    raise Interrupted(
+                        f"Interrupted in stage {stage.name!r}. The stages before it are kept, and the ledger counts "
+                        "everything that was reserved. The same command goes on from here and pays nothing twice."
+                    ) from error
+                _write(config, states, root)
     bad = [name for name, state in states.items() if state["status"] != "done"]
     print(f"\n{document.summary(root)}\n\nIn {root}: report.html, lifecycle.json and a folder for each stage.")
     if bad:
@@ -81,38 +93,84 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return states
 
 
+class _Plan:
+    """What the stages that are not done will spend."""
+
+    def __init__(self, config: Any, data: parts.Parts, root: pathlib.Path):
+        self.config, self.data, self.root = config, data, root
+        self._charges = functools.cache(lambda stage: stage.charges(config, data))
+
+    def folder(self, stage: cache.Stage, done: dict[str, cache.Done]) -> pathlib.Path:
+        """Where a stage's result is or will be, once the stages that it builds on are in `done`."""
+        before = {name: done[name] for name in stage.after}
+        return self.root / stage.name / stage.key(self.config, self.data, before)
+
+    def requests(self, done: dict[str, cache.Done]) -> list[tuple[str, DpEvent]]:
+        """(account, event) pairs of all stages but those that are done, or that may turn out to be.
+
+        A stage with a finished folder may turn out to be done while a public stage before it has still to run: if that
+        makes what it made before, the folder is found.
+        """
+        done, private, asked = dict(done), set[str](), list[tuple[str, DpEvent]]()
+        for stage in STAGES:
+            fresh = not private.isdisjoint(stage.after)  # noise is never drawn twice, so what it gives is new
+            folder = None
+            if not fresh and all(name in done for name in stage.after):
+                folder = self.folder(stage, done)
+                if (found := cache.find(folder)) is not None:
+                    done[stage.name] = found
+                    continue
+            elif not fresh and any(self.root.glob(f"{stage.name}/*/stage.json")):
+                continue
+            if fresh or stage.charges is not None:
+                private.add(stage.name)
+            if stage.charges is not None:
+                charges = self._charges(stage)
+                asked += (charges if folder is None else cache.outstanding(charges, folder)).items()
+        return asked
+
+    def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:
+        """Keeps the room of all of them, in place of the room that this workdir's lifecycle held before."""
+        key = hashlib.sha256(os.fspath(self.root.resolve()).encode()).hexdigest()
+        return ledger.hold(self.requests(done), key=f"lifecycle {key}", label="lifecycle")
+
+
 def _advance(
     stage: cache.Stage,
-    config: Any,
-    data: parts.Parts,
+    plan: _Plan,
     done: dict[str, cache.Done],
-    ledger: Ledger,
-    root: pathlib.Path,
+    states: dict[str, dict[str, str]],
+    hold: Hold,
 ) -> dict[str, str]:
     """Runs one stage unless it is done or cannot be; puts it into `done` and returns its state."""
     if missing := [name for name in stage.after if name not in done]:
         return _say(stage, "skipped", f"it builds on {' and '.join(missing)}, which failed or was skipped")
-    before = {name: done[name] for name in stage.after}
-    folder = root / stage.name / stage.key(config, data, before)
+    folder = plan.folder(stage, done)
     if (found := cache.find(folder)) is not None:
         done[stage.name] = found
-        return _say(stage, "done", "done before with this config and data: nothing to do", folder, root)
+        return _say(stage, "done", "done before with this config and data: nothing to do", folder, plan.root)
+    failed = [other.name for other in STAGES if other.charges is not None and states[other.name]["status"] == "failed"]
+    if stage.charges is not None and failed:
+        return _say(stage, "skipped", f"nothing more is spent until {' and '.join(failed)} can be done")
     folder.mkdir(parents=True, exist_ok=True)
-    read = ConfigDict({part: config[part].copy_and_resolve_references() for part in stage.config})
+    config = ConfigDict({part: plan.config[part].copy_and_resolve_references() for part in stage.config})
+
     print(f"{stage.name}: running", flush=True)
     try:
-        result = stage.run(cache.Job(read, data, before, folder, ledger))
+        before = {name: done[name] for name in stage.after}
+        account = functools.partial(hold.account, label=stage.name)
+        result = stage.run(cache.Job(config, plan.data, before, folder, account))
         done[stage.name] = cache.keep(folder, result)
     except Exception as error:
         with contextlib.suppress(OSError):  # the disk may be what failed
             (folder / "error.txt").write_text(traceback.format_exc())
-        state = _say(stage, "failed", f"{type(error).__name__}: {error}", folder, root)
+        state = _say(stage, "failed", f"{type(error).__name__}: {error}", folder, plan.root)
         if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
             return state
         # The report is for others, and what an error says may depend on the private images.
         return state | {"message": f"{type(error).__name__}; error.txt in its folder says more, to the data's owners"}
     (folder / "error.txt").unlink(missing_ok=True)
-    return _say(stage, "done", "", folder, root)
+    return _say(stage, "done", "", folder, plan.root)
 
 
 def _say(
@@ -123,7 +181,7 @@ def _say(
     return {"status": status, "message": "" if status == "done" else message, "folder": where}
 
 
-def _write(config: Any, states: dict[str, dict[str, str]], ledger: Ledger, root: pathlib.Path) -> None:
+def _write(config: Any, states: dict[str, dict[str, str]], root: pathlib.Path) -> None:
     """Makes what is known so far readable: the state, the accounts, the report."""
     write_json(
         root / "lifecycle.json",

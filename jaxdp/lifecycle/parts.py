@@ -50,7 +50,7 @@ def load(config: Any) -> Parts:
 
     Raises:
       FileNotFoundError: the data is not there; the message says how to get it.
-      ValueError: the parts do not fit the data.
+      ValueError: the parts do not fit the data, or two of them share a record.
     """
     public, private, held, arriving, test = _parts(config).values()
     side, _, channels = private.arrays["image"].shape[1:]
@@ -79,11 +79,10 @@ def _parts(config: Any) -> dict[str, data.Source]:
     if config.source == "tfds":
         if not all(isinstance(where, str) and "/" in where for where in wanted.values()):
             raise ValueError(f"config.data.parts must name TFDS splits, such as 'cifar10/train[:500]'; got {wanted}.")
-        read = {part: where.rpartition("/") for part, where in wanted.items()}
-        return {
-            part: data.from_tfds(name, split, data_dir=config.get("data_dir") or None)
-            for part, (name, _, split) in read.items()
-        }
+        data_dir = config.get("data_dir") or None
+        read = {part: where.rpartition("/")[::2] for part, where in wanted.items()}
+        data.check_disjoint({f"config.data.parts.{part}": (*where, data_dir) for part, where in read.items()})
+        return {part: data.from_tfds(name, split, data_dir=data_dir) for part, (name, split) in read.items()}
     if config.source != "bundled":
         raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
     whole = data.bundled(config.name)

@@ -9,7 +9,8 @@
     certificates the private training set       how far it might change before answers do: for evaluation, NOT private
     audit_*      canaries                       what attackers can prove about each of these releases
 
-A private stage touches private data inside `job.release` only, which pays first (`finetune` leaves that to `fit`).
+A private stage touches private data through the function that a user would call, with an account and a workdir. Beside
+it stands what it will spend, so that a lifecycle can ask for all of it before anything is spent.
 Quality is measured on the held-out test images, which are public, with released parameters: it costs nothing. The one
 exception is `certificates`, which may be left out.
 """
@@ -23,21 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, tta
 from jaxdp.finetune import canaries as finetune_canaries
 from jaxdp.finetune.configured import configured_trainer
-from jaxdp.lifecycle.cache import Job, Stage
+from jaxdp.lifecycle.cache import Charges, Job, Stage
+from jaxdp.lifecycle.parts import Parts
 from jaxdp.models import Pretrained
 from jaxdp.prediction import canaries as prediction_canaries
+from jaxdp.prediction import checks
 from jaxdp.prediction.tasks import FeatureMap
-from jaxdp.privacy import GaussianDpEvent, Ledger, NoOpDpEvent, PureDpEvent, SelfComposedDpEvent
+from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
 from jaxdp.recalibration import canaries as recalibration_canaries
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
-from jaxdp.transforms.noise import stream
 from jaxdp.tta import canaries as tta_canaries
 
 Params = Any
@@ -143,17 +144,16 @@ def finetune_private(job: Job) -> dict[str, Any]:
     start = models.merge_pretrained(start, backbone, exclude=() if same_head else ("head",))
     trainer = _trainer(job.config, _loss(network), len(private), job.data.public, private.num_classes)
     judge = functools.partial(finetune.accuracy, network.apply_fn)
+    account = job.account(private.name)
     state = finetune.fit(
         trainer,
         start,
         private,
         steps=how.steps,
-        ledger=job.ledger,
-        dataset=private.name,
+        account=account,
         workdir=job.folder,
         checkpoint_every=how.checkpoint_every,
         evaluate=lambda params: {"accuracy": judge(params, test)},
-        label="fine-tuning",
     )
     params = state.params if state.ema is None else state.ema
     models.save_params(job.folder / "model.safetensors", params)
@@ -162,7 +162,7 @@ def finetune_private(job: Job) -> dict[str, Any]:
         job.folder / "training.png",
         accuracy=[(0, before)] + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
         epsilon=[(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
-        budget=job.ledger.epsilon(private.name) + job.ledger.remaining(private.name),
+        budget=account.epsilon() + account.remaining(),
         delta=how.delta,
         dataset=private.name,
     )
@@ -176,6 +176,13 @@ def finetune_private(job: Job) -> dict[str, Any]:
         "steps": how.steps,
         "method": how.method,
     }
+
+
+def _finetune_charges(config: Any, parts: Parts) -> Charges:
+    private = parts.private
+    network = _network(config, private.num_classes)
+    trainer = _trainer(config, _loss(network), len(private), parts.public, private.num_classes)
+    return {private.name: trainer.event(0, config.finetune.steps)}
 
 
 def _trainer(config: Any, loss: Any, num_examples: int, public: data.Source, num_classes: int) -> Any:
@@ -192,14 +199,12 @@ def recalibrate(job: Job) -> dict[str, Any]:
     """Fits the model's confidence to the images of several sources, each of which answers with noise and pays."""
     epsilon = job.config.recalibrate.epsilon
     network, params = _model(job)
-
-    def fit(secret: bytes) -> dict[str, Any]:
-        sources = [(_logits(network, params, source), _labels(source)) for source in job.data.sources]
-        found = recalibration.logistic_binning(sources, epsilon=epsilon, key=stream(secret, "recalibration"))
-        return found.parameters._asdict()
-
-    paid = [(source.name, PureDpEvent(epsilon)) for source in job.data.sources]
-    found = _recalibration(job.release(paid, fit, label="recalibration"))
+    sources = [
+        recalibration.Source(_logits(network, params, source), _labels(source), account=job.account(source.name))
+        for source in job.data.sources
+    ]
+    found = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
+    models.save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
 
     ((shift, test),) = job.data.source_test.items()
     logits, labels = _logits(network, params, test), _labels(test)
@@ -213,16 +218,21 @@ def recalibrate(job: Job) -> dict[str, Any]:
         job.folder / "reliability.png",
         diagrams,
         title="Confidence before and after recalibration",
-        subtitle=f"{len(right)} test images under {shift.replace('_', ' ')}; {len(paid)} sources, ε = {epsilon:g} each",
+        subtitle=f"{len(right)} test images under {shift.replace('_', ' ')}; "
+        f"{len(sources)} sources, ε = {epsilon:g} each",
     )
     return {
         "shift": shift,
-        "sources": len(paid),
+        "sources": len(sources),
         "epsilon": epsilon,
         "accuracy": float(right.mean()),
         "ece": {name: _ece(confidence, right) for name, confidence in confidences.items()},
         "brier": {name: float(np.mean((c - right) ** 2)) for name, c in confidences.items()},
     }
+
+
+def _recalibrate_charges(config: Any, parts: Parts) -> Charges:
+    return dict.fromkeys((source.name for source in parts.sources), recalibration.event(config.recalibrate.epsilon))
 
 
 def _recalibration(parameters: Mapping[str, jax.Array]) -> recalibration.Recalibration:
@@ -244,25 +254,24 @@ def _model(job: Job) -> tuple[Pretrained, Params]:
 
 def adapt(job: Job) -> dict[str, Any]:
     """Adapts the model's normalisation layers to a stream, batch by batch; every image comes once."""
-    how, streamed = job.config.adapt, job.data.stream
+    how = job.config.adapt
     network, params = _model(job)
-    adapter = _adapter(job, network, params)
-    batches = tta.Stream(streamed, batch_size=how.batch_size, seed=how.seed)
+    method = _private(how)
+    adapter = tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
+    batches = _batches(job.config, job.data)
     judge = functools.partial(finetune.accuracy, network.apply_fn)
-
-    def serve(secret: bytes) -> dict[str, Any]:
-        state = adapter.init(stream(secret, "adaptation"))
-        accuracy: dict[str, list[float]] = {shift: [] for shift in streamed}
-        for batch in tqdm(batches, desc="adaptation", unit="batch"):
-            state, _ = adapter.step(state, batch.images, mask=batch.mask)  # the logits are their owners' own
-            shift = batch.domains[0]
-            accuracy[shift].append(judge(state.params, job.data.stream_test[shift]))
-        return {"params": state.params, "accuracy": {name: jnp.asarray(rows) for name, rows in accuracy.items()}}
-
-    assert isinstance(adapter.method, tta.Private)
-    released = job.release([("stream", adapter.method.event)], serve, label="adaptation")
+    served = tta.serve(
+        adapter,
+        batches,
+        account=tta.StreamAccount(job.account("stream"), event=method.event),
+        unit="sample",
+        workdir=job.folder,
+        evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
+        progress=True,
+    )
+    models.save_params(job.folder / "adapted.safetensors", served.state.params)
     source = {shift: judge(params, test) for shift, test in job.data.stream_test.items()}
-    adapted = [(shift, float(value)) for shift in streamed for value in released["accuracy"][shift]]
+    adapted = [(batch.domains[0], row["accuracy"]) for batch, row in zip(batches, served.evaluated, strict=True)]
     first = source[adapted[0][0]]
     curves = {
         "adapted": [first, *(value for _, value in adapted)],
@@ -278,19 +287,25 @@ def adapt(job: Job) -> dict[str, Any]:
     )
     return {
         "images": len(batches) * how.batch_size,
-        "epsilon": adapter.method.epsilon(delta=how.delta),
+        "epsilon": method.epsilon(delta=how.delta),
         "delta": how.delta,
-        "noise_multiplier": adapter.method.noise_multiplier,
-        "method": adapter.method.describe(),
+        "noise_multiplier": method.noise_multiplier,
+        "method": method.describe(),
         "accuracy": {shift: {"before": source[shift], "after": value} for shift, value in dict(adapted).items()},
     }
 
 
-def _adapter(job: Job, network: Pretrained, params: Params) -> tta.Adapter:
-    how = job.config.adapt
+def _adapt_charges(config: Any, parts: Parts) -> Charges:
+    return {"stream": tta.stream_event(_private(config.adapt).event, _batches(config, parts), unit="sample")}
+
+
+def _batches(config: Any, parts: Parts) -> tta.Stream:
+    return tta.Stream(parts.stream, batch_size=config.adapt.batch_size, seed=config.adapt.seed)
+
+
+def _private(how: Any) -> tta.Private:
     sigma = privacy.calibrate_noise(GaussianDpEvent, epsilon=how.epsilon, delta=how.delta, adjacency="replace_one")
-    method = tta.private(tta.Tent(), clip_norm=how.clip_norm, noise_multiplier=sigma)
-    return tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
+    return tta.private(tta.Tent(), clip_norm=how.clip_norm, noise_multiplier=sigma)
 
 
 # --- The model in use -------------------------------------------------------------------------------------------------
@@ -299,8 +314,8 @@ def _adapter(job: Job, network: Pretrained, params: Params) -> tta.Adapter:
 def deploy(job: Job) -> dict[str, Any]:
     """Puts together what was released: the adapted parameters and the confidences that fit the sources."""
     network, params = _model(job)
-    adapted = models.load_params(job.before["adapt"].folder / "released.safetensors")["params"]
-    parameters = models.load_params(job.before["recalibrate"].folder / "released.safetensors")
+    adapted = models.load_params(job.before["adapt"].folder / "adapted.safetensors")
+    parameters = models.load_params(job.before["recalibrate"].folder / "confidence.safetensors")
     models.save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
 
     def error(params: Params, confidence: recalibration.Recalibration, test: data.Source) -> float:
@@ -330,18 +345,10 @@ def predict(job: Job) -> dict[str, Any]:
     records = _featurise(job)
     asked = records(test.take(np.arange(how.queries)))  # the test images are in random order
     each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
-    event = SelfComposedDpEvent(PureDpEvent(each), how.queries)
-
-    def answer(secret: bytes) -> dict[str, Any]:
-        with Ledger.in_memory() as charged:  # `release` charges the real one, with a token
-            charged.register(private.name, adjacency="add_remove", unit="image")
-            bounds = _certified(how, len(private), private.num_classes, records(private))
-            answers = prediction.private_predict(
-                bounds, _linear, asked["x"], ledger=charged, dataset=private.name, epsilon=each, seed=secret
-            )
-        return {"answers": answers}
-
-    answers = np.asarray(job.release([(private.name, event)], answer, label="certified answers")["answers"])
+    bounds = _certified(how, len(private), private.num_classes, records(private))
+    account = job.account(private.name)
+    answers = prediction.private_predict(bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder)
+    (event,) = _predict_charges(job.config, job.data).values()
     return {
         "queries": how.queries,
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
@@ -350,6 +357,15 @@ def predict(job: Job) -> dict[str, Any]:
         "answers": answers.tolist(),
         "accuracy": float(np.mean(answers == asked["y"])),
     }
+
+
+def _predict_charges(config: Any, parts: Parts) -> Charges:
+    how = config.predict
+    checks.positive("predict.clip", how.clip, "the per-coordinate bound of a record's gradient")
+    checks.positive("predict.learning_rate", how.learning_rate, "the step size")
+    checks.distances(how.max_distance)
+    each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
+    return {parts.private.name: prediction.answers_event(how.queries, epsilon=each)}
 
 
 def certificates(job: Job) -> dict[str, Any]:
@@ -442,7 +458,7 @@ def audit_adapt(job: Job) -> dict[str, Any]:
     size = job.config.adapt.batch_size
     rows = [np.arange(size) % len(test), np.arange(size, size + how.candidates) % len(test)]
     images, candidates = (test.gather(part)["image"] for part in rows)
-    adapter = dataclasses.replace(_adapter(job, network, params), optimizer=optax.sgd(1.0))
+    adapter = tta.Adapter(network.apply_fn, params, _private(job.config.adapt), optax.sgd(1.0))
     found = tta_canaries.audit_stream(adapter, images, candidates, trials=how.trials, delta=job.config.adapt.delta)
     return _audited(found, ["stream"], "adaptation")
 
@@ -481,6 +497,7 @@ STAGES = (
         after=("pretrain",),
         data=("public", "private", "test"),
         config=(*_NETWORK, "finetune"),
+        charges=_finetune_charges,
     ),
     Stage(
         "recalibrate",
@@ -488,8 +505,16 @@ STAGES = (
         after=("finetune",),
         data=("sources", "source_test"),
         config=("model", "recalibrate"),
+        charges=_recalibrate_charges,
     ),
-    Stage("adapt", adapt, after=("finetune",), data=("stream", "stream_test"), config=("model", "adapt")),
+    Stage(
+        "adapt",
+        adapt,
+        after=("finetune",),
+        data=("stream", "stream_test"),
+        config=("model", "adapt"),
+        charges=_adapt_charges,
+    ),
     Stage(
         "deploy",
         deploy,
@@ -497,7 +522,14 @@ STAGES = (
         data=("source_test", "stream_test"),
         config=("model",),
     ),
-    Stage("predict", predict, after=("pretrain",), data=("public", "private", "test"), config=("model", "predict")),
+    Stage(
+        "predict",
+        predict,
+        after=("pretrain",),
+        data=("public", "private", "test"),
+        config=("model", "predict"),
+        charges=_predict_charges,
+    ),
     Stage(
         "certificates",
         certificates,

@@ -10,8 +10,8 @@ from PIL import Image
 
 from jaxdp.lifecycle import document
 from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.release.workdir import write_json
 from jaxdp.report import plot_curves
-from jaxdp.report.workdir import write_json
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")
