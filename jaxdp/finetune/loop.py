@@ -85,6 +85,7 @@ def fit(
         if first > steps:
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
         till.settle([account])
+        texts: list[str] = []  # of the program, which is the same for all chunks
         with tqdm(total=steps, initial=first, desc="training", unit="step", disable=not progress) as bar:
 
             def keep(result: _Result) -> None:
@@ -95,13 +96,18 @@ def fit(
                 files.save(rows, after)
                 bar.set_postfix({key: f"{value:.3f}" for key, value in rows[-1].items()})
 
+            def programs(start: TrainState) -> list[str]:
+                if not texts:
+                    texts.append(trainer.lowered_text(start, source))
+                return texts
+
             def chunk(pays: Account, start: TrainState, first: int) -> Release[_Result]:
                 last = min(first + checkpoint_every, steps)
                 return Release(
                     label=f"training, steps {first}..{last - 1}",
                     charges=[(pays, trainer.event(first, last))],
                     facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
-                    programs=lambda: [trainer.lowered_text(start, source)],
+                    programs=lambda: programs(start),
                     compute=lambda secret: _run(trainer, start, source, secret, last - first, bar),
                     keep=keep,
                 )

@@ -16,6 +16,7 @@ Engines compute the same sum:
 import collections
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.transforms import sites, walker
+from jaxdp.transforms import shards, sites, walker
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
 ClipRule = Literal["global", "automatic"]
@@ -148,9 +149,11 @@ class ClippedGrad:
         size = self._check(batch, mask, key)
         trainable = self._trainable(params)
         if not any(trainable):
+            first = paths_of(params)[:3]
+            kinds = {path: str(jnp.result_type(x)) if _is_array(x) else type(x).__name__ for path, x in first}
             raise ValueError(
-                "params has no trainable leaf of floating dtype. Check the `trainable` predicate, which is called with "
-                f"paths such as {[path for path, _ in paths_of(params)][:3]}."
+                f"params has no trainable leaf of floating dtype, its first leaves are {kinds}. Python scalars are "
+                "settings: make parameters of them with jnp.asarray. `trainable` is called with these paths."
             )
         if mask is None:
             mask = jnp.ones(size, bool)
@@ -161,10 +164,17 @@ class ClippedGrad:
 
     def _trainable(self, params: Any) -> list[bool]:
         predicate = self.trainable or (lambda path, leaf: True)
-        return [
-            _is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and bool(predicate(path, leaf))
-            for path, leaf in paths_of(params)
-        ]
+        chosen = []
+        for path, leaf in paths_of(params):
+            kind = jnp.result_type(leaf) if _is_array(leaf) else np.dtype(object)
+            chosen.append(jnp.issubdtype(kind, jnp.inexact) and bool(predicate(path, leaf)))
+            if chosen[-1] and jnp.issubdtype(kind, jnp.complexfloating):
+                raise TypeError(
+                    f"params has the complex leaf {path!r} of dtype {kind}, which cannot be trained. Keep its real and "
+                    "imaginary parts as two leaves and join them in loss_fn with jax.lax.complex, or freeze it with "
+                    f"trainable=lambda path, leaf: path != {path!r}."
+                )
+        return chosen
 
     def _check(self, batch: Any, mask: Any, key: Any) -> int:
         lead = 2 if self.group else 1
@@ -174,7 +184,10 @@ class ClippedGrad:
             raise ValueError(f"every leaf of batch needs {axes}, the same for all; got shapes {shapes}.")
         front = shapes[0][:lead]
         if mask is not None and jnp.result_type(mask) != jnp.bool_:
-            raise TypeError(f"mask must be boolean, got {jnp.result_type(mask)}; convert it with mask.astype(bool).")
+            raise TypeError(
+                f"mask must be boolean, got {jnp.result_type(mask)}; convert it with mask.astype(bool). An example of "
+                "several parts is one pytree: pass batch=(x, y), not x, y."
+            )
         if mask is not None and jnp.shape(mask) not in {front, front[:1]}:
             raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
         if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
@@ -204,7 +217,7 @@ def clipped_grad(
       clip_rule: "global" scales by min(1, C/||g||); "automatic" by C/(||g|| + 0.01), "normalisation" that makes every
         example count alike (Bu et al. 2023, arXiv:2206.07136). Both bound every contribution by C.
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen: no
-        gradient, no noise, no memory. Default: all leaves of floating dtype.
+        gradient, no noise, no memory. Default: all leaves of floating or complex dtype; complex ones are refused.
       has_aux: `loss_fn` also returns auxiliary output.
       group: clip groups (users, or views of one example) instead of examples: leaves of the batch are [B, G, ...], the
         loss of a group is the mean of `loss_fn` over its members, and its gradient is what is clipped.
@@ -216,7 +229,10 @@ def clipped_grad(
       A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
 
     Raises:
-      ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode.
+      ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode, or mixes values
+        of several devices inside `jax.shard_map`.
+      TypeError: clip_norm is no number, or (when called) loss_fn takes other arguments, or a trainable leaf is complex.
+      NotImplementedError: (when called) the loss uses a mutable array (`jax.new_ref`), which engine "vmap" allows.
 
     Formal guarantees:
       `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding: a relative
@@ -225,6 +241,16 @@ def clipped_grad(
       removing or zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm.
       The sum is not divided: a divisor must be public, and is the caller's.
 
+      The bound holds for parameters and compute in bfloat16 and float16, tied or not: norms are those of the values
+      that are summed. Complex values that a loss computes from parameters carry gradients as they do for `jax.grad`. A
+      `jax.custom_vjp` is applied to each example by itself, so its backward pass need not be linear.
+
+      Inside `jax.shard_map`, `grads` is the sum over the examples of one shard. The caller sums it over the shards with
+      `jax.lax.psum`; then one example moves the total by at most clip_norm. Under `check_vma=True` parameters that all
+      shards share are made to vary over the mesh axes of the data, so that JAX does not sum their gradients before the
+      clipping. Under `check_vma=False` JAX sums nothing of its own. A loss that calls a collective on an axis of the
+      `shard_map` is refused under both: its value for one example depends on other examples.
+
     | edge case | result |
     |---|---|
     | empty batch, all-masked batch | grads are zero |
@@ -232,9 +258,19 @@ def clipped_grad(
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
     | bf16 parameters or compute | norms, clipping and summation in float32; `grads` float32 |
-    | integer leaves of params | frozen |
+    | float16 parameters or compute | as bf16; what overflows float16 counts as non-finite |
+    | integer and boolean leaves of params | frozen |
+    | complex leaves of params | TypeError, unless `trainable` freezes them |
+    | weights that become complex in the loss (Fourier layers) | their gradients per example are formed: B x P memory |
+    | weights that enter a `jax.custom_vjp` | likewise |
+    | `jax.lax.psum` and the like in the loss, inside `jax.shard_map` | ValueError |
     | leaves of params that are no arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
+    if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
+        raise TypeError(
+            f"clip_norm must be one number for the whole gradient, got {type(clip_norm).__name__} {clip_norm!r}. To "
+            "clip parts of params by different norms, call clipped_grad once per part with `trainable`."
+        )
     if jnp.shape(clip_norm) != ():
         raise ValueError(f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}.")
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
@@ -277,7 +313,8 @@ def _clipped_sum(
     if f.microbatch_size is None or f.microbatch_size >= size:
         sums, per_example, nonfinite = step(batch, unmasked)
     else:
-        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size)
+        axes = shards.varying_axes(*jax.tree.leaves((moving, batch, unmasked, clip_norm)))
+        sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size, axes)
     norms, losses, aux = per_example
     return ClippedSum(_restored(sums, structure, trainable), norms, losses, aux, nonfinite)
 
@@ -319,7 +356,23 @@ def _prepared(
 
     keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(mask)))
     unmasked = mask.any(1) if mask.ndim == 2 else mask
-    return loss, moving, (batch, mask if mask.ndim == 2 else None, keys), unmasked
+    batch = (batch, mask if mask.ndim == 2 else None, keys)
+    if shards.manual_axes():
+        moving = _on_this_shard(loss, moving, batch, shards.varying_axes(*jax.tree.leaves((arrays, batch, mask))))
+    return loss, moving, batch, unmasked
+
+
+def _on_this_shard(loss: Callable[..., Any], moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
+    """The weights as values of this shard: the gradient of a weight that all shards share is summed before clipping."""
+    program, (value, _) = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
+    if found := shards.collectives(program.jaxpr):
+        raise ValueError(
+            f"loss_fn calls {sorted(found)} on an axis of jax.shard_map: its value for one example then depends on the "
+            "examples of other shards, and clipping would bound nothing. Return the loss of ONE example, and call "
+            "jax.lax.psum on the clipped sum. Use jax.jit with shardings for parameters that are split over devices."
+        )
+    axes |= shards.varying_axes(value)  # loss_fn may close over values of this shard
+    return [shards.vary(x, axes) for x in moving]
 
 
 def _restored(values: Sequence[Any], structure: Any, trainable: Sequence[bool]) -> Any:
@@ -329,7 +382,9 @@ def _restored(values: Sequence[Any], structure: Any, trainable: Sequence[bool]) 
 
 
 def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-    out = f.loss_fn(params, example) if key is None else f.loss_fn(params, example, key=key)
+    keys = {} if key is None else {"key": key}
+    _check_signature(f.loss_fn, params, example, **keys)
+    out = f.loss_fn(params, example, **keys)
     pair = isinstance(out, tuple) and len(out) == 2
     value, aux = out if f.has_aux and pair else (out, None)
     shapes = jax.tree.map(jnp.shape, value)
@@ -340,6 +395,21 @@ def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> t
             "axis a model wants with x[None], or pass has_aux=True if it returns more than the loss."
         )
     return value, aux
+
+
+def _check_signature(loss_fn: Callable[..., Any], *args: Any, **keys: Any) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a builtin tells nothing
+        return
+    try:
+        signature.bind(*args, **keys)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn must take (params, example{', *, key' if keys else ''}), got the signature {signature}: {error}. "
+            "An example of several parts is one pytree: loss_fn(params, (x, y)). A loss with a key needs key= in every "
+            "call."
+        ) from None
 
 
 def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None) -> Any:
@@ -359,8 +429,7 @@ def _chunk_sum(
 ) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
     """(sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
     if len(unmasked) == 0:
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-        value, aux = jax.eval_shape(loss, moving, *one)
+        value, aux = jax.eval_shape(loss, moving, *_one_example(batch))
         empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
         sums = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in moving]
         per_example = (jnp.zeros(0, sites.wide_dtype(*moving)), jnp.zeros(0, value.dtype), empty)
@@ -389,7 +458,7 @@ def _clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any) -> jax.Array
 
 
 def _in_chunks(
-    step: Callable[..., Any], batch: Any, unmasked: jax.Array, chunk: int
+    step: Callable[..., Any], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]
 ) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
     """`step` over chunks of the batch, one after the other; the last one padded with masked copies of example 0."""
     size = len(unmasked)
@@ -404,7 +473,7 @@ def _in_chunks(
         return jax.tree.map(jnp.add, total, (sums, nonfinite)), per_example
 
     shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[index[0]], batch), unmasked[index[0]])
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[2]))
+    zero = jax.tree.map(lambda s: shards.vary(jnp.zeros(s.shape, s.dtype), axes), (shapes[0], shapes[2]))
     (sums, nonfinite), per_example = jax.lax.scan(body, zero, (index, inside))
     per_example = jax.tree.map(lambda x: x.reshape(n_chunks * chunk, *x.shape[2:])[:size], per_example)
     return sums, per_example, nonfinite
@@ -431,13 +500,33 @@ def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     return _total([jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads))
 
 
+def _one_example(batch: Any) -> Any:
+    """Shapes of one example of the batch."""
+
+    def one(x: jax.Array) -> Any:
+        # What varies over a mesh axis says so in its type.
+        return (
+            jax.eval_shape(lambda x: x[0], x)
+            if shards.varying_axes(x) and len(x)
+            else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        )
+
+    return jax.tree.map(one, batch)
+
+
+def _traced(loss: Callable[..., Any], moving: list[Any], batch: Any) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
+    """(the program of the loss of one example, from weights and leaves to leaves; the shapes of what it returns)."""
+    program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
+    refuse_batch_norm(program.jaxpr)
+    return program, shapes
+
+
 def _stacked_grads(loss: Callable[..., Any], moving: list[Any], batch: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
     """(losses [B], aux, gradients [B, ...] per leaf), float32 or wider."""
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    refuse_batch_norm(jax.make_jaxpr(loss)(moving, *one).jaxpr)
+    _traced(loss, moving, batch)
     gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
     (losses, aux), grads = gradient(moving, *batch)
-    return losses, aux, [g.astype(sites.wide_dtype(g)) for g in grads]
+    return losses, aux, [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
 
 
 def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
@@ -474,24 +563,22 @@ def _components(
     loss: Callable[..., Any], moving: list[Any], batch: Any, choose: Callable[[list[sites.Site], int], str]
 ) -> tuple[jax.Array, Any, list["_Component"]]:
     """(losses [B], aux, what the gradients are made of) by one backward pass to the taps."""
-    structure = jax.tree.structure(batch)
-    one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(batch)]
-
-    def flat_loss(moving: list[Any], *example: Any) -> tuple[jax.Array, Any]:
-        return loss(moving, *jax.tree.unflatten(structure, example))
-
-    closed, (_, aux_shape) = jax.make_jaxpr(flat_loss, return_shape=True)(moving, *one)
-    refuse_batch_norm(closed.jaxpr)
+    closed, (_, aux_shape) = _traced(loss, moving, batch)
     weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
-    plan = walker.make_plan(closed.jaxpr, closed.consts, weights + [walker.Value(data=True)] * len(one), close=(0,))
+    examples = jax.tree.leaves(batch)
+    plan = walker.make_plan(
+        closed.jaxpr, closed.consts, weights + [walker.Value(data=True)] * len(examples), close=(0,)
+    )
 
     def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
         (value, *aux), records = plan.forward([*moving, *example], taps)
         return value, (aux, records)
 
-    taps = [jnp.zeros(site.tap_shape.shape, site.tap_shape.dtype) for site in plan.sites]
+    axes = shards.varying_axes(*moving)
+    taps = [shards.vary(jnp.zeros(s.tap_shape.shape, s.tap_shape.dtype), axes) for s in plan.sites]
     backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
-    (losses, (aux, records)), cotangents = backward(taps, jax.tree.leaves(batch))
+    (losses, (aux, records)), cotangents = backward(taps, examples)
+    records, cotangents = jax.tree.map(sites.settled, (records, cotangents))
 
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     components = [
@@ -539,8 +626,7 @@ class _Component:
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
         # Rounding the sum to bfloat16 is not bounded by any one example: there J^T goes before the clipping.
-        one = [jax.ShapeDtypeStruct(dv.shape[1:], dv.dtype) for dv in dvs]
-        if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(one).jaxpr):
+        if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(_one_example(dvs)).jaxpr):
             self._kept = grads
         else:
             floor = _total([site.reformed_norm(r, g) for site, r, g in columns], self.squared_norms.dtype)
@@ -600,6 +686,7 @@ def _has_low_precision(jaxpr: Any) -> bool:
 def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
     """How much J^T stretches a direction without structure; 1 where it only moves entries."""
     probe = [jnp.cos(2.4 * jnp.arange(math.prod(dv.shape[1:]), dtype=dv.dtype)).reshape(1, *dv.shape[1:]) for dv in dvs]
+    probe = [shards.vary(p, shards.varying_axes(dv)) for p, dv in zip(probe, dvs, strict=True)]
     before, after = (_sum_of_squares(x)[0].astype(jnp.float32) for x in (probe, jax.vmap(pull)(probe)))
     return jnp.sqrt(after / jnp.maximum(before, 1))
 

@@ -21,6 +21,9 @@ computed in floating point. Both are outside what the (epsilon, delta) of the le
   tail is no longer negligible beside delta. Every sample below therefore combines two independent draws
   (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021): about 2**46
   combinations for 2**32 floats, and tails that fade out smoothly. The price is one more draw per value.
+  The normals still end at 7.7 standard deviations, and the delta of the ledger does not count the tail beyond.
+  The bits of Laplace noise are drawn until one is set, at most 8192 of them: `log2_missing_mass` states the mass of
+  the tail beyond, which a claim of delta = 0 leaves out. Cauchy noise ends only where its floats do.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et
   al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and
   floating-point attacks", 2022). This is NOT mitigated: rounding values to a grid before the noise, as a proof
@@ -28,9 +31,16 @@ computed in floating point. Both are outside what the (epsilon, delta) of the le
   if the adversary reads raw bits. `discrete_laplace` is the exception: integers added to integers.
 * *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when
   one example changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
-* *Time.* Noise takes the same operations for every key; nothing else about timing is promised.
+* *Time.* Noise takes the same operations for every key, but for one more draw when 32 bits of a Laplace or Cauchy
+  value are all zero; nothing else about timing is promised.
+
+**Shards.** Inside `jax.shard_map` a key that all devices share gives all of them the same noise. That is right for a
+sum that they share too, such as the result of `jax.lax.psum`. Under `check_vma=True`, its default, JAX knows which
+values vary over which mesh axes, and noise that is equal on devices whose values differ is refused. With
+`check_vma=False` nothing is known, and the caller must see to it.
 """
 
+import functools
 import hmac
 import math
 import secrets
@@ -43,11 +53,17 @@ import numpy as np
 import optax
 from dp_accounting import dp_event
 
+from jaxdp.transforms import shards
+
 _KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
 _SEED_BYTES = 16
 LARGEST_DISCRETE_SCALE = 2.0**18
 # A schedule is charged as Python computes it and added as a device does, in float32: a little more, never less.
 _ROUNDED_UP = 1 + 2.0**-17
+# Noise of other standard deviations loses a visible part of its law to underflow or overflow of float32.
+_SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
+# Words of 32 bits that are drawn at most, until one is not zero.
+_MOST_WORDS = 256
 
 
 @runtime_checkable
@@ -116,7 +132,8 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
 
     Raises:
         TypeError: if `key` is an old-style uint32 key or a leaf is not real.
-        ValueError: if `key` or `std` is not a scalar, or `std` is negative, NaN or infinite.
+        ValueError: if `key` or `std` is not a scalar, or `std` is negative, NaN or infinite; or if, inside
+            `jax.shard_map`, a leaf varies over a mesh axis and `key` does not.
     """
     return _noise_like(key, tree, "std", std, _standard_normal)
 
@@ -124,9 +141,9 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
 def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
     """Draw Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
 
-    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent
-    exponentials whose uniforms keep 64 bits, so that the tail reaches 44 scales before it is cut (mass
-    2**-65).
+    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent exponentials.
+    An exponential of scale 1 is -log(u). The bits of the uniform u are drawn in words of 32 until one is not zero, and
+    one more word follows. So its precision is relative, and the tail ends at 5678 scales (`log2_missing_mass`).
     """
     return _noise_like(key, tree, "scale", scale, _standard_laplace)
 
@@ -139,11 +156,12 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
 
     Args:
         key, tree: as in `gaussian`.
-        scale: positive, at most `LARGEST_DISCRETE_SCALE`, so that every integer within 44 scales is a float32.
+        scale: positive, at most `LARGEST_DISCRETE_SCALE`, so that every integer within 22 scales is a float32 and every
+            geometric an int32.
 
     Returns:
         int32 leaves. Each value is the difference of two independent geometrics, each the integer part of an
-        exponential whose uniform keeps 64 bits.
+        exponential such as `laplace` draws; the tail ends where its tail does.
 
     Raises:
         TypeError, ValueError: as `gaussian`, and for a scale outside its range.
@@ -155,6 +173,7 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
     leaves, treedef = jax.tree.flatten(tree)
     draws = []
     for index, leaf in enumerate(leaves):
+        _check_shards(key, leaf)
         first, second = jax.random.split(jax.random.fold_in(key, index))
         draws.append(_geometric(first, jnp.shape(leaf), scale) - _geometric(second, jnp.shape(leaf), scale))
     return jax.tree.unflatten(treedef, draws)
@@ -165,9 +184,24 @@ def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
 
     Arguments, result and errors as in `gaussian`. Each value is the mean of two independent Cauchy draws,
     which is Cauchy again (a 1-stable law); `scale` is half of the interquartile range, the variance is
-    infinite.
+    infinite. Values reach as far as floats do: what would be larger is infinite.
     """
     return _noise_like(key, tree, "scale", scale, _standard_cauchy)
+
+
+def log2_missing_mass(count: int) -> float:
+    """Log2 of a bound on the probability that any of `count` Laplace values lies outside of what can be drawn.
+
+    Holds for `laplace` and `discrete_laplace`, whose two exponentials each end where 8192 bits in a row are zero. A
+    mechanism of pure epsilon that draws `count` values has the delta 2**log2_missing_mass(count) beside it, in exact
+    arithmetic. As a float64 this delta is 0.
+
+    Raises:
+        ValueError: if `count` is less than 1.
+    """
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1, the number of values drawn")
+    return 2 + math.log2(count) - 32 * _MOST_WORDS
 
 
 class PrivatizeState(NamedTuple):
@@ -224,8 +258,9 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         if step < 0:
             raise ValueError(f"step={step} is negative; updates are numbered from 0")
         multiplier = self.noise_multiplier
-        value = multiplier(step) if callable(multiplier) else multiplier
-        return _gaussian_event(_check_scale(f"noise_multiplier({step})", value))
+        value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
+        _check_product(f"noise_multiplier({step})", value, self.clip_norm)
+        return _gaussian_event(value)
 
     def _constant_multiplier(self, what: str) -> float:
         if callable(self.noise_multiplier):
@@ -286,6 +321,11 @@ def privatize(
         ============================  ==================================================================
         noise_multiplier == 0         no noise; event is `NonPrivateDpEvent`
         clip_norm == 0                no noise needed: the sum is constant; event as configured
+        noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; where a
+                                      schedule gives another product, `update` gives NaN
+        inside `jax.shard_map`        ValueError unless sum and key vary over the same mesh axes: `jax.lax.psum` the
+                                      sum first, so that both vary over none. With `check_vma=False` JAX does not
+                                      know: then the caller must see to it that all devices have one sum and one key
         clip_norm infinite            ValueError, unless noise_multiplier == 0
         NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
         None or masked leaves         passed through untouched
@@ -295,8 +335,8 @@ def privatize(
     Raises:
         TypeError: if `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or
             not real.
-        ValueError: if one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for an
-            infinite clip norm.
+        ValueError: if one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for a clip norm
+            that is infinite or leaves no noise in float32.
     """
     if isinstance(clipped_or_sensitivity, HasSensitivity):
         clip_norm = _check_number("sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove"))
@@ -309,6 +349,8 @@ def privatize(
         raise ValueError(f"divisor={divisor} must be positive and finite, e.g. the expected batch size")
     if math.isinf(clip_norm) and noise_multiplier != 0:
         raise ValueError("the clip norm is infinite, no finite noise hides one example; clip to a finite norm")
+    if not callable(noise_multiplier):
+        _check_product("noise_multiplier", noise_multiplier, clip_norm)
     if key is not None:
         check_key(key)
     mechanism = _GaussianMechanism(clip_norm, noise_multiplier, divisor, key)
@@ -344,9 +386,16 @@ class _GaussianMechanism(NamedTuple):
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
         multiplier = self.noise_multiplier
         if callable(multiplier) or multiplier > 0:
-            multiplier = multiplier(state.step) * _ROUNDED_UP if callable(multiplier) else multiplier
-            noise = gaussian(jax.random.fold_in(state.key, state.step), total, multiplier * self.clip_norm)
-            total = jax.tree.map(jnp.add, total, noise)
+            for leaf in jax.tree.leaves(total):
+                _check_shards(state.key, leaf, shared=True)
+            if callable(multiplier):
+                given = multiplier(state.step)
+                std: Any = jnp.asarray(given * _ROUNDED_UP * self.clip_norm)
+                lost = (given != 0) & (self.clip_norm != 0) & ~((std >= _SMALLEST_STD) & (std <= _LARGEST_STD))
+                std = jnp.where(lost, jnp.nan, std)
+            else:
+                std = multiplier * self.clip_norm
+            total = jax.tree.map(jnp.add, total, gaussian(jax.random.fold_in(state.key, state.step), total, std))
         return (
             jax.tree.map(lambda leaf: leaf / self.divisor, total),
             PrivatizeState(state.key, state.step + 1),
@@ -375,6 +424,7 @@ def _noise_like(
     noise = []
     for index, leaf in enumerate(leaves):
         dtype = _noise_dtype(leaf)
+        _check_shards(key, leaf)
         sample = draw(jax.random.fold_in(key, index), jnp.shape(leaf), dtype)
         noise.append(sample * jnp.asarray(scale, dtype))
     return jax.tree.unflatten(treedef, noise)
@@ -387,38 +437,66 @@ def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.
 
 
 def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = jax.random.split(key)
-    return jnp.log(_uniform(first, shape, dtype)) - jnp.log(_uniform(second, shape, dtype))
+    first, second = (_exponential(k, shape, dtype) for k in jax.random.split(key))
+    blocks = (first[0] - second[0]).astype(dtype)
+    return blocks * _BLOCK + (first[1] - second[1])
 
 
 def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
-    key_high, key_low = jax.random.split(key)
-    high, low = jax.random.bits(key_high, shape, jnp.uint32), jax.random.bits(key_low, shape, jnp.uint32)
-    # Small uniforms are precise, so the smaller of u and 1 - u is used: every integer keeps its probability.
-    small = _uniform_from_bits(jnp.minimum(high, ~high), low, jnp.float32)
-    exponential = jnp.where(high >> 31 == 0, -jnp.log(small), -jnp.log1p(-small))
-    return jnp.floor(exponential * scale).astype(jnp.int32)
+    blocks, rest = _exponential(key, shape, jnp.float32)
+    block = jnp.asarray(_BLOCK * scale, jnp.float32)
+    whole = jnp.floor(block)
+    # Whole numbers are added as integers: a float32 does not hold them all beyond 2**24.
+    rest = rest * scale + blocks.astype(jnp.float32) * (block - whole)
+    return blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
 
 
 def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     first, second = jax.random.split(key)
-    return (_one_cauchy(first, shape, dtype) + _one_cauchy(second, shape, dtype)) * 0.5
+    return _one_cauchy(first, shape, dtype) * 0.5 + _one_cauchy(second, shape, dtype) * 0.5
 
 
 def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     # |C| < 1 half of the time and 1/|C| has the law of |C|: precise both near zero and far out.
     key_uniform, key_choice = jax.random.split(key)
-    small = jnp.tan(_uniform(key_uniform, shape, dtype) * (math.pi / 4))
+    blocks, high, low = _leading_bits(key_uniform, shape)
+    small = jnp.ldexp(jnp.tan(_uniform_from_bits(high, low, dtype) * (math.pi / 4)), -32 * blocks)
     choice = jax.random.bits(key_choice, shape, jnp.uint32)
     magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
     return jnp.where(choice & 2 == 0, magnitude, -magnitude)
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+# -log(2**-32): what a word of zeros in front adds to an exponential.
+_BLOCK = 32 * math.log(2)
+
+
+def _exponential(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(blocks, rest) of exponentials blocks * _BLOCK + rest, with int32 blocks and 0 <= rest <= _BLOCK."""
+    blocks, high, low = _leading_bits(key, shape)
+    # Small uniforms are precise, so the smaller of u and 1 - u is used.
+    small = _uniform_from_bits(jnp.minimum(high, ~high), low, dtype)
+    return blocks, jnp.where(high >> 31 == 0, -jnp.log(small), -jnp.log1p(-small))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(words of zeros in front, first other word, word after it) of uniform bits: int32 and twice uint32."""
     key_high, key_low = jax.random.split(key)
-    high = jax.random.bits(key_high, shape, jnp.uint32)
-    low = jax.random.bits(key_low, shape, jnp.uint32)
-    return _uniform_from_bits(high, low, dtype)
+
+    def word(index: Any) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(key_high, index), shape, jnp.uint32)
+
+    def more(state: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        return (state[0] < _MOST_WORDS) & (state[1] == 0).any()
+
+    def draw(state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
+        index, high, blocks = state
+        return index + 1, jnp.where(high == 0, word(index), high), blocks + (high == 0).astype(jnp.int32)
+
+    first = word(0)
+    none = (first != first).astype(jnp.int32)  # zero, and varies over the same mesh axes
+    _, high, blocks = jax.lax.while_loop(more, draw, (1, first, none))
+    return blocks, jnp.maximum(high, 1), jax.random.bits(key_low, shape, jnp.uint32)
 
 
 def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
@@ -431,6 +509,26 @@ def _noise_dtype(leaf: Any) -> Any:
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"noise needs real leaves, got dtype {dtype}; split complex leaves in two")
     return jnp.dtype(jnp.float64 if dtype.itemsize > 4 else jnp.float32)
+
+
+def _check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
+    """Refuses noise that is equal where values differ; with `shared` also noise that differs where values are equal."""
+    if not isinstance(leaf, jax.Array):
+        return
+    values, keys = shards.varying_axes(leaf), shards.varying_axes(key)
+    if values - keys:
+        axes = tuple(sorted(values - keys))
+        raise ValueError(
+            f"a leaf differs between devices along the mesh axes {axes} and key does not: all would get the same noise."
+            f" Sum first, with jax.lax.psum(tree, {axes}), and add noise to the total; or, for independent noise on"
+            f" each device, use key=jax.random.fold_in(key, jax.lax.axis_index({axes}))"
+        )
+    if shared and keys - values:
+        axes = tuple(sorted(keys - values))
+        raise ValueError(
+            f"key differs between devices along the mesh axes {axes} and the sum does not: each would add its own"
+            " noise to the same sum, and their mean has less noise. Use one key for all devices"
+        )
 
 
 def check_key(key: Any) -> None:
@@ -454,6 +552,17 @@ def _check_number(name: str, value: Any) -> float:
     if math.isnan(number) or number < 0:
         raise ValueError(f"{name}={number} must not be negative or NaN")
     return number
+
+
+def _check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
+    """Refuses a standard deviation that float32 loses, unless there is nothing to hide or no noise is wanted."""
+    std = noise_multiplier * clip_norm
+    if noise_multiplier and clip_norm and not _SMALLEST_STD <= std <= _LARGEST_STD:
+        raise ValueError(
+            f"{name}={noise_multiplier} times the clip norm {clip_norm} is {std}, and float32 noise needs a standard"
+            f" deviation from {_SMALLEST_STD:.2g} to {_LARGEST_STD:.2g}; multiply the loss by a public constant so that"
+            " it can be clipped to a norm of about 1"
+        )
 
 
 def _check_scale(name: str, value: Any) -> float:

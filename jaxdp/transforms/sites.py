@@ -71,6 +71,21 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x))
 
 
+def settled(x: jax.Array) -> jax.Array:
+    """`x`, rounded to its own dtype where that is bfloat16 or float16.
+
+    XLA may keep more digits of such a value in one of its uses than in another. A norm and the sum that it bounds would
+    then be those of two gradients.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return x
+    kind, wide = jnp.finfo(x.dtype), x.astype(jnp.float32)
+    rounded = lax.reduce_precision(wide, kind.nexp, kind.nmant)
+    if x.dtype == jnp.float16:  # reduce_precision flushes subnormal numbers to zero
+        rounded = jnp.where(jnp.abs(wide) < 2.0**-14, jnp.round(wide * 2.0**24) * 2.0**-24, rounded)
+    return rounded.astype(x.dtype)
+
+
 def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
     """einsum that accumulates in float32 or wider whatever its inputs are."""
     kind = wide_dtype(*xs)
@@ -323,9 +338,11 @@ class Lookup:
 
     def record(self, operands: Sequence[Any]) -> Any:
         index = operands[1][..., 0]
-        if self.clip:
-            return jnp.clip(index, 0, self.rows - 1)
-        return jnp.where((index >= 0) & (index < self.rows), index, -1)
+        # The last row, and the -1 below, may not fit the dtype of the index.
+        last = min(self.rows - 1, int(jnp.iinfo(index.dtype).max))
+        inside = jnp.clip(index, 0, last)
+        row = inside.astype(jnp.int64 if index.dtype.itemsize > 4 else jnp.int32)
+        return row if self.clip else jnp.where(index == inside, row, -1)
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         return (OneHot(record.reshape(1, -1)),), g.reshape(1, -1, self.cols)
@@ -402,7 +419,8 @@ class Site:
     def reformed_norm(self, record: Any, g: jax.Array) -> jax.Array:
         """[B]: a gradient of smaller norm may change by much of it when formed once more, in another order."""
         parts, w = self.factors(record, g)
-        square_u = sum((p.index >= 0).astype(w.dtype) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
+        kind = wide_dtype(w)
+        square_u = sum((p.index >= 0).astype(kind) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
         bound = (jnp.sqrt(square_u) * jnp.sqrt(_square(w).sum(-1))).sum((1, 2))
         return math.sqrt(_REFORMED_FLOOR) * bound
 

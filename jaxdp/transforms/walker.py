@@ -9,7 +9,9 @@ A jaxpr of the loss of ONE example is split into two programs:
 
 The cotangent of tap j together with record j determines dV_j, the gradient of the loss with respect to V_j, and the
 gradient with respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule).
-No weight is ever dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j as it is.
+No weight is ever dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j as it is. The
+same holds where a weight becomes complex, so that every V_j is real, and where it enters a `jax.custom_vjp`, whose
+backward pass need not be linear: J^T of a sum would not be the sum of every example's J^T.
 
 Rules for how a weight meets data are in `jaxdp.transforms.sites`; this module only routes.
 """
@@ -23,6 +25,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import jax.ref
 from jax import lax
 
 from jaxdp.transforms import sites
@@ -63,6 +66,20 @@ _DATA = Value(data=True)
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_complex(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
+
+
+def _has_custom_vjp(eqn: Any) -> bool:
+    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in body.eqns)
+    return "custom_vjp" in eqn.primitive.name or any(map(_has_custom_vjp, inner))
+
+
+def _needs_a_tap(eqn: Any) -> bool:
+    """Whether weights must be tapped before an equation, though it has no data."""
+    return any(map(_is_complex, eqn.outvars)) or _has_custom_vjp(eqn)
 
 
 def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
@@ -290,6 +307,11 @@ def make_plan(
         return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap, tuple(aval.shape))
 
     for eqn in jaxpr.eqns:
+        if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
+            raise NotImplementedError(
+                "loss_fn uses a mutable array (jax.new_ref), through which the book-keeping engine follows no weight. "
+                "Write the loss without it, or use engine='vmap'."
+            )
         values = [look(v) for v in eqn.invars]
         weights = tuple(i for i, v in enumerate(values) if v.is_weight)
         outs = (_DATA,) * len(eqn.outvars)
@@ -297,7 +319,7 @@ def make_plan(
             body = eqn.params[_CALLS[eqn.primitive.name]]
             inner = make_plan(body.jaxpr, body.consts, values, loops=loops)
             step, outs = _Step("call", eqn, inner=inner), inner.outputs
-        elif not any(v.data for v in values):
+        elif not any(v.data for v in values) and not (weights and _needs_a_tap(eqn)):
             step, outs = _Step("bind", eqn, without_data=True), _outputs_without_data(eqn, values, loops)
         elif not weights:
             step = _Step("bind", eqn)
@@ -355,7 +377,9 @@ def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tup
 
 
 def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
-    """The rule by which the weight operand of `eqn` meets data, or None."""
+    """The rule by which the weight operand of `eqn` meets data, or None. The rules are those of real numbers."""
+    if any(map(_is_complex, eqn.invars)):
+        return None
     if eqn.primitive.name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
     if eqn.primitive.name == "conv_general_dilated" and weights == (1,) and eqn.params["batch_group_count"] == 1:

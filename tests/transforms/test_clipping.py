@@ -489,6 +489,59 @@ def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
 
 
 @every_engine
+def test_complex_leaves_are_refused_or_frozen(engine: str) -> None:
+    params = {**PARAMS, "spin": np.full(6, 1j, np.complex64)}
+    rotated = lambda p, e: loss({**p, "b": (p["b"] * -p["spin"] * p["spin"]).real}, e)  # noqa: E731
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with pytest.raises(TypeError, match=r"(?s)complex leaf 'spin' of dtype complex64.*two leaves.*trainable="):
+            jaxdp.clipped_grad(rotated, clip_norm=0.5, engine=engine)(params, batch_of(5))
+        f = jaxdp.clipped_grad(rotated, clip_norm=0.5, engine=engine, trainable=lambda path, leaf: path != "spin")
+        with pytest.raises(TypeError, match="complex leaf 'spin'"):
+            jaxdp.clipped_grad(rotated, clip_norm=0.5).trainable_params(params)
+        out = f(params, batch_of(5))
+    assert out.grads["spin"] is None
+    assert_close({name: out.grads[name] for name in PARAMS}, clipped(engine)(PARAMS, batch_of(5)).grads)
+
+
+def tied_embedding(table: Any, tokens: Any) -> Any:
+    rows = table[tokens]
+    logits = jnp.tanh(rows + rows[::-1]) @ table.T
+    return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(tokens)), tokens])
+
+
+def tied_layers(table: Any, tokens: Any) -> Any:
+    h = table[jnp.sort(tokens)[:3]]
+    for _ in range(3):
+        h = jnp.tanh(h @ table[:4])
+    return jnp.sum(h**2)
+
+
+def tied_transpose(table: Any, tokens: Any) -> Any:
+    x = jax.nn.one_hot(tokens, 4, dtype=table.dtype) * 2 - 1
+    return jnp.sum(jnp.tanh(jnp.tanh(x @ table.T) @ table) ** 2)
+
+
+TIED = (tied_embedding, tied_layers, tied_transpose)
+
+
+@pytest.mark.parametrize("method", ["vmap", "auto", "factors", "keep", "drop"])
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("tied", TIED)
+def test_tied_weights_of_low_precision_contribute_at_most_the_clip_norm(
+    tied: Any, kind: Any, method: str, oracle: Any
+) -> None:
+    """XLA keeps digits of bfloat16 values in one place and not in another: a norm must be that of what is summed."""
+    f = jaxdp.clipped_grad(tied, clip_norm=0.01, engine="vmap" if method == "vmap" else "auto")
+    with oracle.forced(method), jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(lambda p, t: (f(p, t).grads, f(p, t).norms))
+        for seed in range(8):
+            (table,), rng = draws(seed, (20, 4)), np.random.default_rng(seed)
+            grads, norms = step(jnp.asarray(table / 2, kind), rng.integers(0, 20, (1, 6), np.int32))
+            assert norms[0] > 0.01
+            assert norm(grads) <= 0.01 * (1 + 1e-5)
+
+
+@every_engine
 @pytest.mark.parametrize("cast", ["parameters", "compute", "computed"])
 @pytest.mark.parametrize("method", ["auto", "drop"])
 def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str, method: str, oracle: Any) -> None:
@@ -597,6 +650,117 @@ def test_batch_sharded_over_eight_devices(engine: str) -> None:
     assert_close(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, single))
 
 
+def shard_mapped(
+    step: Callable[..., Any], *, outputs: Any, check_vma: bool = True, shape: tuple[int, ...] = (8,)
+) -> Any:
+    """`step(params, batch, mask)` of one shard's examples, compiled for the eight devices."""
+    if len(jax.devices()) < 8:
+        pytest.skip("fewer than eight devices")
+    names = ("data", "more")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    rows = PartitionSpec(names)
+    outputs = jax.tree.map(lambda over: rows if over else PartitionSpec(), outputs)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=outputs, check_vma=check_vma
+    )
+    return jax.jit(mapped, compiler_options={"xla_llvm_disable_expensive_passes": True})
+
+
+def net(p: Any, example: Any) -> Any:
+    """Weights that are tied, looked up, convolved, looped over, computed, and of no consequence."""
+    x, tokens = example
+    h = p["table"][tokens] + x
+    h = jax.lax.conv_general_dilated(h[None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+    h = jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["w"] @ p["w"].T), None), h, None, length=2)[0]
+    return jnp.mean(jnp.square(jnp.tanh(h @ jnp.sinh(p["w"]) + p["b"]) @ p["v"])) + 0.1 * jnp.sum(jnp.square(p["b"]))
+
+
+NET_SHAPES = {"table": (7, 4), "kernel": (3, 4, 4), "w": (4, 6), "b": (1, 6), "v": (6, 3), "unused": (2,)}
+NET = dict(zip(NET_SHAPES, draws(6, *NET_SHAPES.values()), strict=True))
+NET_BATCH = (3 * draws(7, (16, 3, 4))[0], np.random.default_rng(7).integers(0, 7, (16, 3)).astype(np.int32))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("method", ["vmap", "bookkeeping", "auto", "factors", "keep", "drop"])
+def test_a_shard_clips_its_own_examples(method: str, check_vma: bool, oracle: Any) -> None:
+    """The psum of what the shards return is what one device returns; one example moves it by at most the clip norm."""
+    engine = method if method in ENGINES else "auto"
+    f = jaxdp.clipped_grad(net, clip_norm=0.5, engine=engine)
+
+    def step(p: Any, batch: Any, mask: Any) -> Any:
+        out = f(p, batch, mask)
+        return jax.lax.psum(out.grads, "data"), out.norms, out.losses
+
+    with oracle.forced(method if method in ("factors", "keep", "drop") else "auto"):
+        run = shard_mapped(step, outputs=(False, True, True), check_vma=check_vma)
+        mask = np.arange(16) % 5 != 2
+        total, norms, losses = run(NET, NET_BATCH, mask)
+        single = jax.jit(lambda p, b, m: f(p, b, m))(NET, NET_BATCH, mask)
+        assert_close(total, single.grads, rtol=1e-4)
+        np.testing.assert_allclose(norms, single.norms, rtol=1e-4)
+        np.testing.assert_allclose(losses, single.losses, rtol=1e-4)
+        assert max(norms) > 5
+        for i in (0, 9):
+            others, _, _ = run(NET, NET_BATCH, mask & (np.arange(16) != i))
+            assert norm(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), total, others)) <= 0.5 * (1 + 1e-4)
+
+
+@every_engine
+def test_shards_with_keys_groups_microbatches_and_two_mesh_axes(engine: str) -> None:
+    key, (x, y) = jax.random.key(2), batch_of(32)
+    f = jaxdp.clipped_grad(
+        dropout_loss, clip_norm=0.1, engine=engine, has_aux=True, group=True, microbatch_size=1, clip_rule="automatic"
+    )
+    grouped = x.reshape(16, 2, 3, 4), y.reshape(16, 2, 3, 3)
+
+    def step(p: Any, batch: Any, mask: Any) -> Any:
+        own = jax.random.fold_in(key, jax.lax.axis_index(("data", "more")))
+        out = f(p, batch, mask, key=own)
+        empty = f(p, jax.tree.map(lambda a: a[:0], batch), mask[:0], key=own)
+        formed = f.per_example(p, batch, mask, key=own).grads["w"]
+        return jax.lax.psum((out.grads, empty.grads), ("data", "more")), out.norms, formed
+
+    mask = np.arange(16) % 3 > 0
+    run = shard_mapped(step, outputs=(False, True, True), shape=(4, 2))
+    (total, nothing), norms, formed = run(PARAMS, grouped, mask)
+    singles = [
+        f(PARAMS, (grouped[0][own], grouped[1][own]), mask[own], key=jax.random.fold_in(key, k))
+        for k, own in enumerate(np.split(np.arange(16), 8))
+    ]
+    assert_close(total, jax.tree.map(lambda *gs: sum(gs[1:], gs[0]), *(s.grads for s in singles)), rtol=1e-4)
+    np.testing.assert_allclose(norms, np.concatenate([s.norms for s in singles]), rtol=1e-4)
+    assert formed.shape == (16, 4, 6)
+    assert norm(nothing) == 0
+
+
+@every_engine
+def test_a_loss_that_closes_over_values_of_its_shard(engine: str) -> None:
+    x, y = batch_of(8)
+
+    def step(p: Any, batch: Any, mask: Any) -> Any:
+        scale = 1 + jax.lax.axis_index("data").astype(jnp.float32)
+        f = jaxdp.clipped_grad(lambda p, e: scale * loss(p, e), clip_norm=0.1, engine=engine)
+        same = f(p, (x[:2], y[:2])).grads  # all shards have the same examples
+        return jax.lax.psum(same, "data")
+
+    total = shard_mapped(step, outputs=False)(PARAMS, (x, y), np.ones(8, bool))
+    f = jaxdp.clipped_grad(lambda p, e: e[2] * loss(p, e[:2]), clip_norm=0.1, engine=engine)
+    parts = [f(PARAMS, (x[:2], y[:2], np.full(2, 1 + k, np.float32))).grads for k in range(8)]
+    assert_close(total, jax.tree.map(lambda *gs: sum(gs[1:], gs[0]), *parts), rtol=1e-4)
+
+
+@every_engine
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "mix", [lambda v: jax.lax.psum(v, "data"), lambda v: v + jax.lax.all_gather(v, "data").sum()], ids=["sum", "gather"]
+)
+def test_a_loss_that_mixes_the_examples_of_shards_is_refused(engine: str, check_vma: bool, mix: Any) -> None:
+    f = jaxdp.clipped_grad(lambda p, e: mix(jax.jit(loss)(p, e)), clip_norm=0.1, engine=engine)
+    run = shard_mapped(lambda p, b, m: f(p, b, m).norms, outputs=True, check_vma=check_vma)
+    with pytest.raises(ValueError, match=r"(?s)loss_fn calls \['(psum|all_gather).*jax.lax.psum on the clipped sum"):
+        run(PARAMS, batch_of(8), np.ones(8, bool))
+
+
 def test_bookkeeping_holds_no_gradient_per_example() -> None:
     """64 examples of a 256 x 256 weight are 16 MiB; the engine should need about what the sum does."""
     linear = lambda w, x: jnp.sum(jnp.square(x @ w[0])) + jnp.sum(x @ w[1])  # noqa: E731
@@ -667,6 +831,45 @@ def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(engine: str, bui
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jaxdp.clipped_grad(loss, **options)
+
+
+def test_a_clip_norm_per_layer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"(?s)clip_norm must be one number.*dict \{'w': 1.0\}.*once per part"):
+        jaxdp.clipped_grad(loss, clip_norm={"w": 1.0})
+    with pytest.raises(TypeError, match=r"clip_norm must be one number.*NoneType None"):
+        jaxdp.clipped_grad(loss, clip_norm=None)
+
+
+def test_a_loss_of_another_signature_is_refused() -> None:
+    x, y = batch_of(3)
+    with pytest.raises(TypeError, match=r"(?s)mask must be boolean, got float32.*batch=\(x, y\), not x, y"):
+        jaxdp.clipped_grad(lambda p, x, y: loss(p, (x, y)), clip_norm=1.0)(PARAMS, x, y)
+    for engine in ENGINES:
+        with pytest.raises(
+            TypeError, match=r"(?s)must take \(params, example\).*\(p, x, y\).*loss_fn\(params, \(x, y\)\)"
+        ):
+            jaxdp.clipped_grad(lambda p, x, y: loss(p, (x, y)), clip_norm=1.0, engine=engine)(PARAMS, (x, y))
+        with pytest.raises(TypeError, match=r"(?s)must take \(params, example\).*'key'.*needs key= in every call"):
+            jaxdp.clipped_grad(dropout_loss, clip_norm=1.0, engine=engine, has_aux=True)(PARAMS, (x, y))
+        with pytest.raises(TypeError, match=r"must take \(params, example, \*, key\)"):
+            jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(PARAMS, (x, y), key=jax.random.key(0))
+
+
+def test_parameters_that_are_python_numbers_are_named() -> None:
+    f = jaxdp.clipped_grad(lambda p, x: p["w"] * jnp.sum(x), clip_norm=1.0)
+    with pytest.raises(ValueError, match=r"(?s)no trainable leaf.*\{'w': 'float'\}.*jnp.asarray"):
+        f({"w": 1.0}, np.ones((3, 2), np.float32))
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping"])
+def test_mutable_arrays_are_refused(engine: str) -> None:
+    def with_reference(p: Any, example: Any) -> Any:
+        kept = jax.new_ref(jnp.zeros((4, 6)))
+        kept[...] = p["w"]
+        return loss({**p, "w": kept[...]}, example)
+
+    with pytest.raises(NotImplementedError, match=r"(?s)mutable array.*engine='vmap'"):
+        jaxdp.clipped_grad(with_reference, clip_norm=1.0, engine=engine)(PARAMS, batch_of(3))
 
 
 def test_a_clip_norm_is_required() -> None:

@@ -292,6 +292,31 @@ def take_out_of_range() -> Case:
 
 
 @case
+def lookups_by_small_integers() -> Case:
+    """The last row of a table, and -1, do not fit the dtype of the index."""
+
+    def loss(p: Any, index: Any) -> Any:
+        small, signed = index
+        return (
+            energy(jnp.take(p["clip"], small, axis=0, mode="clip"))
+            + energy(jnp.nan_to_num(jnp.take(p["fill"], small, axis=0, mode="fill", fill_value=0)))
+            + energy(jnp.take(p["clip"], signed, axis=0, mode="clip"))
+            + energy(p["short"].at[small].get(mode="fill", fill_value=0))
+        )
+
+    rng = np.random.default_rng(5)
+    params = dict(zip(("clip", "fill", "short"), draws(3, (300, 2), (300, 2), (7, 2)), strict=True))
+    index = (rng.integers(0, 256, (BATCH, 6)), rng.integers(-128, 128, (BATCH, 6)))
+    return Case(loss, params, (index[0].astype(np.uint8), index[1].astype(np.int8)))
+
+
+@case
+def linen_embedding_of_bytes() -> Case:
+    model, tokens = nn.Embed(257, 3), np.random.default_rng(0).integers(0, 256, (BATCH, 8)).astype(np.uint8)
+    return Case(lambda p, t: energy(jnp.tanh(model.apply(p, t))), model.init(jax.random.key(0), tokens[0]), tokens)
+
+
+@case
 def lookups_that_are_not_of_rows() -> Case:
     def loss(p: Any, example: Any) -> Any:
         i, j = example
@@ -630,6 +655,24 @@ def custom_derivatives_with_weights() -> Case:
 
 
 @case
+def custom_derivatives_of_weights_alone() -> Case:
+    """Not linear in the cotangent: the derivative of a clipped sum is not the clipped sum of the derivatives."""
+
+    @jax.custom_vjp
+    def bent(w: Any) -> Any:
+        return jnp.sin(w)
+
+    bent.defvjp(lambda w: (jnp.sin(w), w), lambda w, g: (jnp.clip(g, -0.1, 0.2) * jnp.cos(w),))
+    inside = jax.checkpoint(lambda w: 2 * bent(w))
+
+    def loss(p: Any, x: Any) -> Any:
+        steps = lax.scan(lambda h, _: (jnp.tanh(h @ inside(p["b"])), None), x @ bent(p["a"]), None, length=2)[0]
+        return energy(steps)
+
+    return plain(loss, {"a": (4, 3), "b": (3, 3)}, (2, 4))
+
+
+@case
 def straight_through_quantised_weights() -> Case:
     @jax.custom_jvp
     def quantise(w: Any) -> Any:
@@ -658,6 +701,72 @@ def weight_and_data_in_primitives_without_a_rule() -> Case:
 @case
 def weights_that_make_each_others_kernel() -> Case:
     return plain(lambda p, x: energy(x @ (p["a"] * jnp.tanh(x @ p["b"])[:, None])), {"a": (3, 4), "b": (3, 3)}, (3,))
+
+
+# --- Weights that become complex ---
+
+
+def as_complex(x: Any) -> Any:
+    return lax.complex(x, jnp.zeros_like(x))
+
+
+@case
+def complex_weights_of_two_parts() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        y = as_complex(x) @ lax.complex(p["re"], p["im"]) + lax.complex(p["b"], 2 * p["b"])
+        return energy(jnp.abs(y)) + energy((y**2).imag)
+
+    return plain(loss, {"re": (4, 3), "im": (4, 3), "b": (3,)}, (2, 4))
+
+
+@case
+def global_filter() -> Case:
+    """GFNet and FNO: a product with a weight between two Fourier transforms."""
+
+    def loss(p: Any, x: Any) -> Any:
+        y = jnp.fft.irfft(jnp.fft.rfft(x, axis=0) * lax.complex(p["re"], p["im"]), n=6, axis=0)
+        spectrum = jnp.einsum("kd,kde->ke", jnp.fft.rfft(jnp.tanh(y), axis=0), jnp.fft.rfft(p["mix"], axis=0))
+        return energy(jnp.fft.irfft(spectrum, n=6, axis=0))
+
+    return plain(loss, {"re": (4, 2), "im": (4, 2), "mix": (6, 2, 3)}, (6, 2))
+
+
+@case
+def diagonal_state_space() -> Case:
+    """S4D: a complex recurrence, by a scan and as a convolution by Fourier transforms."""
+
+    def loss(p: Any, x: Any) -> Any:
+        rate = lax.complex(-jnp.exp(p["re"]), p["im"])
+        out = lax.scan(
+            lambda s, u: (jnp.exp(rate) * s + u, jnp.sum((as_complex(p["c"]) * s).real)), 0 * rate, as_complex(x)
+        )[1]
+        kernel = jnp.real(
+            jnp.exp(as_complex(jnp.arange(5).astype(x.dtype))[:, None] * rate) @ lax.complex(p["c"], p["im"])
+        )
+        return energy(out) + energy(jnp.fft.irfft(jnp.fft.rfft(x, 10) * jnp.fft.rfft(kernel, 10), 10))
+
+    return plain(loss, {"re": (3,), "im": (3,), "c": (3,)}, (5,))
+
+
+@case
+def complex_values_of_weights_alone() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        unitary = (
+            jnp.abs(jnp.exp(lax.complex(0 * p["w"], p["angle"])) + as_complex(p["shift"]))
+            + jnp.fft.ifft(jnp.fft.fft(p["w"])).real
+        )
+        stack = lambda h, w: (jnp.tanh((as_complex(h) @ lax.complex(w, 2 * w)).real), None)  # noqa: E731
+        return energy(lax.scan(stack, x @ unitary, jnp.stack([p["w"], 2 * p["w"].T]))[0])
+
+    return plain(loss, {"angle": (3, 3), "shift": (3, 3), "w": (3, 3)}, (2, 3))
+
+
+@case
+def real_weights_of_complex_data() -> Case:
+    def loss(p: Any, x: Any) -> Any:
+        return energy(jnp.abs(jnp.fft.fft(x, axis=0) @ as_complex(p["w"]) + as_complex(p["b"]))) + energy(x @ p["w"])
+
+    return plain(loss, {"w": (4, 3), "b": (3,)}, (5, 4))
 
 
 # --- Losses ---

@@ -301,12 +301,76 @@ def test_every_integer_keeps_its_probability(scale):
     assert stats.chisquare(residues, expected / expected.sum() * residues.sum()).pvalue > ACCEPT
 
 
-@pytest.mark.parametrize(("word", "geometric"), [(0, 45_054_566), (2**32 - 1, 0), (2**31, 693_147)])
-def test_a_geometric_reaches_from_zero_to_44_scales(monkeypatch, word, geometric):
-    """-log of 2**-65, 1 - 2**-32 and 1/2, times a million."""
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, word, dtype))
-    drawn = noise._geometric(KEY, (1,), 1e6)
-    assert abs(int(drawn[0]) - geometric) <= 8  # float32
+BLOCK = 32 * math.log(2)
+
+
+@pytest.fixture
+def words_in_turn(monkeypatch):
+    """`words_in_turn(*words)`: every draw of bits is the next of these words, for all values; None is a true draw."""
+
+    def replace(*words):
+        rest, draw = iter(words), jax.random.bits
+        given = lambda word, args: draw(*args) if word is None else jnp.full(args[1], word, args[2])  # noqa: E731
+        monkeypatch.setattr(jax.random, "bits", lambda *args: given(next(rest), args))
+
+    with jax.disable_jit():
+        yield replace
+
+
+@pytest.mark.parametrize(("word", "exponential"), [(1, BLOCK), (2**32 - 1, 2.0**-33), (2**31, math.log(2))])
+@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**18])
+def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, word, exponential, scale):
+    words_in_turn(word, 0, word, 0)
+    blocks, rest = noise._exponential(KEY, (1,), jnp.float32)
+    assert blocks[0] == 0 and abs(float(rest[0]) - exponential) <= 4e-6
+    assert abs(int(noise._geometric(KEY, (1,), scale)[0]) - math.floor(scale * float(rest[0]))) <= 1
+
+
+@pytest.mark.parametrize("zeros", [1, 2, 3, 100])
+def test_zero_bits_are_drawn_further(words_in_turn, zeros):
+    """The exponential has no memory: each word of zeros adds 32 log 2, and what follows is drawn like the first."""
+    words_in_turn(*([0] * zeros + [None] * 2) * 4)
+    blocks, rest = noise._exponential(KEY, (500,), jnp.float32)
+    assert (blocks == zeros).all()
+    assert p_value(rest, stats.expon, 1.0) > ACCEPT
+    for scale in (0.3, 7.0, noise.LARGEST_DISCRETE_SCALE):
+        drawn = np.asarray(noise._geometric(KEY, (500,), scale), np.float64)
+        exact = np.floor(scale * (zeros * BLOCK + np.asarray(rest, np.float64)))
+        np.testing.assert_allclose(drawn, exact, rtol=2.0**-22, atol=1)
+
+
+def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
+    words_in_turn(*[0] * 600)
+    blocks, rest = noise._exponential(KEY, (3,), jnp.float32)
+    assert (blocks == 255).all() and np.isfinite(rest).all()
+    largest = noise._geometric(KEY, (1,), noise.LARGEST_DISCRETE_SCALE)
+    assert 2**30 < int(largest[0]) < 2**31 - 1  # no overflow of int32
+
+
+@pytest.mark.parametrize(("name", "unit"), [("laplace", 2.0), ("discrete_laplace", 9.0)])
+def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
+    """With three words of zeros in front in one of the two exponentials: an event of probability 2**-96."""
+    words_in_turn(0, 0, 0, *[None] * 4)
+    values = np.asarray(getattr(noise, name)(KEY, jnp.zeros(500), unit), np.float64)
+    middle = 3 * BLOCK * unit
+    assert (values > 44 * unit).all()
+    assert p_value(values - middle, stats.laplace, unit) > ACCEPT
+
+
+def test_the_missing_mass_is_stated():
+    assert noise.log2_missing_mass(1) == 2 - 8192
+    assert noise.log2_missing_mass(2**20) == 22 - 8192
+    assert 2.0 ** noise.log2_missing_mass(10**9) == 0.0
+    with pytest.raises(ValueError, match="count=0"):
+        noise.log2_missing_mass(0)
+
+
+@pytest.mark.parametrize(("zeros", "magnitude"), [(0, 2.0**15), (1, 2.0**47), (3, 2.0**111), (4, math.inf)])
+def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, magnitude):
+    """A uniform of 3 * 2**-16 behind `zeros` words of zeros, and the choice of 1 / tan."""
+    words_in_turn(*[0] * zeros, 3 * 2**16, 0, 1)
+    value = float(noise._one_cauchy(KEY, (), jnp.float32))
+    assert 0.5 * magnitude <= value <= 2 * magnitude
 
 
 def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
@@ -434,6 +498,10 @@ def test_a_public_schedule_sets_noise_and_event_per_step():
 @pytest.mark.parametrize(
     ("first", "options", "error", "match"),
     [
+        (1e-30, {"noise_multiplier": 1e-9}, ValueError, "noise_multiplier=1e-09 times the clip norm 1e-30 is 1"),
+        (Clipped(1e-46), {}, ValueError, "(?s)clip norm 1e-46.*multiply the loss by a public constant"),
+        (Clipped(5e-324), {"noise_multiplier": 0.1}, ValueError, "is 0.0, and float32 noise needs"),
+        (1e30, {"noise_multiplier": 1e30}, ValueError, "float32 noise needs a standard deviation from"),
         (-1.0, {}, ValueError, "clipped_or_sensitivity=-1.0"),
         (Clipped(-1.0), {}, ValueError, "sensitivity"),
         (math.nan, {}, ValueError, "NaN"),
@@ -454,6 +522,75 @@ def test_a_public_schedule_sets_noise_and_event_per_step():
 def test_privatize_refuses_what_has_no_guarantee(first, options, error, match):
     with pytest.raises(error, match=match):
         noise.privatize(first, **{"noise_multiplier": 1.0, "divisor": 1.0, **options})
+
+
+def test_a_constant_sum_needs_no_noise():
+    privatizer = noise.privatize(0.0, noise_multiplier=2.0, divisor=4.0, key=KEY)
+    out, _ = privatizer.update(GRADS, privatizer.init(GRADS))
+    assert (out["w"] == 0.5).all() and privatizer.event == dp_event.GaussianDpEvent(2.0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e-20, 1e10])
+def test_a_schedule_whose_noise_float32_loses_gives_nan_and_no_event(clip_norm):
+    schedule = lambda step: jnp.where(step < 1, 1.0, jnp.where(step < 2, 1e-25, jnp.where(step < 3, 1e30, 0.0)))  # noqa: E731
+    privatizer = noise.privatize(clip_norm, noise_multiplier=schedule, divisor=1.0, key=KEY)
+    state, update = privatizer.init(GRADS), jax.jit(privatizer.update)
+    for step, std in enumerate((clip_norm, 1e-25 * clip_norm, 1e30 * clip_norm, 0.0)):
+        out, state = update(GRADS, state)
+        lost = std != 0 and not 2.0**-100 <= std <= 2.0**100
+        assert bool(jnp.isnan(out["w"]).all()) == lost and bool(jnp.isnan(out["w"]).any()) == lost
+        if lost:
+            with pytest.raises(ValueError, match=rf"noise_multiplier\({step}\)"):
+                privatizer.event_at(step)
+        elif std == 0:
+            assert (out["w"] == 2.0).all()
+
+
+def in_shards(step, *, check_vma=True):
+    """`step(key, values)` on eight devices, with one row of `values` each; returns one row of each device."""
+    if len(jax.devices()) < 8:
+        pytest.skip("fewer than eight devices")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=check_vma))(
+        KEY, jnp.arange(8.0 * 500).reshape(8, 500)
+    )
+
+
+@pytest.mark.parametrize("name", [*LAWS, "discrete_laplace"])
+def test_noise_that_all_devices_share_is_refused_for_values_that_differ(name):
+    draw = getattr(noise, name)
+    with pytest.raises(ValueError, match=r"(?s)mesh axes \('data',\) and key does not.*psum.*axis_index"):
+        in_shards(lambda key, x: x + draw(key, x, 1.0))
+    own = lambda key: jax.random.fold_in(key, jax.lax.axis_index(("data",)))  # noqa: E731
+    drawn = np.asarray(in_shards(lambda key, x: draw(own(key), x, 5.0)), np.float64)
+    assert np.abs(np.corrcoef(drawn) - np.eye(8)).max() < 6 / math.sqrt(500) or name == "cauchy"
+    assert len(np.unique(drawn[:, 0])) > 4
+
+
+def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
+    privatizer = noise.privatize(1.0, noise_multiplier=3.0, divisor=2.0, key=KEY)
+
+    def noisy(key, x, fold=False, total=True):
+        state = noise.PrivatizeState(
+            jax.random.fold_in(key, jax.lax.axis_index("data")) if fold else key, jnp.zeros((), jnp.int32)
+        )
+        x = jax.lax.psum(x, "data") if total else x
+        out = jax.lax.pcast(privatizer.update(x, state)[0], "data", to="varying") if not fold else x
+        return privatizer.update(x, state)[0] if fold else out
+
+    shared = np.asarray(in_shards(noisy))
+    assert (shared == shared[0]).all()
+    single, _ = privatizer.update(jnp.arange(8.0 * 500).reshape(8, 500).sum(0), privatizer.init(None))
+    np.testing.assert_allclose(shared[0], single, rtol=1e-5)
+    with pytest.raises(ValueError, match="all would get the same noise"):
+        in_shards(lambda key, x: noisy(key, x, total=False))
+    with pytest.raises(ValueError, match="Use one key for all devices"):
+        in_shards(lambda key, x: noisy(key, x, fold=True))
+    unchecked = in_shards(
+        lambda key, x: privatizer.update(x, noise.PrivatizeState(key, jnp.zeros((), jnp.int32)))[0], check_vma=False
+    )
+    assert unchecked.shape == (8, 500)  # JAX does not know: documented
 
 
 def test_privatize_refuses_traced_privacy_parameters():

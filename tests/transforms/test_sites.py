@@ -197,6 +197,40 @@ def test_lookup_rule(mode: str) -> None:
     check_rule(site_of(rule, (2, 2, 2, 3), table.shape), record, gs, truth)
 
 
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+@pytest.mark.parametrize("rows", [1, 7, 127, 128, 129, 255, 256, 300, 40_000])
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
+def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) -> None:
+    bounds, near = np.iinfo(kind), [-rows - 1, -rows, -1, 0, 1, rows - 2, rows - 1, rows, rows + 1]
+    index = np.array([i for i in (*near, bounds.min, bounds.max) if bounds.min <= i <= bounds.max], kind)
+    rule = sites.Lookup((rows, 3), index.shape, mode == "clip")
+    record = rule.record([None, jnp.asarray(index)[:, None]])
+    whole = index.astype(np.int64)
+    inside = (whole >= 0) & (whole < rows)
+    np.testing.assert_array_equal(
+        record, np.clip(whole, 0, rows - 1) if mode == "clip" else np.where(inside, whole, -1)
+    )
+    assert record.dtype == jnp.int32
+    with jax.enable_x64(True):
+        wide = rule.record([None, jnp.asarray(index.astype(np.uint64 if kind == "uint32" else np.int64))[:, None]])
+    np.testing.assert_array_equal(wide, record)
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
+def test_settled_values_are_those_of_their_dtype(kind: Any) -> None:
+    """All 2**16 of them stay, but that a backend may flush subnormal numbers of bfloat16."""
+    every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), kind)
+    every = every[jnp.isfinite(every)]
+    settled = np.asarray(jax.jit(sites.settled)(every), np.float64)
+    known = np.asarray(every, np.float64)
+    np.testing.assert_allclose(settled, known, rtol=0, atol=2.0**-126 if kind == jnp.bfloat16 else 0)
+    special = jax.jit(sites.settled)(jnp.asarray([np.inf, -np.inf, np.nan], kind))
+    np.testing.assert_array_equal(np.asarray(special, np.float32), np.asarray([np.inf, -np.inf, np.nan], np.float32))
+    wide = jnp.asarray(normal(0, 10_000) * np.float32(2) ** np.arange(-20, 0).repeat(500))
+    rounded = jax.jit(lambda x: sites.settled(x.astype(kind)).astype(jnp.float32))(wide)
+    np.testing.assert_array_equal(rounded, np.asarray(np.asarray(wide).astype(kind), np.float32))
+
+
 def test_lookup_rule_is_for_whole_rows_only() -> None:
     table, index = normal(0, 4, 5), np.zeros(2, np.int32)
     assert sites.Lookup.of(equation(lambda w, i: w[:, i], "gather", table, index)) is None
