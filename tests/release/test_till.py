@@ -373,3 +373,24 @@ def test_notes_of_the_first_release_are_read(tmp_path):
     with Till(tmp_path) as till:
         till.settle([ledger.account("data")])
     assert charged(ledger) == 1
+
+
+def test_an_account_is_not_charged_for_the_releases_of_another_one_in_the_same_workdir(tmp_path):
+    first = new_ledger(names=("images", "queries"))
+    with Till(tmp_path, forget="run") as till:
+        for name in ("images", "queries"):
+            till.release(release_of(first, names=(name,), label=name))
+    second = new_ledger(names=("images", "queries"))
+    with Till(tmp_path, forget="run") as till:
+        till.settle([second.account("images")])
+        assert (charged(second, "images"), charged(second, "queries")) == (1, 0)
+        till.settle([second.account("queries")])
+    assert (charged(second, "images"), charged(second, "queries")) == (1, 1)
+
+
+def test_a_release_that_is_counted_twice_is_paid_in_each_count():
+    """What a visit costs depends on the visits before it, so a replay is free among the same visits only."""
+    ledger, seen = new_ledger(), []
+    for count in ("one", "one", "other"):
+        Till(seed=bytes(16)).release(release_of(ledger, seen=seen, once_in=count))
+    assert len(set(seen)) == 1 and charged(ledger) == 2

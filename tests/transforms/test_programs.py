@@ -2,7 +2,7 @@
 
 A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers `i`. Weights pass
 through functions of their own before they meet data, and meet it in every way that the generator knows. A failure
-prints the source. JAXDP_SLOW=1 runs 2,000 programs in place of 90, and JAXDP_SEED=n starts at program n.
+prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 100, and JAXDP_SEED=n starts at program n.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxdp.transforms import sites, walker
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-PROGRAMS = 2_000 if os.environ.get("JAXDP_SLOW") == "1" else 90
+PROGRAMS = 3_000 if os.environ.get("JAXDP_SLOW") == "1" else 100
 FIRST = int(os.environ.get("JAXDP_SEED", "0"))
 BATCH = 4
 INDEX_TYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32")
