@@ -80,19 +80,28 @@ def noise_at(steps, noise_multiplier):
     return np.asarray(added(jnp.asarray(steps, jnp.int32)), np.float64)
 
 
+def claimed(privatizer, step):
+    """Return the noise multiplier that a step claims; 0 where float32 has no such noise, for which there is no event."""
+    try:
+        return privatizer.event_at(step).noise_multiplier
+    except ValueError as error:
+        assert "float32 noise needs a standard deviation" in str(error)
+        return 0.0
+
+
 @every_schedule
 def test_the_noise_added_is_never_less_than_what_is_charged(name):
     schedule, _ = SCHEDULES[name]
     length, epochs = 7, np.concatenate([np.arange(1200), 100 * np.arange(12, 20)])
     trainer = trainer_of(data.PoissonSampler(N, 1 / length), schedule, 10.34)
     steps = epochs * length + length - 1
-    charged = np.array([trainer.privatizer.event_at(int(t)).noise_multiplier for t in steps])
+    charged = np.array([claimed(trainer.privatizer, int(t)) for t in steps])
     added, normal = (noise_at(steps, z) for z in (trainer.privatizer.noise_multiplier, 1.0))
-    ratio = added / normal / charged
     meaningful = charged > 1e-20
-    assert ratio[meaningful].min() >= 1
-    assert ratio[meaningful].max() < 1 + 3e-5
-    assert meaningful.sum() > 900
+    ratio = added[meaningful] / normal[meaningful] / charged[meaningful]
+    assert ratio.min() >= 1
+    assert ratio.max() < 1 + 3e-5
+    assert len(ratio) > 900
 
 
 def noise_of_epochs(scale, epochs=3, length=3, size=20_000):

@@ -390,7 +390,7 @@ def test_what_is_changed_after_a_crash_pays_again(change, tmp_path, monkeypatch)
     def crash(*args):
         raise RuntimeError("crash")
 
-    monkeypatch.setattr(loop, "_chunk", crash)  # by then the chunk has been charged
+    monkeypatch.setattr(loop, "_run", crash)  # by then the chunk has been charged
     ledger = Ledger.in_memory()
     ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
     changes, charged = CHANGES[change]

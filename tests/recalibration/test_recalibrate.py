@@ -644,9 +644,9 @@ def test_other_data_keys_epsilons_and_divisions_compile_nothing():
     before = play._cache_size()
     temperatures = {
         once(seed, epsilon, sizes).temperature
-        for seed, (epsilon, sizes) in enumerate([(0.3, SIZES), (7.0, [120, 0, 0, 0, 0]), (1e3, [9, 9, 9, 9, 84])])
+        for seed, (epsilon, sizes) in enumerate(4 * [(0.3, SIZES), (7.0, [120, 0, 0, 0, 0]), (1e3, [9, 9, 9, 9, 84])])
     }
-    assert len(temperatures) == 3 and play._cache_size() == before
+    assert len(temperatures) >= 3 and play._cache_size() == before
 
 
 def test_every_function_has_the_common_arguments():
