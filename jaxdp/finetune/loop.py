@@ -108,6 +108,7 @@ def fit(
                     charges=[(pays, trainer.event(first, last))],
                     facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
                     programs=lambda: programs(start),
+                    deterministic=True,  # the trainer compiles its steps so
                     compute=lambda secret: _run(trainer, start, source, secret, last - first, bar),
                     keep=keep,
                 )

@@ -26,6 +26,8 @@ PREFIXES = (
     *("XLA_", "JAX_", "LIBTPU_", "PJRT_", "TF_", "NPROC"),
     *("NVIDIA_", "CUDA_", "CUBLAS_", "CUDNN_", "ROCM_", "OMP_", "MKL_", "OPENBLAS_"),
 )
+# Where compiled programs are kept, and how memory is reserved: nothing that moves a bit.
+_HARMLESS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_", "XLA_PYTHON_CLIENT_", "JAX_TRACEBACK_", "JAX_LOG_")
 # How calls back to Python appear in StableHLO: a custom call on CPU and GPU, a transfer to the host on TPU.
 _HOST_CALL = re.compile(r"custom_call\s*@\w*callback|is_host_transfer\s*=\s*true")
 
@@ -75,6 +77,14 @@ def calls_host(text: str) -> bool:
     return _HOST_CALL.search(text) is not None
 
 
+def deterministic() -> bool:
+    """Returns whether this backend computes the same bits from the same program in another process.
+
+    XLA chooses among the algorithms of a GPU by their speed, unless `XLA_FLAGS` forbids it.
+    """
+    return jax.default_backend() != "gpu" or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+
+
 def environment() -> dict[str, Any]:
     """Returns everything but program and data that decides about the last bits of a result."""
     devices = jax.devices()
@@ -83,8 +93,8 @@ def environment() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
-        "flags": {name: repr(value) for name, value in jax.config.values.items()},
-        "variables": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
+        "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
+        "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
         "host": [platform.node(), *processor()],
     }
 

@@ -68,6 +68,8 @@ class Release(Generic[T]):
         cannot be repeated: its release is charged again after a crash, and gets fresh noise.
       keep: `keep(value)`, makes the value durable. The seed is deleted after it.
       note: further fields for the row in the workdir's notes, read back by `Till.notes`.
+      deterministic: whether everything is compiled to give the same bits on every run, also on a GPU. By default what
+        the backend promises (`identity.deterministic`). A release that is not cannot be repeated.
       once_in: the name of what the payment counts in, where a charge depends on what was counted before it. The same
         release is then free a second time in that count only, and another count pays for itself.
     """
@@ -79,6 +81,7 @@ class Release(Generic[T]):
     programs: Callable[[], Iterable[str]] = tuple
     keep: Callable[[T], None] = lambda value: None
     note: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    deterministic: bool = dataclasses.field(default_factory=identity.deterministic)
     once_in: str = ""
 
 
@@ -172,8 +175,9 @@ class Till:
 
     def token(self, what: Release[Any]) -> str:
         """Names all that determines a release; keyed by the seed, so that it tells nothing about private data."""
-        programs = tuple(what.programs()) if self._repeatable else ()
-        if not self._repeatable or any(map(identity.calls_host, programs)):
+        repeatable = self._repeatable and what.deterministic
+        programs = tuple(what.programs()) if repeatable else ()
+        if not repeatable or any(map(identity.calls_host, programs)):
             return entropy.token_hex(32)
         if self._environment is None:
             self._environment = identity.environment()

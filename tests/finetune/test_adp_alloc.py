@@ -81,7 +81,7 @@ def noise_at(steps, noise_multiplier):
 
 
 def claimed(privatizer, step):
-    """Return the noise multiplier that a step claims; 0 where float32 has no such noise, for which there is no event."""
+    """Return the noise multiplier that a step claims; 0 where float32 has no such noise, and there is no event."""
     try:
         return privatizer.event_at(step).noise_multiplier
     except ValueError as error:

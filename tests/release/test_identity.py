@@ -62,11 +62,13 @@ def test_calls_to_the_host_are_seen_and_other_custom_calls_are_not():
     assert not any(map(calls_host, plain))
 
 
-@pytest.mark.parametrize("change", ["flag", "variable", "host", "cores", "nothing"])
+@pytest.mark.parametrize("change", ["flag", "variable", "host", "cores", "nothing", "cache"])
 def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
     before = environment()
     if change == "variable":
         monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true")
+    elif change == "cache":
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
     elif change == "host":
         monkeypatch.setattr(platform, "node", lambda: "elsewhere")
     elif change == "cores":
@@ -75,7 +77,7 @@ def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
     old = jax.config.values["jax_default_matmul_precision"]
     jax.config.update("jax_default_matmul_precision", precision)
     try:
-        assert (environment() == before) == (change == "nothing")
+        assert (environment() == before) == (change in ("nothing", "cache"))
     finally:
         jax.config.update("jax_default_matmul_precision", old)
 

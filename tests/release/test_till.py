@@ -162,6 +162,17 @@ def test_what_calls_back_to_python_is_never_repeated(tmp_path):
     assert seen != [secret] and charged(ledger) == 2
 
 
+def test_what_a_gpu_may_compute_otherwise_is_never_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for flags, charges in (("", 2), ("--xla_gpu_deterministic_ops=true", 1)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        ledger, seen, workdir = new_ledger(), [], tmp_path / f"run{charges}"
+        secret = crash(ledger, workdir)
+        with Till(workdir) as till:
+            till.release(release_of(ledger, seen=seen))
+        assert (seen == [secret]) == (charges == 1) and charged(ledger) == charges
+
+
 def test_without_a_workdir_every_call_is_a_release_of_its_own():
     ledger, seen = new_ledger(), []
     for _ in range(3):
