@@ -187,8 +187,13 @@ class Till:
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
-        """The key of a secret that several releases of the run share; `forget` must be "run"."""
-        assert self._forget == "run"
+        """The key of a secret that several releases of the run share.
+
+        Raises:
+          ValueError: the seed is deleted after each release.
+        """
+        if self._forget != "run":
+            raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
         return secrets.stream(self._seed(), purpose, impl=impl)
 
     # --- A single release, kept by the till ---------------------------------------------------------------------------
@@ -375,8 +380,14 @@ def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _metadata(path: pathlib.Path) -> tuple[bytes, str]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="numpy") as file:
-        found = file.metadata() or {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Restore it from a copy. Without one, delete it: the release is then made with "
+            "fresh noise, and charged, once more."
+        ) from error
     return bytes.fromhex(found.get("salt", "")), found.get("check", "")

@@ -341,6 +341,24 @@ def test_what_is_kept_is_neither_made_nor_paid_again(tmp_path):
     assert charged(ledger) == 1
 
 
+def test_a_damaged_value_is_named_and_not_made_again(tmp_path):
+    ledger, path = new_ledger(), tmp_path / "released.safetensors"
+    with Till(tmp_path) as till:
+        till.once(release_of(ledger))
+    path.write_bytes(path.read_bytes()[:40])
+    with (
+        pytest.raises(ValueError, match=r"released\.safetensors is damaged: .*charged, once more"),
+        Till(tmp_path) as till,
+    ):
+        till.once(release_of(ledger))
+    assert charged(ledger) == 1
+
+
+def test_a_shared_secret_needs_a_till_that_keeps_it(tmp_path):
+    with Till(tmp_path) as till, pytest.raises(ValueError, match="needs Till"):
+        till.stream("frontend")
+
+
 def test_a_value_that_cannot_be_written_is_made_again_as_it_was(tmp_path, monkeypatch):
     ledger, seen = new_ledger(), []
     with monkeypatch.context() as patch:
