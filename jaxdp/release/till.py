@@ -387,7 +387,7 @@ def _metadata(path: pathlib.Path) -> tuple[bytes, str]:
             found = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is damaged: {error}. Restore it from a copy. Without one, delete it: the release is then made with "
-            "fresh noise, and charged, once more."
+            f"{path} is damaged: {error}. Restore it from a copy. Without one, delete it: the release is then made "
+            "with fresh noise, and charged, once more."
         ) from error
     return bytes.fromhex(found.get("salt", "")), found.get("check", "")
