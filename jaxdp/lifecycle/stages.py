@@ -348,7 +348,7 @@ def predict(job: Job) -> dict[str, Any]:
     bounds = _certified(how, len(private), private.num_classes, records(private))
     account = job.account(private.name)
     answers = prediction.private_predict(bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder)
-    (event,) = _predict_charges(job.config, job.data).values()
+    event = prediction.answers_event(how.queries, epsilon=each)
     return {
         "queries": how.queries,
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),

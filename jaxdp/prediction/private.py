@@ -9,7 +9,6 @@ query that is asked twice is answered, and charged, twice, unless the workdir ke
 from the answers answers any number of queries for nothing.
 """
 
-import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -337,7 +336,7 @@ def pate_predict(
         label="PATE",
         charges=[(account, mechanism.event(count, max_answers=max_answers))],
         facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
-        programs=functools.cache(lambda: [program(batched, params, queries) for params in _kinds(members)]),
+        programs=lambda: [program(batched, params, queries) for params in _kinds(members)],
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -358,7 +357,6 @@ def _programs(
     alike = jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), jnp.result_type(leaf)), queries)
     bounded = jax.jit(lambda member: certify(member, apply_fn, alike))
 
-    @functools.cache
     def texts() -> list[str]:
         found = [program(batched, member.params, queries) for member in _kinds(members)]
         return found + ([program(bounded, member) for member in _kinds(members)] if certified else [])

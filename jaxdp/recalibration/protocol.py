@@ -142,9 +142,7 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
     """
     if adjacency not in RELATIONS:
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
-    if math.isinf(epsilon):
+    if isinstance(event(epsilon), NonPrivateDpEvent):
         return None
     sensitivities = [method.sensitivity(k, adjacency, num_classes) for k in range(method.rounds)]
     largest = _LARGEST_CONTRIBUTION * _COARSEST
@@ -274,7 +272,7 @@ class Source:
             label=type(method).__name__,
             charges=[] if self.account is None else [(self.account, event(epsilon))],
             facts=lambda: [self.logits, self.labels, epsilon, adjacency, list(scale or ())],
-            programs=functools.cache(lambda: _programs(method, records, scale)),
+            programs=lambda: _programs(method, records, scale),
             compute=lambda secret: stream(secret, "recalibration"),
         )
         till = Till(workdir, forget="run")  # the answers of all rounds share the secret

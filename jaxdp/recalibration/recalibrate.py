@@ -153,7 +153,7 @@ def recalibrate(
         label=type(method).__name__,
         charges=_charges(parties, paid),
         facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ())],
-        programs=functools.cache(lambda: [program(_play, *inputs)]),  # all of the method that a result can show
+        programs=lambda: [program(_play, *inputs)],  # all of the method that a result can show
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:

@@ -4,7 +4,16 @@ from jaxdp.release.claims import claim
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
 from jaxdp.release.till import Payment, Release, Till, load_arrays, notes, release, settle
-from jaxdp.release.workdir import alone, bind, check_same_config, finished_result, locked, write_json
+from jaxdp.release.workdir import (
+    alone,
+    bind,
+    check_same_config,
+    finished_result,
+    locked,
+    sync_folder,
+    write_durably,
+    write_json,
+)
 
 __all__ = [
     "Payment",
@@ -25,5 +34,7 @@ __all__ = [
     "release",
     "settle",
     "stream",
+    "sync_folder",
+    "write_durably",
     "write_json",
 ]

@@ -2,9 +2,9 @@
 
 import contextlib
 import hmac
-import os
 import pathlib
 
+from jaxdp.release.workdir import sync_folder, write_durably
 from jaxdp.transforms.noise import new_seed, stream
 
 __all__ = ["FILE", "check_seed", "derive", "forget", "new_seed", "stored", "stream"]
@@ -35,13 +35,7 @@ def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
       ValueError: the file holds another seed than `seed`, or none.
     """
     if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write((seed or new_seed()).hex())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_durably(path, (seed or new_seed()).hex().encode(), mode=0o600)
     try:
         found = bytes.fromhex(path.read_text())
     except ValueError:
@@ -61,13 +55,3 @@ def forget(path: pathlib.Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
         sync_folder(path.parent)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes new and deleted names in a folder durable, where the system has such a thing."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

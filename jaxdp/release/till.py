@@ -20,6 +20,7 @@ released.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -36,7 +37,7 @@ import numpy as np
 from jaxdp.privacy import Account, DpEvent
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.release import identity, secrets
-from jaxdp.release.workdir import alone
+from jaxdp.release.workdir import alone, write_durably
 from jaxdp.report import MetricsWriter, read_metrics
 
 T = TypeVar("T")
@@ -83,6 +84,17 @@ class Release(Generic[T]):
     note: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default_factory=identity.deterministic)
     once_in: str = ""
+
+    @functools.cached_property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of `programs`, which are asked for once."""
+        return tuple(self.programs())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of all that the release itself says of its bits; the facts are asked for and hashed once."""
+        texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
+        return identity.digest([self.label, texts, self.facts()])
 
 
 class Till:
@@ -175,15 +187,12 @@ class Till:
 
     def token(self, what: Release[Any]) -> str:
         """Names all that determines a release; keyed by the seed, so that it tells nothing about private data."""
-        repeatable = self._repeatable and what.deterministic
-        programs = tuple(what.programs()) if repeatable else ()
-        if not repeatable or any(map(identity.calls_host, programs)):
+        if not (self._repeatable and what.deterministic) or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
         if self._environment is None:
             self._environment = identity.environment()
         charges = [to_json(event) for _, event in what.charges] if isinstance(what.charges, Sequence) else []
-        facts = [what.label, charges, self._environment, [hashlib.sha256(p.encode()).hexdigest() for p in programs]]
-        message = json.dumps(facts, sort_keys=True) + identity.digest(what.facts())
+        message = json.dumps([charges, self._environment, what.digest], sort_keys=True)
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
@@ -213,7 +222,11 @@ class Till:
         """
         kept = self.kept(what)
         if kept is None:
-            return jax.tree.map(np.asarray, self.release(dataclasses.replace(what, keep=self.keeper(what))))
+            keep = self.keeper(what)
+            with self.paying(what) as secret:
+                made = jax.tree.map(np.asarray, what.compute(secret))
+                keep(made)
+            return made
         self._delete_seed()  # it may have outlived a crash between the two
         return kept
 
@@ -357,19 +370,13 @@ def _payment(charges: Requests | Payment) -> Payment:
 
 def _check(salt: bytes, what: Release[Any]) -> str:
     """Tells a release from others without a hash of private data that anybody could try guesses on."""
-    facts = identity.digest([what.label, what.facts(), list(what.programs())])
-    return hmac.digest(salt, facts.encode(), "sha256").hex()
+    return hmac.digest(salt, what.digest.encode(), "sha256").hex()
 
 
 def _save_arrays(path: pathlib.Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
-    temporary = path.with_suffix(".tmp")
-    save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, temporary, metadata)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    secrets.sync_folder(path.parent)
+    write_durably(path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}, metadata))
 
 
 def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:

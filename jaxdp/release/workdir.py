@@ -59,6 +59,28 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
+def write_durably(path: pathlib.Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Puts a whole new file in the place of `path`, on the disk when this returns; `mode` is as `os.open` takes it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # of a process that died; it may have another mode
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes new and deleted names in a folder durable, where the system has such a thing."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 @contextlib.contextmanager
 def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
     """Holds a file that only one process can hold; the system lets go of it when the process dies.

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxdp.release import sync_folder
+
 FORMAT = 1
 _MANIFEST = "manifest.json"
 # What every NumPy reads: no objects, no text, no bfloat16, no floats whose width depends on the machine.
@@ -89,12 +91,12 @@ def write_package(
             json.dump({**manifest, "sha256": _seal(manifest)}, manifest_file, indent=2, allow_nan=False)
             manifest_file.write("\n")
             _to_disk(manifest_file)
-        _sync_folder(partial)
+        sync_folder(partial)
         os.rename(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def read_package(
@@ -180,14 +182,6 @@ def _digest(path: Path) -> str:
 def _to_disk(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

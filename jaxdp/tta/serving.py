@@ -25,7 +25,6 @@ from tqdm import tqdm
 from jaxdp import release
 from jaxdp.privacy.events import NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
-from jaxdp.release.secrets import sync_folder
 from jaxdp.report import MetricsWriter, read_metrics
 from jaxdp.tta.accounts import StreamAccount, Sum
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
@@ -378,15 +377,8 @@ class _Files:
         # Number formats that NumPy itself lacks, such as bfloat16, are stored as integers of their size.
         plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
         named = {str(number): np.asarray(array, order="C") for number, array in enumerate(plain)}
-        path = self.workdir / _STATE
-        temporary = path.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(safetensors.numpy.save(named, terms | {"kind": _kind(parts)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(self.workdir)
+        data = safetensors.numpy.save(named, terms | {"kind": _kind(parts)})
+        release.write_durably(self.workdir / _STATE, data, mode=0o600)
 
     def load(self, adapter: Any, terms: dict[str, str]) -> tuple[Any, str, list[dict[str, Any]]] | None:
         """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
