@@ -16,7 +16,10 @@ import types
 from collections.abc import Iterable, Mapping
 
 # Public modules beside a package's __init__, in the order in which their page has them.
-MODULES = ("audit", "canaries", "clipping", "intervals", "noise", "losses")
+MODULES = (
+    *("clipping", "intervals", "noise", "losses"),
+    *("finetune", "tta", "prediction", "recalibration", "split", "accuracy"),
+)
 DECORATORS = {"property", "functools.cached_property", "classmethod", "staticmethod"}
 
 Definition = ast.FunctionDef | ast.ClassDef

@@ -7,6 +7,7 @@ from jaxdp.version import __version__
 
 if TYPE_CHECKING:
     from jaxdp import (
+        audit,
         data,
         finetune,
         lifecycle,
@@ -38,6 +39,7 @@ _ATTRIBUTES = {
 }
 _MODULES = {
     "losses": "jaxdp.transforms.losses",
+    "audit": "jaxdp.audit",
     "privacy": "jaxdp.privacy",
     "transforms": "jaxdp.transforms",
     "models": "jaxdp.models",
@@ -58,6 +60,7 @@ __all__ = [
     "Interval",
     "Ledger",
     "__version__",
+    "audit",
     "clipped_grad",
     "data",
     "finetune",

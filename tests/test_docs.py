@@ -89,8 +89,8 @@ def mentioned(package, pages):
 
 
 def test_names_in_the_text_exist():
-    assert exists("jaxdp.models.Pretrained.constants") and exists("jaxdp.privacy.audit.multi_run")
-    assert not exists("jaxdp.privacy.audit.no") and not exists("jaxdp.models.Pretrained.no") and not exists("jaxdp.no")
+    assert exists("jaxdp.models.Pretrained.constants") and exists("jaxdp.audit.multi_run")
+    assert not exists("jaxdp.audit.no") and not exists("jaxdp.models.Pretrained.no") and not exists("jaxdp.no")
     written = [page for page in PAGES if page.parent.name != "reference"]
     names = mentioned("jaxdp", written)
     assert len(names) > 60

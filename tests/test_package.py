@@ -21,7 +21,8 @@ ALLOWED = {
     "report": {"privacy", "transforms"},
     "release": {"privacy", "transforms", "report"},
     **{stage: {"privacy", "transforms", "models", "data", "report", "release"} for stage in STAGES},
-    "lifecycle": {"privacy", "transforms", "models", "data", "report", "release", *STAGES},
+    "audit": {"privacy", "transforms", "models", "data", "report", "release", *STAGES},
+    "lifecycle": {"privacy", "transforms", "models", "data", "report", "release", "audit", *STAGES},
 }
 # Above the till nobody draws, derives or hashes a secret by other means.
 SECRETS = {"hmac", "secrets", "jaxdp.transforms.noise.new_seed", "jaxdp.transforms.noise.stream"}

@@ -25,21 +25,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import data, finetune, models, prediction, pretrain, privacy, recalibration, tta
-from jaxdp.finetune import canaries as finetune_canaries
+from jaxdp import audit, data, finetune, models, prediction, pretrain, privacy, recalibration, tta
+from jaxdp.audit import finetune as finetune_canaries
+from jaxdp.audit import prediction as prediction_canaries
+from jaxdp.audit import recalibration as recalibration_canaries
+from jaxdp.audit import tta as tta_canaries
 from jaxdp.finetune.configured import configured_trainer
 from jaxdp.lifecycle.cache import Charges, Job, Stage
 from jaxdp.lifecycle.parts import Parts
 from jaxdp.models import Pretrained
-from jaxdp.prediction import canaries as prediction_canaries
 from jaxdp.prediction import checks
 from jaxdp.prediction.tasks import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
-from jaxdp.recalibration import canaries as recalibration_canaries
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
-from jaxdp.tta import canaries as tta_canaries
 
 Params = Any
 
@@ -481,7 +481,7 @@ def audit_predict(job: Job) -> dict[str, Any]:
     return _audited(found, [job.data.private.name], "one certified answer")
 
 
-def _audited(found: privacy.audit.Audit, accounts: Sequence[str], release: str) -> dict[str, Any]:
+def _audited(found: audit.Audit, accounts: Sequence[str], release: str) -> dict[str, Any]:
     return {**dataclasses.asdict(found), "violated": found.violated, "accounts": list(accounts), "release": release}
 
 

@@ -1,6 +1,5 @@
-"""Privacy accounting: events, epsilon, noise calibration, the ledger and audits. Needs dp_accounting, never JAX."""
+"""Privacy accounting: events, epsilon, noise calibration, the ledger. Needs dp_accounting, never JAX."""
 
-from jaxdp.privacy import audit
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.accounts import Account, Hold, Reservation, Spend
 from jaxdp.privacy.calibration import calibrate_noise
@@ -50,7 +49,6 @@ __all__ = [
     "TruncatedSubsampledGaussianDpEvent",
     "UnprovenDpEvent",
     "ZCDpEvent",
-    "audit",
     "calibrate_noise",
     "delta",
     "epsilon",

@@ -1,20 +1,7 @@
-"""Auditing: empirical lower bounds on epsilon, to hold against the ledger's upper bound.
-
-An audit plays the adversary of differential privacy. A canary is a record made to be noticed; a mechanism runs with it
-and without it, every run gets a score (higher: the canary seems to be there), and a guess is a score against a
-threshold. No (epsilon, delta)-DP mechanism lets anybody guess too well, so that good guesses refute small epsilons.
-
-    found = audit.multi_run(scores_with, scores_without, upper=ledger.epsilon("train", delta=1e-5), delta=1e-5)
-    print(found.describe()); assert not found.violated
-
-An audit that finds nothing proves nothing: another canary or score may find more. One that finds `lower > upper` has
-refuted the mechanism's proof, its code or its accounting, but for a chance of 1 - confidence.
-
-`multi_run` needs one canary and many runs, `one_run` many canaries and one run. Canaries for each of jaxdp's releases:
-`jaxdp.finetune.canaries`, `jaxdp.tta.canaries`, `jaxdp.prediction.canaries` and `jaxdp.recalibration.canaries`.
-"""
+"""Bounds from scores: from how well canaries are told to a lower bound on epsilon, with the ceiling of the audit."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -24,7 +11,9 @@ import numpy as np
 from scipy import stats
 
 Claim = Literal["approximate", "gaussian"]
+Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
+Bound = Callable[[np.ndarray, np.ndarray, float, float, Claim], float]
 
 # In one run this fraction of the canaries is guessed: from both ends of the ranks, or half of it from the upper end.
 _FRACTIONS = (1, 1 / 4, 1 / 16)
@@ -42,6 +31,7 @@ class Audit:
     Attributes:
         lower: epsilon is at least this, with probability `confidence` over the runs; >= 0.
         upper: what the ledger says; `math.inf` where it says nothing.
+        ceiling: the largest `lower` that this audit could have found: that of scores which tell every canary.
         delta: of both.
         confidence: in (0.5, 1).
         method: how the lower bound was found.
@@ -50,6 +40,7 @@ class Audit:
 
     lower: float
     upper: float
+    ceiling: float
     delta: float
     confidence: float
     method: str
@@ -60,12 +51,19 @@ class Audit:
         """Whether the mechanism leaks more than the ledger says: lower > upper."""
         return self.lower > self.upper
 
+    @property
+    def verdict(self) -> Verdict:
+        """ "VIOLATED", "consistent", or "cannot tell": no mechanism, however broken, could have been VIOLATED."""
+        if self.violated:
+            return "VIOLATED"
+        return "consistent" if self.ceiling > self.upper else "cannot tell"
+
     def describe(self) -> str:
-        """Returns both bounds in one line."""
-        verdict = "VIOLATED" if self.violated else "consistent"
+        """Returns the verdict and the bounds in one line."""
         return (
-            f"{verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} ({self.method}, {self.trials} "
-            f"trials), epsilon <= {self.upper:.4g} by the ledger, at delta {self.delta:g}"
+            f"{self.verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} ({self.method}, "
+            f"{self.trials} trials, ceiling {self.ceiling:.4g}), epsilon <= {self.upper:.4g} by the ledger, at delta "
+            f"{self.delta:g}"
         )
 
 
@@ -111,18 +109,10 @@ def multi_run(
     """
     check(upper, delta, confidence, claim)
     present, absent = _ranks(scores_with=scores_with, scores_without=scores_without)
-    if claim == "gaussian":
-        lower, method = _gaussian_lower(present, absent, delta, 1 - confidence), "multi-run, Gaussian"
-    else:
-        # jax_privacy pulls in JAX, which accounting does not need.
-        from jax_privacy import auditing
-
-        # Its other strategy, Bonferroni, counts thresholds that it has chosen by looking at the scores it judges.
-        lower = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
-            1 - confidence, delta, one_sided=False, threshold_strategy=auditing.Split(seed=0)
-        )
-        method = "multi-run"
-    return Audit(float(lower), float(upper), delta, confidence, method, len(present) + len(absent))
+    ceiling = _ceiling(_multi_lower, len(present), len(absent), delta, confidence, claim)
+    lower = min(_multi_lower(present, absent, delta, confidence, claim), ceiling)
+    method = "multi-run, Gaussian" if claim == "gaussian" else "multi-run"
+    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
 
 
 def one_run(
@@ -155,30 +145,12 @@ def one_run(
     Raises:
         ValueError: as `multi_run`.
     """
-    from jax_privacy import auditing
-
     check(upper, delta, confidence, claim)
     inside, outside = _ranks(scores_in=scores_in, scores_out=scores_out)
-    rank = np.concatenate([inside, outside])
-    present = np.arange(len(rank)) < len(inside)
-    centred = rank - (len(rank) + 1) / 2
-    lower = 0.0
-    # how sure a guess is, whether it is right, and the share of guesses: those of both ends, those of the upper end
-    for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
-        # All that counts of a threshold is (guesses, right guesses, canaries). Two made-up canaries without effect,
-        # which are never guessed, keep both lists filled.
-        auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
-        bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
-        for fraction in _FRACTIONS:
-            threshold = np.sort(sure)[-math.ceil(share * fraction * len(sure))]
-            found = bound(
-                (1 - confidence) / _TESTS,
-                max(delta, _SMALLEST_DELTA),
-                threshold_strategy=auditing.Explicit(threshold),
-            )
-            lower = max(lower, float(found))
+    ceiling = _ceiling(_one_lower, len(inside), len(outside), delta, confidence, claim)
+    lower = min(_one_lower(inside, outside, delta, confidence, claim), ceiling)
     method = "one run, Gaussian" if claim == "gaussian" else "one run"
-    return Audit(lower, float(upper), delta, confidence, method, len(rank))
+    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(inside) + len(outside))
 
 
 def audit_mechanism(
@@ -224,6 +196,50 @@ def check(upper: float, delta: float, confidence: float, claim: str = "approxima
         raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
     if claim == "gaussian" and delta == 0:
         raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
+
+
+@functools.lru_cache(maxsize=64)
+def _ceiling(bound: Bound, present: int, absent: int, delta: float, confidence: float, claim: Claim) -> float:
+    """The bound of scores of which every one with the canary is higher than every one without it."""
+    order = np.arange(1.0, present + absent + 1)
+    return bound(order[absent:], order[:absent], delta, confidence, claim)
+
+
+def _multi_lower(present: np.ndarray, absent: np.ndarray, delta: float, confidence: float, claim: Claim) -> float:
+    if claim == "gaussian":
+        return _gaussian_lower(present, absent, delta, 1 - confidence)
+    # jax_privacy pulls in JAX, which bounds do not need.
+    from jax_privacy import auditing
+
+    # Its other strategy, Bonferroni, counts thresholds that it has chosen by looking at the scores it judges.
+    found = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
+        1 - confidence, delta, one_sided=False, threshold_strategy=auditing.Split(seed=0)
+    )
+    return float(found)
+
+
+def _one_lower(inside: np.ndarray, outside: np.ndarray, delta: float, confidence: float, claim: Claim) -> float:
+    from jax_privacy import auditing
+
+    rank = np.concatenate([inside, outside])
+    present = np.arange(len(rank)) < len(inside)
+    centred = rank - (len(rank) + 1) / 2
+    lower = 0.0
+    # how sure a guess is, whether it is right, and the share of guesses: those of both ends, those of the upper end
+    for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
+        # All that counts of a threshold is (guesses, right guesses, canaries). Two made-up canaries without effect,
+        # which are never guessed, keep both lists filled.
+        auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
+        lower_bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
+        for fraction in _FRACTIONS:
+            threshold = np.sort(sure)[-math.ceil(share * fraction * len(sure))]
+            found = lower_bound(
+                (1 - confidence) / _TESTS,
+                max(delta, _SMALLEST_DELTA),
+                threshold_strategy=auditing.Explicit(threshold),
+            )
+            lower = max(lower, float(found))
+    return lower
 
 
 def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, significance: float) -> float:

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxdp import data, finetune
-from jaxdp.finetune import canaries
+from jaxdp.audit import finetune as canaries
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.privacy import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, epsilon
 from jaxdp.transforms import noise

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.recalibration import AccT, HistogramBinning, NllT, canaries
+from jaxdp.audit import recalibration as canaries
+from jaxdp.recalibration import AccT, HistogramBinning, NllT
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name

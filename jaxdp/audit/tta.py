@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import Account, audit
+from jaxdp.audit import bounds
+from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
@@ -34,9 +35,9 @@ def audit_stream(
     delta: float,
     adjacency: Adjacency = "replace_one",
     confidence: float = 0.95,
-    claim: audit.Claim = "gaussian",
+    claim: bounds.Claim = "gaussian",
     seed: bytes | None = None,
-) -> audit.Audit:
+) -> bounds.Audit:
     """Audits the update of a private adapter by many steps with a canary in the batch and as many without it.
 
     All steps belong to one stream, as long as 2 `trials` updates and with a reset before each, in which no image
@@ -50,7 +51,7 @@ def audit_stream(
       delta: of both bounds, in (0, 1) for the Gaussian claim.
       adjacency: "replace_one", the canary's neighbour is another candidate, or "zero_out", it is padding.
       confidence: in (0.5, 1).
-      claim: what is tested, see `jaxdp.privacy.audit.multi_run`.
+      claim: what is tested, see `jaxdp.audit.multi_run`.
       seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
 
     Returns:
@@ -87,7 +88,7 @@ def audit_stream(
     (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.linalg.norm(pair[0][0] - pair[1][0]))
 
     update = _updates(adapter, batch, stream(seed, "audit"))
-    return audit.audit_mechanism(
+    return bounds.audit_mechanism(
         lambda _: update(canary),
         lambda _: update(neighbour),
         lambda moved: moved @ (one - other),

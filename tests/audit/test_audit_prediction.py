@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxdp import losses
-from jaxdp.prediction import canaries, certify, mechanisms, private, train_with_bounds
+from jaxdp.audit import prediction as canaries
+from jaxdp.prediction import certify, mechanisms, private, train_with_bounds
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED, ROWS, CLIP = bytes(range(16)), 24, 0.1

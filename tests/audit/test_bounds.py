@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxdp.privacy import GaussianDpEvent, audit, epsilon
+from jaxdp import audit
+from jaxdp.privacy import GaussianDpEvent, epsilon
 
 DELTA = 0.05
 
@@ -164,16 +165,34 @@ def test_audit_of_a_mechanism(scale, violated):
 
 
 def test_a_finding_says_what_it_is():
-    found = audit.Audit(lower=1.23456, upper=2.5, delta=1e-5, confidence=0.95, method="one run", trials=100)
-    assert not found.violated
+    found = audit.Audit(
+        lower=1.23456, upper=2.5, ceiling=6.0, delta=1e-5, confidence=0.95, method="one run", trials=100
+    )
+    assert not found.violated and found.verdict == "consistent"
     assert found.describe() == (
-        "consistent: epsilon >= 1.235 with confidence 0.95 (one run, 100 trials), "
+        "consistent: epsilon >= 1.235 with confidence 0.95 (one run, 100 trials, ceiling 6), "
         "epsilon <= 2.5 by the ledger, at delta 1e-05"
     )
     broken = dataclasses.replace(found, upper=1.0)
     assert broken.violated and broken.describe().startswith("VIOLATED: epsilon >= 1.235")
-    assert not dataclasses.replace(found, upper=math.inf).violated
     assert not dataclasses.replace(found, upper=found.lower).violated
+    for blind in (dataclasses.replace(found, ceiling=2.5), dataclasses.replace(found, upper=math.inf)):
+        assert not blind.violated and blind.describe().startswith("cannot tell: ")
+
+
+@pytest.mark.parametrize("run", [audit.multi_run, audit.one_run])
+@pytest.mark.parametrize("claim", ["approximate", "gaussian"])
+@pytest.mark.parametrize("delta", [1e-5, 0.1])
+def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim, delta):
+    rng = np.random.default_rng(11)
+    terms = {"upper": 1.0, "delta": delta, "claim": claim}
+    perfect = run(np.full(60, 1.0), np.full(50, 0.0), **terms)
+    assert perfect.lower == perfect.ceiling > 1
+    for strength in (0.0, 2.0, 10.0):
+        found = run(gaussian(rng, strength, 60)[0], rng.normal(size=50), **terms)
+        assert found.ceiling == perfect.ceiling and found.lower <= found.ceiling
+    more = run(np.full(600, 1.0), np.full(500, 0.0), **terms)
+    assert more.ceiling > perfect.ceiling  # more trials, more power
 
 
 def test_methods_are_named():
@@ -235,4 +254,4 @@ def test_trials_are_checked(trials):
 
 
 def test_accounting_needs_no_jax(run_in_subprocess):
-    run_in_subprocess("import sys, jaxdp.privacy.audit; assert not {'jax', 'jax_privacy'} & set(sys.modules)")
+    run_in_subprocess("import sys, jaxdp.audit; assert not {'jax', 'jax_privacy'} & set(sys.modules)")

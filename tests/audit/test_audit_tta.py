@@ -17,14 +17,16 @@ import pytest
 
 import jaxdp.tta.adapter
 from jaxdp import tta
+from jaxdp.audit import tta as canaries
 from jaxdp.privacy import GaussianDpEvent, epsilon
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian
-from jaxdp.tta import canaries
 from jaxdp.tta.method import entropy
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-_spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
+_spec = importlib.util.spec_from_file_location(
+    "tiny_model", pathlib.Path(__file__).parents[1] / "tta" / "tiny_model.py"
+)
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 

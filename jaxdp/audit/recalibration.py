@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.privacy import Account, audit
+from jaxdp.audit import bounds
+from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.protocol import Method, Records, Source
 from jaxdp.recalibration.recalibrate import converse, recalibrate
@@ -80,7 +81,7 @@ def audit_source(
     adjacency: Adjacency = "add_remove",
     confidence: float = 0.95,
     seed: bytes | None = None,
-) -> audit.Audit:
+) -> bounds.Audit:
     """Audits a source's answers by many conversations with a canary among its records and as many without it.
 
     Args:
@@ -128,7 +129,7 @@ def audit_source(
     ]
     pairs = itertools.product(*exact)
     (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
-    return audit.audit_mechanism(
+    return bounds.audit_mechanism(
         lambda i: answers(canary, epsilon, f"with the canary, {i}"),
         lambda i: answers(neighbour, epsilon, f"without the canary, {i}"),
         # The likelihood ratio of Laplace noise, but for its scale.

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.audit import bounds
 from jaxdp.data import Source, from_arrays
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import GaussianDpEvent, audit
+from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
@@ -52,9 +53,9 @@ def one_run(
     delta: float,
     rows: Sequence[int] | np.ndarray | None = None,
     confidence: float = 0.95,
-    claim: audit.Claim = "approximate",
+    claim: bounds.Claim = "approximate",
     seed: bytes | None = None,
-) -> audit.Audit:
+) -> bounds.Audit:
     """Audits private training by one run with many canaries.
 
     Args:
@@ -65,7 +66,7 @@ def one_run(
       steps: of the run.
       delta: of both bounds, in [0, 1).
       rows: which examples are canaries; by default all.
-      confidence, claim: as in `jaxdp.privacy.audit.one_run`. "gaussian" needs a sampling probability of 1.
+      confidence, claim: as in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
       seed: 16 secret bytes of coins, batches and noise; drawn from the operating system unless given for tests.
 
     Returns:
@@ -75,7 +76,7 @@ def one_run(
       ValueError: an argument is out of range.
     """
     upper = _charged(trainer, steps, delta, claim)
-    audit.check(upper, delta, confidence, claim)
+    bounds.check(upper, delta, confidence, claim)
     seed = new_seed() if seed is None else seed
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
@@ -84,7 +85,7 @@ def one_run(
     trained = _training(trainer, params, members, steps, seed)("one run")
     losses = jax.vmap(trainer.query.gradient.loss_fn, in_axes=(None, 0))
     scores = np.asarray(losses(params, examples) - losses(trained, examples))
-    return audit.one_run(scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim)
+    return bounds.one_run(scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
 def multi_run(
@@ -97,9 +98,9 @@ def multi_run(
     delta: float,
     row: int = 0,
     confidence: float = 0.95,
-    claim: audit.Claim = "approximate",
+    claim: bounds.Claim = "approximate",
     seed: bytes | None = None,
-) -> audit.Audit:
+) -> bounds.Audit:
     """Audits private training by many runs with one canary and as many without it.
 
     Args:
@@ -119,7 +120,7 @@ def multi_run(
     absent = _training(trainer, params, source.take(np.delete(np.arange(len(source)), row)), steps, seed)
     canary, loss_fn = source[row], jax.jit(trainer.query.gradient.loss_fn)
     before = loss_fn(params, canary)
-    return audit.audit_mechanism(
+    return bounds.audit_mechanism(
         lambda i: present(f"with the canary, {i}"),
         lambda i: absent(f"without the canary, {i}"),
         lambda trained: before - loss_fn(trained, canary),
@@ -147,7 +148,7 @@ def _training(trainer: PrivateTrainer, params: Any, source: Source, steps: int, 
     return run
 
 
-def _charged(trainer: PrivateTrainer, steps: int, delta: float, claim: audit.Claim) -> float:
+def _charged(trainer: PrivateTrainer, steps: int, delta: float, claim: bounds.Claim) -> float:
     """The ledger's epsilon after it has been charged for a run."""
     if trainer.stochastic:
         raise ValueError("trainer must not be stochastic: the loss of a canary would depend on a key of its own.")

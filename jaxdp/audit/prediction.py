@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxdp.audit import bounds
 from jaxdp.prediction.ensembles import count_rows
 from jaxdp.prediction.private import ApplyFn, private_predict
-from jaxdp.privacy import Account, audit
+from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim, derive, new_seed
 
@@ -37,7 +38,7 @@ def audit_answers(
     adjacency: Adjacency = "add_remove",
     confidence: float = 0.95,
     seed: bytes | None = None,
-) -> audit.Audit:
+) -> bounds.Audit:
     """Audits the answers of `private_predict` for training with a canary and without it.
 
     Args:
@@ -64,7 +65,7 @@ def audit_answers(
         raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}")
     if trials < 2:
         raise ValueError(f"trials must be at least 2, got {trials}")
-    audit.check(math.inf, 0.0, confidence)
+    bounds.check(math.inf, 0.0, confidence)
     count, least = count_rows(candidates, "candidates"), 2 if adjacency == "replace_one" else 1
     if count < least:
         raise ValueError(f"candidates must hold at least {least} records under {adjacency!r}, got {count}")
@@ -94,4 +95,4 @@ def audit_answers(
 
     # Pure epsilons add up at delta 0.
     upper = claim(attack, adjacency=adjacency, delta=0.0) / (next(calls) * trials)
-    return audit.multi_run(*heard, upper=upper, delta=0.0, confidence=confidence)
+    return bounds.multi_run(*heard, upper=upper, delta=0.0, confidence=confidence)
