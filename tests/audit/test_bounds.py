@@ -182,10 +182,9 @@ def test_a_finding_says_what_it_is():
 
 @pytest.mark.parametrize("run", [audit.multi_run, audit.one_run])
 @pytest.mark.parametrize("claim", ["approximate", "gaussian"])
-@pytest.mark.parametrize("delta", [1e-5, 0.1])
-def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim, delta):
+def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim):
     rng = np.random.default_rng(11)
-    terms = {"upper": 1.0, "delta": delta, "claim": claim}
+    terms = {"upper": 1.0, "delta": 1e-5, "claim": claim}
     perfect = run(np.full(60, 1.0), np.full(50, 0.0), **terms)
     assert perfect.lower == perfect.ceiling > 1
     for strength in (0.0, 2.0, 10.0):
