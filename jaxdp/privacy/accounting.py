@@ -33,10 +33,12 @@ point in opposite directions; tests/privacy/test_accounting.py checks that in th
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -117,8 +119,9 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon must be >= 0, got {epsilon!r}")
-    counts = composition(event)
+    counts: Mapping[DpEvent, int] = composition(event)
     rules = check_rules(counts, adjacency=adjacency, method=method)
+    counts = merge_gaussians(counts)
     if not counts:
         return 0.0
     if _is_boundless(counts):
@@ -140,6 +143,7 @@ def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency:
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
     rules = check_rules(counts, adjacency=adjacency, method=method)
+    counts = merge_gaussians(counts)
     if not counts:
         return 0.0
     if _is_boundless(counts):
@@ -163,9 +167,168 @@ def rdp_epsilon_of_counts(
     if not counts:
         return 0.0
     pure = _pure_epsilon(counts, adjacency)
-    if not all(_has_rdp_rule(leaf, adjacency) for leaf in counts):
+    if not all("rdp" in _leaf_rules(leaf, adjacency) for leaf in counts):
         return pure
     return min(pure, _epsilon_from_rdp(_total_rdp(counts, adjacency, orders), delta, orders))
+
+
+def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
+    """Returns an equivalent composition with one Gaussian at most: the sum of count / noise_multiplier^2 is its own."""
+    gaussians = {leaf: count for leaf, count in counts.items() if isinstance(leaf, GaussianDpEvent)}
+    if sum(gaussians.values()) <= 1:
+        return counts
+    # Divide twice: squaring a tiny multiplier would raise OverflowError.
+    precision = math.fsum(count / leaf.noise_multiplier / leaf.noise_multiplier for leaf, count in gaussians.items())
+    rest = {leaf: count for leaf, count in counts.items() if not isinstance(leaf, GaussianDpEvent)}
+    return {GaussianDpEvent(precision**-0.5): 1, **rest}
+
+
+class Tally:
+    """A composition that grows by small steps, with what a first check by RDP needs of it kept up to date.
+
+    All its Gaussians are one precision, the sum of count / noise_multiplier^2. Values are never changed: `plus` returns
+    another tally. It costs as much as copying a dictionary of the distinct leaves that are no Gaussians.
+
+    Attributes:
+        adjacency: of the dataset.
+        counts: leaf events that are no Gaussians, and how often.
+        precision: of the Gaussians.
+        rules: the ways, of "pld" and "rdp", in which every leaf has a rule.
+    """
+
+    __slots__ = ("_age", "_numbers", "_sums", "adjacency", "precision", "rules")
+
+    def __init__(self, adjacency: Adjacency):
+        self.adjacency: Adjacency = adjacency
+        self.precision = 0.0
+        self.rules = frozenset({"pld", "rdp"})
+        # By number: a leaf's hash takes a microsecond, an integer's nothing.
+        self._numbers: dict[int, int] = {}
+        self._sums: _Sums | None = None
+        self._age = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers or self.precision)
+
+    @property
+    def counts(self) -> dict[DpEvent, int]:
+        """The leaves, with one Gaussian for all."""
+        counts = {_LEAVES[number]: count for number, count in self._numbers.items()}
+        return {GaussianDpEvent(self.precision**-0.5): 1, **counts} if self.precision else counts
+
+    def plus(self, step: Mapping[DpEvent, int], times: int = 1) -> "Tally":
+        """Returns the composition with `step`, so many times."""
+        total = self._copy()
+        for leaf, count in step.items():
+            if isinstance(leaf, GaussianDpEvent):
+                total.precision += times * count / leaf.noise_multiplier / leaf.noise_multiplier
+            else:
+                total._add(_number(leaf), times * count)
+        return total
+
+    def and_also(self, other: "Tally", share: float = 1.0) -> "Tally":
+        """Returns the composition with another one, or with a share of it that is rounded up."""
+        total = self._copy()
+        total.precision += share * other.precision
+        for number, count in other._numbers.items():
+            total._add(number, math.ceil(share * count))
+        return total
+
+    def minus(self, other: "Tally") -> "Tally":
+        """Returns what this composition has beyond another one."""
+        rest = Tally(self.adjacency)
+        rest.precision = max(0.0, self.precision - other.precision)
+        for number, count in self._numbers.items():
+            if count > other._numbers.get(number, 0):
+                rest._numbers[number] = count - other._numbers.get(number, 0)
+        return rest
+
+    def proven(self) -> "Tally":
+        """Returns the composition without the releases that have no proof."""
+        if _UNPROVEN.isdisjoint(self._numbers):
+            return self
+        rest = Tally(self.adjacency)
+        rest.precision = self.precision
+        rest._numbers = {number: count for number, count in self._numbers.items() if number not in _UNPROVEN}
+        return rest
+
+    def covers(self, other: "Tally") -> bool:
+        """Returns whether this composition has everything of another one, so that it costs at least as much."""
+        if len(other._numbers) > len(self._numbers) or other.precision > self.precision * (1 + 1e-12):
+            return False
+        return all(count <= self._numbers.get(number, 0) for number, count in other._numbers.items())
+
+    @property
+    def largest(self) -> int:
+        """How often the most frequent leaf comes that is no Gaussian."""
+        return max(self._numbers.values(), default=0)
+
+    def rdp_epsilon(self, delta: float) -> float:
+        """Returns the RDP (or pure) bound on epsilon; infinite where RDP has no rule."""
+        if not self:
+            return 0.0
+        if self._sums is None:
+            parts = (_sums(_LEAVES[number], count, self.adjacency) for number, count in self._numbers.items())
+            self._sums, self._age = sum(parts, _NO_SUMS), 0
+        rdp, pure = self._sums.rdp, self._sums.pure
+        if self.precision:
+            merged = GaussianDpEvent(self.precision**-0.5)
+            rdp, pure = rdp + _leaf_rdp(merged, self.adjacency, RDP_ORDERS), math.inf
+        return min(pure, math.inf if np.isinf(rdp).all() else _epsilon_from_rdp(rdp, delta))
+
+    def _copy(self) -> "Tally":
+        total = Tally(self.adjacency)
+        total.precision, total._numbers, total.rules = self.precision, self._numbers.copy(), self.rules
+        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
+        if len(self._numbers) > 64 and self._age < 256:
+            total._sums, total._age = self._sums, self._age + 1
+        return total
+
+    def _add(self, number: int, count: int) -> None:
+        if number not in self._numbers:
+            self.rules &= _leaf_rules(_LEAVES[number], self.adjacency)
+        self._numbers[number] = self._numbers.get(number, 0) + count
+        if self._sums is not None:
+            self._sums = self._sums + _sums(_LEAVES[number], count, self.adjacency)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """The Renyi DP of a composition at every order, and its pure epsilon; infinite where a leaf has no rule."""
+
+    rdp: np.ndarray
+    pure: float
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        return _Sums(self.rdp + other.rdp, self.pure + other.pure)
+
+
+_NO_SUMS = _Sums(np.zeros(len(RDP_ORDERS)), 0.0)
+
+
+def _sums(leaf: DpEvent, count: int, adjacency: Adjacency) -> _Sums:
+    if _is_boundless([leaf]):
+        return _Sums(np.full(len(RDP_ORDERS), math.inf), math.inf)
+    ruled = "rdp" in _leaf_rules(leaf, adjacency)
+    rdp = count * _leaf_rdp(leaf, adjacency, RDP_ORDERS) if ruled else np.full(len(RDP_ORDERS), math.inf)
+    return _Sums(rdp, count * _leaf_pure_epsilon(leaf, adjacency))
+
+
+# The leaves that this process has met, by number.
+_LEAVES: list[DpEvent] = []
+_NUMBERS: dict[DpEvent, int] = {}
+_UNPROVEN: set[int] = set()
+_MEETING = threading.Lock()
+
+
+def _number(leaf: DpEvent) -> int:
+    with _MEETING:
+        if leaf not in _NUMBERS:
+            _LEAVES.append(leaf)
+            _NUMBERS[leaf] = len(_LEAVES) - 1
+            if isinstance(leaf, UnprovenDpEvent):
+                _UNPROVEN.add(len(_LEAVES) - 1)
+        return _NUMBERS[leaf]
 
 
 def rdp_of_counts(counts: Mapping[DpEvent, int], *, order: float, adjacency: Adjacency) -> float:
@@ -193,8 +356,7 @@ def check_rules(counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: 
     if method not in METHODS:
         raise ValueError(f"method must be one of {list(METHODS)}, got {method!r}")
     asked = ("pld", "rdp") if method == "auto" else (method,)
-    has_rule: Mapping[str, Callable[[DpEvent, Adjacency], bool]] = {"pld": _has_pld_rule, "rdp": _has_rdp_rule}
-    missing = {way: [leaf for leaf in counts if not has_rule[way](leaf, adjacency)] for way in asked}
+    missing = {way: [leaf for leaf in counts if way not in _leaf_rules(leaf, adjacency)] for way in asked}
     rules = frozenset(way for way in asked if not missing[way])
     if not rules:
         details = "; ".join(f"{way.upper()} has none for {to_json(missing[way][0])}" for way in asked)
@@ -205,7 +367,13 @@ def check_rules(counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: 
     return rules
 
 
-def _is_boundless(counts: Mapping[DpEvent, int]) -> bool:
+@functools.lru_cache(maxsize=2**16)
+def _leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
+    ways = {"pld": _has_pld_rule, "rdp": _has_rdp_rule}
+    return frozenset(way for way, has_rule in ways.items() if has_rule(leaf, adjacency))
+
+
+def _is_boundless(counts: Iterable[DpEvent]) -> bool:
     return any(isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent) for leaf in counts)
 
 
@@ -268,15 +436,32 @@ def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float
     if not scale <= _MAX_PLD_EPSILON:
         return None
     interval = _interval(counts, adjacency, scale)
-    gaussian_precision = 0.0
+    rest = {leaf: count for leaf, count in counts.items() if not isinstance(leaf, GaussianDpEvent)}
+    total = _composed_pld(rest, adjacency, interval)
+    for leaf in counts.keys() - rest.keys():
+        total = total.compose(_leaf_pld(leaf, adjacency, interval))
+    return total
+
+
+# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
+_COMPOSED: list[tuple[Adjacency, float, Mapping[DpEvent, int], pld.PrivacyLossDistribution]] = []
+_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
+
+
+def _composed_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+    done: Mapping[DpEvent, int] = {}
     total = pld.identity(value_discretization_interval=interval)
+    for kept in list(_COMPOSED) if len(counts) >= _COMPOSED_LEAST else ():
+        useful = kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(counts)
+        if useful and all(count <= counts.get(leaf, 0) for leaf, count in kept[2].items()):
+            done, total = kept[2:]
     for leaf, count in counts.items():
-        if isinstance(leaf, GaussianDpEvent):
-            gaussian_precision += count / leaf.noise_multiplier / leaf.noise_multiplier
-        else:
-            total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count))
-    if gaussian_precision:  # Gaussians compose exactly, without a convolution.
-        total = total.compose(_leaf_pld(GaussianDpEvent(gaussian_precision**-0.5), adjacency, interval))
+        if count > done.get(leaf, 0):
+            total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count - done.get(leaf, 0)))
+    if len(counts) >= _COMPOSED_LEAST:
+        _COMPOSED[:] = [*(kept for kept in _COMPOSED if kept[2] is not done), (adjacency, interval, counts, total)][
+            -_COMPOSED_KEPT:
+        ]
     return total
 
 
@@ -450,7 +635,6 @@ def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:
 # --- Renyi DP ---------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1024)
 def _has_rdp_rule(leaf: DpEvent, adjacency: Adjacency) -> bool:
     if isinstance(leaf, PureDpEvent | NonPrivateDpEvent | UnprovenDpEvent):
         return True
@@ -458,11 +642,22 @@ def _has_rdp_rule(leaf: DpEvent, adjacency: Adjacency) -> bool:
 
 
 def _total_rdp(counts: Mapping[DpEvent, int], adjacency: Adjacency, orders: Sequence[float] = RDP_ORDERS) -> np.ndarray:
-    return np.sum([count * _leaf_rdp(leaf, adjacency, orders) for leaf, count in counts.items()], axis=0)
+    total = np.zeros(len(orders))
+    for leaf, count in counts.items():
+        total += count * _leaf_rdp(leaf, adjacency, orders)
+    return total
 
 
-@functools.lru_cache(maxsize=1024)
 def _leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
+    if isinstance(leaf, GaussianDpEvent):  # Not remembered: every sum of Gaussians is another one.
+        sigma = leaf.noise_multiplier / (2 if adjacency == "replace_one" else 1)
+        with np.errstate(over="ignore"):
+            return np.asarray(orders) / 2 / sigma / sigma + _RDP_SLACK
+    return _computed_rdp(leaf, adjacency, orders)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
     if isinstance(leaf, PureDpEvent):
         alpha, loss = np.asarray(orders), leaf.epsilon
         # Renyi divergence of `_worst_pure_pair`.

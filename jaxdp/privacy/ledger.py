@@ -12,6 +12,9 @@ the reservation spent. Checks and reservation are one SQLite transaction (WAL, s
 processes on one machine share a file and never overspend its budgets together. Keep the file on a local disk:
 SQLite's locks do not hold on most network file systems.
 
+A ledger that lost history is refused, not believed: every spend is linked to all before it, and `ledger.sqlite.head`
+beside the file tells how far it has come (`jaxdp.privacy.store`). Move and copy both files together, or use `backup`.
+
 Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly
 (`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
 
@@ -38,154 +41,55 @@ Formal guarantees. For every registered dataset, the releases made inside `spend
   several.
 """
 
-import contextlib
-import dataclasses
 import datetime
-import functools
-import json
 import math
 import os
 import secrets
 import sqlite3
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from jaxdp.privacy import readout
 from jaxdp.privacy.accounting import (
     RELATIONS,
     Adjacency,
     Method,
+    Tally,
     check_rules,
     default_renyi_order,
-    epsilon_of_counts,
-    rdp_epsilon_of_counts,
-    rdp_of_counts,
     renyi_bound,
-    renyi_epsilon,
 )
 from jaxdp.privacy.accounts import DAY, Account, Hold, Requests, Reservation, Spend
-from jaxdp.privacy.events import DpEvent, UnprovenDpEvent, compose, composition, describe, from_json, to_json
+from jaxdp.privacy.budget import (
+    Accounting,
+    BudgetCheck,
+    BudgetExceeded,
+    Counts,
+    Dataset,
+    Unsettled,
+    add,
+    add_all,
+    combinations,
+    difference,
+    epsilon_of,
+    is_proven,
+    maximal,
+    maximum,
+    pld_epsilon,
+    proven,
+    used,
+)
+from jaxdp.privacy.events import DpEvent, compose, composition, describe, from_json, to_json
+from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, author, now, seal, terms_of
 from jaxdp.version import __version__
 
-Accounting = Literal["pld", "rdp", "renyi_filter"]
-Counts = Mapping[DpEvent, int]
+__all__ = ["Accounting", "BudgetExceeded", "Head", "Ledger", "LedgerDamaged"]
+
 Result = TypeVar("Result")
 
-SCHEMA_VERSION = 1
-_APPLICATION_ID = 0x6A647031  # "jdp1", so that `file` and we can tell a ledger from another SQLite file.
-_BUSY_SECONDS = 60.0
-# 3 * 0.1 is 0.30000000000000004 in binary: a budget of 0.3 must still buy three spends of 0.1.
-_ROUNDING = 1e-12
-_REMEMBERED = 64
-# `Ledger.total` goes through so many combinations of parts at most; beyond them it takes an upper bound.
-_COMBINATIONS = 1000
-_TERMS = "id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven"
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE datasets (
-    id INTEGER PRIMARY KEY,
-    name TEXT NOT NULL UNIQUE,
-    adjacency TEXT NOT NULL,
-    unit TEXT NOT NULL,
-    epsilon REAL,
-    delta REAL,
-    accounting TEXT NOT NULL,
-    renyi_order REAL,
-    allow_unproven INTEGER NOT NULL,
-    created_at TEXT NOT NULL
-);
-CREATE TABLE events (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE);
-CREATE TABLE spends (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    dataset INTEGER NOT NULL REFERENCES datasets (id),
-    partition TEXT NOT NULL,
-    event INTEGER NOT NULL REFERENCES events (id),
-    label TEXT NOT NULL,
-    token TEXT,
-    status TEXT NOT NULL CHECK (status IN ('reserved', 'committed', 'failed')),
-    run TEXT NOT NULL,
-    version TEXT NOT NULL,
-    reserved_at TEXT NOT NULL,
-    finished_at TEXT
-);
-CREATE UNIQUE INDEX spends_token ON spends (dataset, token) WHERE token IS NOT NULL;
-CREATE INDEX spends_open ON spends (dataset) WHERE status <> 'committed';
-CREATE TABLE totals (
-    dataset INTEGER NOT NULL REFERENCES datasets (id),
-    partition TEXT NOT NULL,
-    event INTEGER NOT NULL REFERENCES events (id),
-    spends INTEGER NOT NULL,
-    first_at TEXT NOT NULL,
-    last_at TEXT NOT NULL,
-    first_label TEXT NOT NULL,
-    last_label TEXT NOT NULL,
-    PRIMARY KEY (dataset, partition, event)
-) WITHOUT ROWID;
-"""
-
-# Made when a ledger first holds something, so that other files stay as they are. An older jaxdp ignores the table: its
-# spends may take room that is held, and never more than the budget.
-_HOLDS = """
-CREATE TABLE IF NOT EXISTS holds (
-    id TEXT NOT NULL,
-    dataset INTEGER NOT NULL REFERENCES datasets (id),
-    json TEXT NOT NULL,
-    key TEXT,
-    label TEXT NOT NULL,
-    run TEXT NOT NULL,
-    seconds REAL NOT NULL,
-    lapses REAL NOT NULL,
-    PRIMARY KEY (id, dataset)
-) WITHOUT ROWID
-"""
-
-
-class BudgetExceeded(RuntimeError):
-    """A spend that its dataset's budget does not allow; nothing ran and nothing was charged.
-
-    Attributes:
-        dataset: the dataset's name.
-        budget: (epsilon, delta) as registered.
-        would_spend: epsilon at the budget's delta with this spend, and all that others hold, included.
-        held: how much of `would_spend` is room that others hold; 0.0 if they hold none.
-    """
-
-    def __init__(
-        self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float, held: float = 0.0
-    ):
-        super().__init__(message)
-        self.dataset = dataset
-        self.budget = budget
-        self.would_spend = would_spend
-        self.held = held
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dataset:
-    id: int
-    name: str
-    adjacency: Adjacency
-    unit: str
-    epsilon: float | None
-    delta: float | None
-    accounting: Accounting
-    renyi_order: float | None
-    allow_unproven: bool
-
-    @property
-    def method(self) -> Method:
-        """The method of `jaxdp.privacy.accounting` behind this dataset's numbers."""
-        return "auto" if self.accounting == "pld" else "rdp"
-
-    @property
-    def renyi_bound(self) -> float:
-        """The largest Renyi loss at the fixed order that converts to the budget."""
-        assert self.epsilon is not None and self.delta is not None and self.renyi_order is not None
-        return renyi_bound(self.epsilon, self.delta, self.renyi_order)
+_TERMS = "id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, records"
 
 
 class Ledger:
@@ -194,21 +98,24 @@ class Ledger:
     Safe to share between threads, and between processes by opening the same path in each.
 
     Args:
-        path: the SQLite file; created if it does not exist, its directory must.
+        path: the SQLite file; created if it does not exist, its directory must. A file of the first release is brought
+            to the present form once, and a copy of it as it was is kept as `path.version1`.
         run: an identifier of this run, stored with every spend; random by default.
+        read_only: only questions are asked; nothing is written, so that copies on read-only storage can be opened.
 
     Raises:
+        LedgerDamaged: the file lost history, or does not fit itself; it is a ValueError.
         ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, run: str | None = None):
-        self._path = os.fspath(path)
+    def __init__(self, path: str | os.PathLike[str], *, run: str | None = None, read_only: bool = False):
         self._run = run or secrets.token_hex(8)
-        self._lock = threading.RLock()
-        self._budgets: dict[int, _BudgetCheck] = {}
-        if self._path != ":memory:" and not Path(self._path).absolute().parent.is_dir():
-            raise ValueError(f"path {self._path!r} lies in a directory that does not exist; create the directory first")
-        self._open()
+        self._store = Store(os.fspath(path), read_only=read_only)
+        self._path, self._lock = self._store.path, self._store.lock
+        self._transaction = self._store.transaction
+        self._budgets: dict[int, BudgetCheck] = {}
+        self._accounts: dict[int, _Spent] = {}
+        self._events: dict[int, Counts] = {}
 
     @classmethod
     def in_memory(cls, *, run: str | None = None) -> "Ledger":
@@ -218,7 +125,7 @@ class Ledger:
     def close(self) -> None:
         """Closes the file; the ledger cannot be used afterwards."""
         with self._lock:
-            self._close()
+            self._store.close()
 
     def __enter__(self) -> "Ledger":
         return self
@@ -234,6 +141,7 @@ class Ledger:
         *,
         adjacency: Adjacency,
         unit: str,
+        records: int | None = None,
         epsilon: float | None = None,
         delta: float | None = None,
         accounting: Accounting = "pld",
@@ -247,6 +155,8 @@ class Ledger:
             adjacency: which datasets are neighbours: "add_remove" one unit, "replace_one" by another, or "zero_out"
                 one (replace it by the zero or null record).
             unit: what one neighbour differs in, in words: "example", "user", "patient".
+            records: how many units there are, as their owner declares; a public number, shown in reports. It may be
+                declared later, once. A delta of 1 / records or more is warned of: it allows one record to be published.
             epsilon: the budget; None records spends without limiting them.
             delta: the budget's delta, and the default delta of queries. 0 allows pure releases only.
             accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp", or "renyi_filter" for a budget that
@@ -284,6 +194,15 @@ class Ledger:
                 )
         elif renyi_order is not None:
             raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'")
+        if records is not None:
+            if isinstance(records, bool) or not isinstance(records, int) or records < 1:
+                raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
+            if delta is not None and delta * records >= 1:
+                warnings.warn(
+                    f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
+                    "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
+                    stacklevel=2,
+                )
         terms = {
             "adjacency": adjacency,
             "unit": unit,
@@ -298,10 +217,16 @@ class Ledger:
             if existing is None:
                 db.execute(
                     "INSERT INTO datasets (name, adjacency, unit, epsilon, delta, accounting, renyi_order, "
-                    "allow_unproven, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (name, *terms.values(), _now()),
+                    "allow_unproven, created_at, records) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (name, *terms.values(), now(), records),
                 )
+                self._seal(db, name)
                 return
+            if records is not None and existing.records is None:
+                db.execute("UPDATE datasets SET records = ? WHERE id = ?", (records, existing.id))
+                self._seal(db, name)
+            elif records is not None:
+                terms["records"] = records
             different = [
                 f"{key} {getattr(existing, key)!r}, not {value!r}"
                 for key, value in terms.items()
@@ -529,7 +454,7 @@ class Ledger:
             raise ValueError(f"delta must be in [0, 1), got {delta!r}")
         with self._transaction("DEFERRED") as db:
             datasets = [_dataset(db, name) for name in dict.fromkeys(names)]
-            compositions = [_compositions(db, dataset, None) for dataset in datasets]
+            compositions = [self._compositions(db, dataset, None) for dataset in datasets]
         first = datasets[0]
         for dataset in datasets:
             if (dataset.adjacency, dataset.unit) != (first.adjacency, first.unit):
@@ -538,11 +463,11 @@ class Ledger:
                     f"{dataset.name!r} has {dataset.adjacency!r} and {dataset.unit!r}, so no one change of a record is "
                     "meant; ask for datasets that share both, and register data of the same people with the same terms"
                 )
-        if any(not _is_proven(counts) for parts in compositions for counts in parts):
+        if any(not is_proven(counts) for parts in compositions for counts in parts):
             return math.inf
         accounts = list(zip(datasets, compositions, strict=True))
         filtered = [data for data, parts in accounts if data.accounting == "renyi_filter" and any(parts)]
-        together = _combinations(parts for data, parts in accounts if data.accounting != "renyi_filter")
+        together = combinations(parts for data, parts in accounts if data.accounting != "renyi_filter")
         taken = math.fsum(dataset.delta or 0.0 for dataset in filtered)
         left = 0.0 if math.isclose(taken, delta) else delta - taken
         if left < 0 or (filtered and left == 0 and any(together)):
@@ -551,7 +476,7 @@ class Ledger:
                 f"{[dataset.name for dataset in filtered]}, which add up to {taken:g}; ask for a larger delta"
             )
         method: Method = "auto" if any(dataset.accounting == "pld" for dataset in datasets) else "rdp"
-        rest = max(_cached_epsilon(frozenset(c.items()), left, first.adjacency, method) for c in together)
+        rest = max(pld_epsilon(counts, left, first.adjacency, method) for counts in together)
         return rest + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
 
     def remaining(self, name: str, *, partition: str | None = None) -> float:
@@ -565,15 +490,14 @@ class Ledger:
             dataset = _dataset(db, name)
             if dataset.epsilon is None or dataset.delta is None:
                 return math.inf
-            compositions = _compositions(db, dataset, partition)
-        return max(0.0, dataset.epsilon - max(_used(dataset, _proven(counts)) for counts in compositions))
+            compositions = self._compositions(db, dataset, partition)
+        return max(0.0, dataset.epsilon - max(used(dataset, proven(counts)) for counts in compositions))
 
     def events(self, name: str) -> dict[str | None, DpEvent]:
         """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
         with self._transaction("DEFERRED") as db:
-            parse = _history_parser(db)
             rows = db.execute(_HISTORY.format("1"), (_dataset(db, name).id,)).fetchall()
-            composed = {history: compose(parse(history)) for history in {row["history"] for row in rows}}
+            composed = {history: compose(self._parsed(db, history)) for history in {row["history"] for row in rows}}
         return {row["partition"] or None: composed[row["history"]] for row in rows}
 
     def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
@@ -583,64 +507,95 @@ class Ledger:
             delta: used for datasets that have none registered.
 
         Returns:
-            {"path", "schema_version", "datasets": [...]}. Each dataset has its terms; at its `delta` the `headline`
-            (text) and `proven_epsilon` and `remaining` (numbers, None for infinity); the number of `partitions`;
-            `spends`, one row per partition and event, at most 1000 of `rows` in all; `open`, at most 1000 spends
-            that did not commit (running, failed or killed): they count in full; and `holds`, the room that live holds
-            keep, in no number of the report.
+            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the number of
+            `records` as declared or None; at its `delta` the `headline` (text) and `proven_epsilon` and `remaining`
+            (numbers, None for infinity); the number of `partitions`; `spends`, one row per partition and event, at
+            most 1000 of `rows` in all; `runs`, who spent, from where, in which run, with which version, at most the
+            latest 1000; `open`, at most 1000 spends that did not commit (running, failed or killed): they count in
+            full; and `holds`, the room that live holds keep, in no number of the report.
         """
         with self._transaction("DEFERRED") as db:
-            datasets = [_Dataset(**row) for row in db.execute(f"SELECT {_TERMS} FROM datasets ORDER BY name")]
-            entries = [_report_of(db, dataset, delta) for dataset in datasets]
+            datasets = [Dataset(**row) for row in db.execute(f"SELECT {_TERMS} FROM datasets ORDER BY name")]
+            entries = [readout.entry(db, dataset, delta, _live_holds(db, dataset)) for dataset in datasets]
         for entry in entries:  # Outside the transaction: this may compute PLDs.
             epsilon = self.epsilon(entry["name"], delta=entry["delta"])
             entry["headline"] = "inf (empirical only)" if entry.pop("unproven") else f"{epsilon:.6g}"
-            entry["proven_epsilon"] = _finite(self.proven_epsilon(entry["name"], delta=entry["delta"]))
-            entry["remaining"] = _finite(self.remaining(entry["name"]))
-        return {"path": self._path, "schema_version": SCHEMA_VERSION, "datasets": entries}
+            entry["proven_epsilon"] = readout.finite(self.proven_epsilon(entry["name"], delta=entry["delta"]))
+            entry["remaining"] = readout.finite(self.remaining(entry["name"]))
+        head = self.head
+        return {
+            "path": self._path,
+            "schema_version": SCHEMA_VERSION,
+            "head": {"ledger": head.ledger, "spend": head.spend, "link": head.link},
+            "datasets": entries,
+        }
 
-    def report_text(self, *, delta: float = 1e-5) -> str:
-        """Returns `report` for people."""
-        report = self.report(delta=delta)
-        lines = [f"Ledger {report['path']}: {len(report['datasets'])} dataset(s)"]
-        for entry in report["datasets"]:
-            lines += ["", *_render(entry)]
-        return "\n".join(lines)
+    def report_text(self, *, delta: float = 1e-5, timezone: datetime.tzinfo = datetime.UTC) -> str:
+        """Returns `report` for people, with times in a time zone; datasets with equal accounts are shown once."""
+        return readout.text(self.report(delta=delta), timezone)
+
+    def history(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Returns every spend, of one dataset or of all, the oldest first.
+
+        Returns:
+            Rows with "spend" (its number), "dataset", "partition", "event" (as `describe` writes it), "label",
+            "status", "reserved_at", "finished_at" (UTC), "who", "host", "run", "version", "token" and "link".
+
+        Raises:
+            ValueError: unknown dataset.
+        """
+        with self._transaction("DEFERRED") as db:
+            return readout.history(db, None if name is None else _dataset(db, name).id)
+
+    def by_day(
+        self, name: str, *, delta: float | None = None, timezone: datetime.tzinfo = datetime.UTC
+    ) -> list[dict[str, Any]]:
+        """Returns how epsilon grew: one row per day on which something was spent on a dataset.
+
+        Args:
+            name: a registered dataset.
+            delta: by default the registered one.
+            timezone: in which a day is a day.
+
+        Returns:
+            Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until its end) and
+            "delta".
+
+        Raises:
+            ValueError: unknown dataset, or no delta is given or registered.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = _dataset(db, name)
+            delta = dataset.delta if delta is None else delta
+            if delta is None:
+                raise ValueError(f"delta is needed: dataset {name!r} has none registered")
+            return readout.by_day(db, dataset, delta, timezone)
+
+    # --- The file -----------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Head:
+        """How far the ledger has come: kept elsewhere, it shows later whether the ledger has lost history."""
+        return self._store.head
+
+    def contains(self, head: Head) -> bool | None:
+        """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
+        return self._store.contains(head)
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Copies the ledger to a new file, with its head, durably; others may spend meanwhile.
+
+        Raises:
+            ValueError: there is such a file already, or no such directory.
+            OSError: the copy cannot be written.
+        """
+        self._store.backup(path)
 
     # --- Inside -------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        self._pid = os.getpid()
-        self._db = _connect(self._path)
-        self._close = weakref.finalize(self, self._db.close)
-
-    @contextlib.contextmanager
-    def _transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Yields the connection inside one transaction; IMMEDIATE takes the write lock first."""
-        with self._lock:
-            if self._pid != os.getpid():
-                if self._path == ":memory:":
-                    raise RuntimeError(
-                        "an in-memory ledger cannot be shared with a forked process; open a file instead"
-                    )
-                self._close.detach()  # The parent owns the inherited connection: SQLite forbids touching it here.
-                self._inherited = self._db
-                self._open()
-            db = self._db
-            try:
-                db.execute(f"BEGIN {mode}")
-                yield db
-                db.execute("COMMIT")
-            except BaseException as error:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.OperationalError):
-                    raise OSError(
-                        f"ledger {self._path!r} cannot be read or written: {error}. Everything that was reserved in "
-                        "it still counts. Mend this (free space on its disk, or wait for the process that holds it), "
-                        "and go on"
-                    ) from error
-                raise
+    def _seal(self, db: sqlite3.Connection, name: str) -> None:
+        row = db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
+        db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, self._store.identity), row["id"]))
 
     def _request(self, account: str | Account, event: DpEvent, label: str) -> "_Request":
         if not isinstance(label, str):
@@ -664,7 +619,7 @@ class Ledger:
             try:
                 with self._transaction(mode) as db:
                     return work(db)
-            except _Unsettled as error:
+            except Unsettled as error:
                 unsettled = error
             # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
             with self._lock:
@@ -680,13 +635,13 @@ class Ledger:
             steps: dict[str | None, Counts] = {}
             for request in requests:
                 if request.name == name:
-                    steps[request.hold] = _sum(steps.get(request.hold, {}), request.step)
+                    steps[request.hold] = add(steps.get(request.hold, {}), request.step)
             self._admit(db, _dataset(db, name), partition, steps, ahead=ahead)
 
     def _admit(
         self,
         db: sqlite3.Connection,
-        dataset: _Dataset,
+        dataset: Dataset,
         partition: str | None,
         steps: Mapping[str | None, Counts],
         *,
@@ -698,18 +653,16 @@ class Ledger:
         stays the same, and so does the verdict.
         """
         held = _held(db, dataset)
-        others = _sum_all(counts for hold, counts in held.items() if hold not in steps)
-        own = _sum_all(_maximum(held.get(hold, {}), step) for hold, step in steps.items())
-        question = _Unsettled(
-            self._budgets.setdefault(dataset.id, _BudgetCheck(dataset)),
-            _compositions(db, dataset, partition),
+        others = add_all(counts for hold, counts in held.items() if hold not in steps)
+        own = add_all(maximum(held.get(hold, {}), step) for hold, step in steps.items())
+        question = Unsettled(
+            self._budgets.setdefault(dataset.id, BudgetCheck(dataset)),
+            self._spent(db, dataset, partition),
             others,
             own,
-            _sum_all(steps.values()),
+            add_all(steps.values()),
             ahead,
         )
-        for counts in question.after:
-            check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
         if not question.is_allowed():
             raise question
 
@@ -717,7 +670,17 @@ class Ledger:
         """Reserves all of the requests or none."""
         _check_text("partition", partition)
         _check_text("token", token)
+        self._prepare(requests)
         return self._settled(lambda db: self._reserve_all(db, requests, partition, token))
+
+    def _prepare(self, requests: Sequence["_Request"]) -> None:
+        """Computes what is slow and needed once, the losses of new events, before others have to wait for it."""
+        with self._lock, self._transaction("DEFERRED") as db:
+            for request in requests:
+                dataset = _find_dataset(db, request.name)
+                if dataset is not None:
+                    for tally in self._spent(db, dataset, None):
+                        tally.plus(request.step).rdp_epsilon(0.5)
 
     def _reserve_all(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, token: str | None
@@ -729,7 +692,7 @@ class Ledger:
             replay = replayed[request.name]
             if replay is None:
                 dataset, event = _dataset(db, request.name), compose(request.step)
-                number = _insert(db, dataset, partition, to_json(event), request.label, token, self._run)
+                number = self._insert(db, dataset, partition, to_json(event), request.label, token)
                 if request.hold is not None:
                     _take(db, dataset, request.hold, request.step)
                 replay = Spend(number, request.name, event, replay=False)
@@ -741,7 +704,6 @@ class Ledger:
     ) -> Hold:
         """Makes a hold, or extends the live hold `outer`."""
         now = _clock()
-        db.execute(_HOLDS)
         db.execute("DELETE FROM holds WHERE lapses <= ?", (now,))
         terms = db.execute("SELECT key, seconds FROM holds WHERE id = ?", (outer,)).fetchone()
         if terms is None:
@@ -755,8 +717,8 @@ class Ledger:
         for name in dict.fromkeys(request.name for request in requests):
             dataset, same = _dataset(db, name), [request for request in requests if request.name == name]
             kept = _held(db, dataset).get(hold, {})
-            wanted = _maximum(kept, _sum_all(request.step for request in same))
-            added[name] = _difference(wanted, kept)
+            wanted = maximum(kept, add_all(request.step for request in same))
+            added[name] = difference(wanted, kept)
             db.execute(
                 "INSERT INTO holds VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET json = excluded.json",
                 (hold, dataset.id, to_json(compose(wanted)), key, same[0].label, self._run, seconds, now + seconds),
@@ -780,7 +742,7 @@ class Ledger:
         with self._transaction() as db:
             db.executemany(
                 "UPDATE spends SET status = ?, finished_at = ? WHERE id = ?",
-                [(status, _now(), spend.id) for spend in spends],
+                [(status, now(), spend.id) for spend in spends],
             )
 
     def _epsilon(
@@ -795,17 +757,124 @@ class Ledger:
         """Returns epsilon of all releases, or of the proven ones, or of all and a next `step`."""
         with self._transaction("DEFERRED") as db:
             dataset = _dataset(db, name)
-            compositions = _compositions(db, dataset, partition)
+            compositions = self._compositions(db, dataset, partition)
         delta = dataset.delta if delta is None else delta
         if delta is None:
             raise ValueError(f"delta is needed: dataset {name!r} has none registered")
         if proven_only:
-            compositions = [_proven(counts) for counts in compositions]
+            compositions = [proven(counts) for counts in compositions]
         if step is not None:
-            compositions = [_sum(counts, step) for counts in compositions]
+            compositions = [add(counts, step) for counts in compositions]
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
-        return max(_epsilon_of(dataset, counts, delta) for counts in compositions)
+        return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+
+    # --- What was spent -----------------------------------------------------------------------------------------
+
+    def _compositions(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
+        """Returns the compositions that the dataset's units bear: the releases on everything, plus one part's.
+
+        One composition for a named partition; otherwise every maximal one. Parts with equal histories are merged in
+        SQL, so that a million parts cost little.
+        """
+        whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
+        common = self._parsed(db, whole["history"]) if whole else {}
+        return maximal(add(common, part) for part in self._parts(db, dataset, partition)) or [common]
+
+    def _parts(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
+        """Returns the different histories of the parts, or of one part; without those on everything."""
+        parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
+        query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
+        return [self._parsed(db, row["history"]) for row in db.execute(query, (dataset.id, *values)).fetchall()]
+
+    def _parsed(self, db: sqlite3.Connection, history: str) -> Counts:
+        counts: dict[DpEvent, int] = {}
+        for item in history.split(","):
+            event, spends = item.split(":")
+            for leaf, count in self._event(db, int(event)).items():
+                counts[leaf] = counts.get(leaf, 0) + int(spends) * count
+        return counts
+
+    def _event(self, db: sqlite3.Connection, event: int) -> Counts:
+        if event not in self._events:
+            row = db.execute("SELECT json FROM events WHERE id = ?", (event,)).fetchone()
+            self._events[event] = composition(from_json(row["json"]))
+        return self._events[event]
+
+    def _spent(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
+        """Returns what `_compositions` does, from what was read before and the spends that came since."""
+        spent = self._accounts.setdefault(dataset.id, _Spent(Tally(dataset.adjacency)))
+        last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
+        if spent.position is None:
+            whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
+            spent.whole = spent.whole.plus(self._parsed(db, whole["history"]) if whole else {})
+        else:
+            query = "SELECT event, partition, count(*) AS spends FROM spends WHERE id > ? AND dataset = ? GROUP BY 1, 2"
+            for row in db.execute(query, (spent.position, dataset.id)).fetchall():
+                if row["partition"]:
+                    spent.parts = None
+                else:
+                    spent.whole = spent.whole.plus(self._event(db, row["event"]), row["spends"])
+        spent.position = last
+        if partition is not None:
+            parts = self._parts(db, dataset, partition)
+        else:
+            if spent.parts is None:
+                spent.parts = maximal(self._parts(db, dataset, None))
+            parts = spent.parts
+        return [spent.whole.plus(part) for part in parts] or [spent.whole]
+
+    def _insert(
+        self,
+        db: sqlite3.Connection,
+        dataset: Dataset,
+        partition: str | None,
+        text: str,
+        label: str,
+        token: str | None,
+    ) -> int:
+        """Writes a reservation and its running total, in the caller's transaction."""
+        db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (text,))
+        event = db.execute("SELECT id FROM events WHERE json = ?", (text,)).fetchone()[0]
+        terms = terms_of(db.execute("SELECT * FROM datasets WHERE id = ?", (dataset.id,)).fetchone())
+        number, (who, host) = self._store.next_spend, author()
+        row = {
+            "id": number,
+            "dataset": dataset.id,
+            "partition": partition or "",
+            "event": event,
+            "label": label,
+            "token": token,
+            "status": "reserved",
+            "run": self._run,
+            "version": __version__,
+            "reserved_at": now(),
+            "who": who,
+            "host": host,
+        }
+        row["link"] = self._store.link({**row, "json": text}, terms)
+        db.execute(f"INSERT INTO spends ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
+        db.execute(
+            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
+            (dataset.id, row["partition"], event, row["reserved_at"], row["reserved_at"], label, label),
+        )
+        return number
+
+
+class _Spent:
+    """What was spent on a dataset, as far as this process has read it.
+
+    Attributes:
+        whole: the releases on everything.
+        parts: the maximal histories of its parts; None if they have to be read.
+        position: number of the last spend that is counted; None before the first reading.
+    """
+
+    def __init__(self, nothing: Tally):
+        self.whole = nothing
+        self.parts: list[Counts] | None = None
+        self.position: int | None = None
 
 
 class _Request(NamedTuple):
@@ -817,312 +886,12 @@ class _Request(NamedTuple):
     step: Counts
 
 
-class _Unsettled(Exception):
-    """A question that the budget denies, or that a PLD has to decide.
-
-    Args:
-        check: of the dataset.
-        spent: compositions of what is spent.
-        others: what others hold.
-        own: what is asked for, with all that its own holds keep.
-        step: what is asked for.
-        ahead: whether more steps of this kind are likely to follow.
-    """
-
-    def __init__(
-        self, check: "_BudgetCheck", spent: Sequence[Counts], others: Counts, own: Counts, step: Counts, ahead: bool
-    ):
-        super().__init__()
-        self._check, self._spent, self._others, self._own, self._step = check, spent, others, own, step
-        self._ahead = ahead
-        self.after = [_sum(_sum(counts, others), own) for counts in spent]
-
-    def is_allowed(self) -> bool:
-        """Returns whether the budget is known to allow it."""
-        return not self._check.refuses_unproven(self._step) and all(map(self._check.known, self.after))
-
-    def decide(self) -> bool:
-        """Makes the check know; returns False if it is certain that the budget does not allow it."""
-        if self._check.refuses_unproven(self._step):
-            return False
-        verdicts = [self._check.known(counts) for counts in self.after]
-        if any(verdict is False for verdict in verdicts):
-            return False
-        for counts, verdict in zip(self.after, verdicts, strict=True):
-            if verdict is None:
-                self._check.decide(counts, self._step if self._ahead else {}, remember=_REMEMBERED + len(self.after))
-        return True
-
-    def refusal(self) -> BudgetExceeded:
-        """Returns the error for the user."""
-        return self._check.exceeded(self._spent, self._others, self._own, self._step)
-
-
-class _BudgetCheck:
-    """Decides whether compositions fit a dataset's budget, computing a PLD as seldom as it can.
-
-    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few
-    compositions known to fit or not answer most questions; and RDP, where it is enough, is cheap.
-    """
-
-    def __init__(self, dataset: _Dataset):
-        self._dataset = dataset
-        self._fitting: list[Counts] = []
-        self._exceeding: list[Counts] = []
-        self._last: Counts | None = None
-
-    def refuses_unproven(self, step: Counts) -> bool:
-        """Returns whether `step` is unproven on a dataset whose budget stands for proofs only."""
-        limited = self._dataset.epsilon is not None and not self._dataset.allow_unproven
-        return limited and any(isinstance(leaf, UnprovenDpEvent) for leaf in step)
-
-    def known(self, counts: Counts) -> bool | None:
-        """Returns whether `counts` fit, or None if that needs a PLD."""
-        dataset, counts = self._dataset, _proven(counts)
-        if dataset.epsilon is None or dataset.delta is None:
-            return True
-        if dataset.accounting == "renyi_filter":
-            return _renyi_spent(dataset, counts) <= dataset.renyi_bound * (1 + _ROUNDING)
-        if any(_covers(fitting, counts) for fitting in self._fitting):
-            return True
-        if any(_covers(counts, exceeding) for exceeding in self._exceeding):
-            return False
-        rdp = rdp_epsilon_of_counts(counts, delta=dataset.delta, adjacency=dataset.adjacency)
-        if rdp <= dataset.epsilon * (1 + _ROUNDING):
-            return True
-        return False if dataset.accounting == "rdp" else None
-
-    def decide(self, counts: Counts, step: Counts, *, remember: int) -> None:
-        """Makes `counts` known, and so much of what may come next that a loop of spends rarely comes back.
-
-        Args:
-            counts: the composition in question.
-            step: what came last; empty if nothing of its kind will follow.
-            remember: how many verdicts to keep; enough for all compositions that one question asks about.
-        """
-        counts, step = _proven(counts), _proven(step)
-        recent = _difference(counts, self._last) if self._last and _covers(counts, self._last) else dict(step)
-        self._last = counts
-        if not self._computed(counts, remember) or not step:
-            return
-        # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
-        # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
-        share = 2.0
-        while recent:
-            ahead = {leaf: math.ceil(share * count) for leaf, count in recent.items()}
-            fits = self.known(_sum(counts, ahead))
-            if fits or (fits is None and self._computed(_sum(counts, ahead), remember)) or max(ahead.values()) == 1:
-                return
-            share /= 2
-
-    def _computed(self, counts: Counts, remember: int) -> bool:
-        dataset = self._dataset
-        assert dataset.epsilon is not None and dataset.delta is not None
-        fits = _epsilon_of(dataset, counts, dataset.delta) <= dataset.epsilon * (1 + _ROUNDING)
-        if fits:
-            self._fitting = [counts, *(old for old in self._fitting if not _covers(counts, old))][:remember]
-        else:
-            self._exceeding = [counts, *(old for old in self._exceeding if not _covers(old, counts))][:remember]
-        return fits
-
-    def exceeded(self, spent: Sequence[Counts], others: Counts, own: Counts, step: Counts) -> BudgetExceeded:
-        """Returns the error for a refused spend; the arguments are those of `_Unsettled`."""
-        dataset = self._dataset
-        assert dataset.epsilon is not None and dataset.delta is not None
-        event = describe(compose(step))
-        what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
-        budget = (dataset.epsilon, dataset.delta)
-        if self.refuses_unproven(step):
-            return BudgetExceeded(
-                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or charged. "
-                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy",
-                dataset=dataset.name,
-                budget=budget,
-                would_spend=math.inf,
-            )
-        if dataset.accounting == "renyi_filter":
-            what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
-        alone = [_sum(counts, own) for counts in spent]
-        before, without, would = (
-            max(_used(dataset, _proven(counts)) for counts in counted)
-            for counted in (spent, alone, [_sum(counts, others) for counts in alone])
-        )
-        held = would - without if without < would else 0.0
-        return BudgetExceeded(
-            f"{what}: {before:.6g} is spent and {event} would make it {would:.6g}"
-            + (f", {held:.6g} of which is room that others hold" if held else "")
-            + ". Nothing was run or charged. "
-            + ("Wait until the others are done (the report lists their holds), or use" if held else "Use")
-            + " more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
-            dataset=dataset.name,
-            budget=budget,
-            would_spend=would,
-            held=held,
-        )
-
-
-# --- Compositions -----------------------------------------------------------------------------------------------
-
-
-def _sum(counts: Counts, step: Counts, times: int = 1) -> dict[DpEvent, int]:
-    total = dict(counts)
-    for leaf, count in step.items():
-        total[leaf] = total.get(leaf, 0) + times * count
-    return total
-
-
-def _sum_all(compositions: Iterable[Counts]) -> dict[DpEvent, int]:
-    return functools.reduce(_sum, compositions, {})
-
-
-def _maximum(one: Counts, other: Counts) -> dict[DpEvent, int]:
-    return {leaf: max(one.get(leaf, 0), other.get(leaf, 0)) for leaf in {**one, **other}}
-
-
-def _difference(large: Counts, small: Counts) -> dict[DpEvent, int]:
-    return {leaf: count - small.get(leaf, 0) for leaf, count in large.items() if count > small.get(leaf, 0)}
-
-
-def _covers(large: Counts, small: Counts) -> bool:
-    return all(count <= large.get(leaf, 0) for leaf, count in small.items())
-
-
-def _maximal(compositions: Iterable[Counts]) -> list[Counts]:
-    """Returns those compositions that no other one covers, and one of equal ones."""
-    maximal: list[Counts] = []
-    for counts in sorted(compositions, key=lambda part: sum(part.values()), reverse=True):
-        if not any(_covers(larger, counts) for larger in maximal):
-            maximal.append(counts)
-    return maximal
-
-
-def _combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
-    """Returns the maximal sums of one composition of every dataset, or compositions that cover all sums."""
-    sums: list[Counts] = [{}]
-    for parts in datasets:
-        if len(sums) * len(parts) > _COMBINATIONS:
-            parts = [functools.reduce(_maximum, parts)]
-        sums = _maximal(_sum(counts, part) for counts in sums for part in parts)
-    return sums
-
-
-def _is_proven(counts: Counts) -> bool:
-    return not any(isinstance(leaf, UnprovenDpEvent) for leaf in counts)
-
-
-def _proven(counts: Counts) -> Counts:
-    return {leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)}
-
-
-def _renyi_spent(dataset: _Dataset, counts: Counts) -> float:
-    assert dataset.renyi_order is not None
-    return rdp_of_counts(counts, order=dataset.renyi_order, adjacency=dataset.adjacency)
-
-
-def _epsilon_of(dataset: _Dataset, counts: Counts, delta: float) -> float:
-    if dataset.accounting != "renyi_filter":
-        return _cached_epsilon(frozenset(counts.items()), delta, dataset.adjacency, dataset.method)
-    spent, bound = _renyi_spent(dataset, counts), dataset.renyi_bound
-    if spent == 0 or math.isinf(spent):
-        return spent
-    if spent > bound * (1 + _ROUNDING):  # Only of events that were not spent: the filter holds them back.
-        bound = spent
-    assert dataset.renyi_order is not None
-    return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)
-
-
-def _used(dataset: _Dataset, counts: Counts) -> float:
-    """Returns how much of the budget's epsilon a composition uses up."""
-    assert dataset.epsilon is not None and dataset.delta is not None
-    if dataset.accounting == "renyi_filter":
-        return _renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
-    return _epsilon_of(dataset, counts, dataset.delta)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_epsilon(
-    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
-) -> float:
-    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
-
-
-# --- The file ---------------------------------------------------------------------------------------------------
-
-
-def _connect(path: str) -> sqlite3.Connection:
-    """Opens a ledger that we can read, making a new file one."""
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            return _try_connect(path)
-        except sqlite3.Error as error:
-            # Switching a new file to WAL does not wait for another process that does the same.
-            busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() > deadline:
-                raise ValueError(f"path {path!r} cannot be opened as a ledger: {error}") from error
-            time.sleep(0.01)
-
-
-def _try_connect(path: str) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    try:
-        db.row_factory = sqlite3.Row
-        db.execute("PRAGMA foreign_keys = ON")
-        db.execute("PRAGMA synchronous = FULL")
-        if _kind(db) == (0, 0):
-            _create(db)
-        application, version = _kind(db)
-        if application != _APPLICATION_ID:
-            raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
-        if version > SCHEMA_VERSION:
-            raise ValueError(
-                f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
-                "upgrade jaxdp to use it"
-            )
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _create(db: sqlite3.Connection) -> None:
-    if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        return  # Somebody else's file: leave it alone.
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("BEGIN IMMEDIATE")
-    if _kind(db) == (0, 0):  # Two processes may create the same ledger: the second finds it made.
-        for statement in _SCHEMA.split(";"):
-            db.execute(statement)
-        for key, value in (("created_at", _now()), ("created_by", f"jaxdp {__version__}")):
-            db.execute("INSERT INTO meta VALUES (?, ?)", (key, value))
-        db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    db.execute("COMMIT")
-
-
-def _kind(db: sqlite3.Connection) -> tuple[int, int]:
-    """Returns (application_id, user_version) of the file."""
-    return _pragma(db, "application_id"), _pragma(db, "user_version")
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _now() -> str:
-    return _text_of(datetime.datetime.now(datetime.UTC))
-
-
-def _text_of(time: datetime.datetime) -> str:
-    return time.isoformat(timespec="milliseconds")
-
-
-def _find_dataset(db: sqlite3.Connection, name: str) -> _Dataset | None:
+def _find_dataset(db: sqlite3.Connection, name: str) -> Dataset | None:
     row = db.execute(f"SELECT {_TERMS} FROM datasets WHERE name = ?", (name,)).fetchone()
-    return None if row is None else _Dataset(**row)
+    return None if row is None else Dataset(**row)
 
 
-def _dataset(db: sqlite3.Connection, name: str) -> _Dataset:
+def _dataset(db: sqlite3.Connection, name: str) -> Dataset:
     dataset = _find_dataset(db, name)
     if dataset is None:
         known = [row[0] for row in db.execute("SELECT name FROM datasets ORDER BY name LIMIT 20")]
@@ -1135,7 +904,7 @@ def _check_text(key: str, value: object) -> None:
         raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
 
 
-def _find_token(db: sqlite3.Connection, dataset: _Dataset, token: str | None) -> sqlite3.Row | None:
+def _find_token(db: sqlite3.Connection, dataset: Dataset, token: str | None) -> sqlite3.Row | None:
     return db.execute(
         "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event "
         "WHERE dataset = ? AND token = ?",
@@ -1158,55 +927,26 @@ def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, 
     return Spend(paid["id"], request.name, event, replay=True)
 
 
-def _insert(
-    db: sqlite3.Connection,
-    dataset: _Dataset,
-    partition: str | None,
-    text: str,
-    label: str,
-    token: str | None,
-    run: str,
-) -> int:
-    """Writes a reservation and its running total, in the caller's transaction."""
-    part, now = partition or "", _now()
-    db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (text,))
-    event = db.execute("SELECT id FROM events WHERE json = ?", (text,)).fetchone()[0]
-    cursor = db.execute(
-        "INSERT INTO spends (dataset, partition, event, label, token, status, run, version, reserved_at) "
-        "VALUES (?, ?, ?, ?, ?, 'reserved', ?, ?, ?)",
-        (dataset.id, part, event, label, token, run, __version__, now),
-    )
-    db.execute(
-        "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-        "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
-        (dataset.id, part, event, now, now, label, label),
-    )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
-
-
 def _clock() -> float:
     """Returns seconds since 1970, the same for all processes of a machine."""
     return time.time()
 
 
-def _live_holds(db: sqlite3.Connection, dataset: _Dataset) -> list[sqlite3.Row]:
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'holds'").fetchone():
-        return []
+def _live_holds(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
     query = "SELECT id, json, key, label, run, lapses FROM holds WHERE dataset = ? AND lapses > ? ORDER BY lapses, id"
     return db.execute(query, (dataset.id, _clock())).fetchall()
 
 
-def _held(db: sqlite3.Connection, dataset: _Dataset) -> dict[str | None, Counts]:
+def _held(db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
     """Returns what each live hold keeps room for."""
     return {row["id"]: composition(from_json(row["json"])) for row in _live_holds(db, dataset)}
 
 
-def _take(db: sqlite3.Connection, dataset: _Dataset, hold: str, step: Counts) -> None:
+def _take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> None:
     """Takes what a hold keeps of `step` out of it, and makes it live on; does nothing without such a live hold."""
     kept = _held(db, dataset).get(hold)
     if kept is not None:
-        left = to_json(compose(_difference(kept, step)))
+        left = to_json(compose(difference(kept, step)))
         db.execute("UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id))
         db.execute("UPDATE holds SET lapses = ? + seconds WHERE id = ?", (_clock(), hold))
 
@@ -1216,163 +956,3 @@ _HISTORY = (
     "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, event, spends "
     "FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) GROUP BY partition"
 )
-
-
-def _history_parser(db: sqlite3.Connection) -> Callable[[str], dict[DpEvent, int]]:
-    parsed: dict[str, Counts] = {}
-
-    def parse(history: str) -> dict[DpEvent, int]:
-        counts: dict[DpEvent, int] = {}
-        for item in history.split(","):
-            event, spends = item.split(":")
-            if event not in parsed:
-                row = db.execute("SELECT json FROM events WHERE id = ?", (int(event),)).fetchone()
-                parsed[event] = composition(from_json(row["json"]))
-            counts = _sum(counts, parsed[event], int(spends))
-        return counts
-
-    return parse
-
-
-def _compositions(db: sqlite3.Connection, dataset: _Dataset, partition: str | None) -> list[Counts]:
-    """Returns the compositions that the dataset's units bear: the releases on everything, plus one part's.
-
-    One composition for a named partition; otherwise every maximal one. Parts with equal histories are merged in SQL, so
-    that a million parts cost little.
-    """
-    parse = _history_parser(db)
-    whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
-    common = parse(whole["history"]) if whole else {}
-    parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
-    query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
-    candidates = [_sum(common, parse(row["history"])) for row in db.execute(query, (dataset.id, *values)).fetchall()]
-    return _maximal(candidates) or [common]
-
-
-# --- The report -------------------------------------------------------------------------------------------------
-
-
-def _report_of(db: sqlite3.Connection, dataset: _Dataset, default_delta: float) -> dict[str, Any]:
-    totals = db.execute(
-        "SELECT partition, event, json, spends, first_at, last_at, first_label, last_label "
-        "FROM totals JOIN events ON events.id = event WHERE dataset = ? ORDER BY first_at, partition, event LIMIT 1000",
-        (dataset.id,),
-    ).fetchall()
-    unfinished = {
-        (row["partition"], row["event"]): row["open"]
-        for row in db.execute(
-            "SELECT partition, event, count(*) AS open FROM spends WHERE dataset = ? AND status <> 'committed' "
-            "GROUP BY partition, event",
-            (dataset.id,),
-        )
-    }
-    rows, partitions = db.execute(
-        "SELECT count(*), count(DISTINCT nullif(partition, '')) FROM totals WHERE dataset = ?", (dataset.id,)
-    ).fetchone()
-    unproven = db.execute(
-        "SELECT 1 FROM totals JOIN events ON events.id = event WHERE dataset = ? "
-        'AND json LIKE \'%"type":"Unproven"%\' LIMIT 1',
-        (dataset.id,),
-    ).fetchone()
-    still_open = db.execute(
-        "SELECT id, partition, label, status, run, version, reserved_at FROM spends "
-        "WHERE dataset = ? AND status <> 'committed' ORDER BY id LIMIT 1000",
-        (dataset.id,),
-    ).fetchall()
-    return {
-        "name": dataset.name,
-        "adjacency": dataset.adjacency,
-        "unit": dataset.unit,
-        "accounting": dataset.accounting,
-        "renyi_order": dataset.renyi_order,
-        "allow_unproven": dataset.allow_unproven,
-        "budget": dataset.epsilon,
-        "delta": default_delta if dataset.delta is None else dataset.delta,
-        "unproven": unproven is not None,
-        "partitions": partitions,
-        "rows": rows,
-        "spends": [
-            {
-                "partition": row["partition"] or None,
-                "event": json.loads(row["json"]),
-                "description": describe(from_json(row["json"])),
-                "spends": row["spends"],
-                "open": unfinished.get((row["partition"], row["event"]), 0),
-                "first_at": row["first_at"],
-                "last_at": row["last_at"],
-                "first_label": row["first_label"],
-                "last_label": row["last_label"],
-            }
-            for row in totals
-        ],
-        "open": [{**dict(row), "partition": row["partition"] or None} for row in still_open],
-        "holds": [
-            {
-                "event": json.loads(row["json"]),
-                "description": describe(from_json(row["json"])),
-                "key": row["key"],
-                "label": row["label"],
-                "run": row["run"],
-                "lapses_at": _text_of(datetime.datetime.fromtimestamp(row["lapses"], datetime.UTC)),
-            }
-            for row in _live_holds(db, dataset)
-            if composition(from_json(row["json"]))
-        ],
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _render(entry: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of one dataset's report."""
-    budget = "none" if entry["budget"] is None else f"epsilon {entry['budget']:g} at delta {entry['delta']:g}"
-    order = "" if entry["renyi_order"] is None else f" at order {entry['renyi_order']:g}"
-    proven = "inf" if entry["proven_epsilon"] is None else f"{entry['proven_epsilon']:.6g}"
-    lines = [
-        entry["name"],
-        f"  adjacency    {entry['adjacency']}, unit {entry['unit']}, accounting {entry['accounting']}{order}",
-        f"  budget       {budget}" + ("" if entry["remaining"] is None else f", remaining {entry['remaining']:.6g}"),
-        f"  epsilon      {entry['headline']} at delta {entry['delta']:g}",
-    ]
-    if entry["headline"] == "inf (empirical only)":
-        lines.append(f"  proven part  {proven} at delta {entry['delta']:g}")
-    if entry["partitions"]:
-        lines.append(f"  partitions   {entry['partitions']} disjoint parts; epsilon is the maximum over them")
-    if entry["holds"]:
-        holds = (
-            f"{hold['description']} ({hold['label'] or hold['key'] or '-'}, run {hold['run']}, "
-            f"until {hold['lapses_at'][:19]})"
-            for hold in entry["holds"]
-        )
-        lines.append(f"  held         {'; '.join(holds)}; not spent")
-    table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
-    for row in entry["spends"]:
-        labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
-        table.append(
-            [
-                str(row["spends"]),
-                str(row["open"]),
-                row["partition"] or "(all)",
-                row["description"],
-                " .. ".join(labels) or "-",
-                row["first_at"][:19],
-                row["last_at"][:19],
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    if len(table) > 1:
-        lines += [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        ]
-    if entry["rows"] > len(entry["spends"]):
-        lines.append(f"  ... {entry['rows'] - len(entry['spends'])} more rows")
-    for row in entry["open"][:20]:
-        lines.append(
-            f"  not committed, counted in full: #{row['id']} {row['status']} {row['label'] or '-'} (run {row['run']})"
-        )
-    if len(entry["open"]) > 20:
-        lines.append(f"  ... {len(entry['open']) - 20} or more not committed")
-    return lines

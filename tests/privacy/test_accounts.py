@@ -13,6 +13,7 @@ import pytest
 
 from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting
 from jaxdp.privacy import epsilon as epsilon_at
+from jaxdp.privacy import budget
 from jaxdp.privacy import ledger as ledger_module
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -61,10 +62,10 @@ def clock(monkeypatch):
 @pytest.fixture
 def plds(monkeypatch):
     """The list of all epsilons that needed to be computed."""
-    ledger_module._cached_epsilon.cache_clear()
+    budget._cached_epsilon.cache_clear()
     calls = []
-    original = ledger_module.epsilon_of_counts
-    monkeypatch.setattr(ledger_module, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k))
+    original = budget.epsilon_of_counts
+    monkeypatch.setattr(budget, "epsilon_of_counts", lambda *a, **k: calls.append(a) or original(*a, **k))
     return calls
 
 
@@ -351,19 +352,6 @@ def test_impossible_holds_are_refused(path, wrong, words):
         assert rows(path, "SELECT * FROM sqlite_master") == before
     with pytest.raises(BudgetExceeded, match="has no proof"), Ledger(path) as ledger:
         ledger.hold([("data", unproven("why"))])
-
-
-def test_the_table_of_holds_comes_with_the_first_hold(path):
-    names = "SELECT name FROM sqlite_master WHERE name = 'holds'"
-    with Ledger(path) as ledger:
-        account = register(ledger)
-        spend(account), account.check(TENTH), ledger.report()
-        with pytest.raises(BudgetExceeded):
-            account.hold(times(10))
-        assert rows(path, names) == []
-        account.hold(TENTH)
-        assert rows(path, names) == [("holds",)]
-    assert rows(path, "PRAGMA user_version") == [(1,)]
 
 
 @pytest.mark.parametrize("error", [None, KeyError, KeyboardInterrupt])
@@ -671,7 +659,7 @@ def test_total_of_very_many_parts_is_an_upper_bound(ledger, monkeypatch):
             )
     exact = ledger.total(["a", "b"], delta=0.0)
     assert exact == pytest.approx(2 * ledger.epsilon("a")) == pytest.approx(1.8)
-    monkeypatch.setattr(ledger_module, "_COMBINATIONS", 3)
+    monkeypatch.setattr(budget, "COMBINATIONS", 3)
     assert ledger.total(["a", "b"], delta=0.0) == pytest.approx(2 * (4 * 0.1 + 4 * 0.2))
 
 

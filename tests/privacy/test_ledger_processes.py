@@ -52,13 +52,15 @@ def table(path):
 
 DIE_AT = """
 import os, signal, sys
-from jaxdp.privacy import Ledger, PureDpEvent, ledger as module
+from jaxdp.privacy import Ledger, PureDpEvent
 path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
 if instant == "before the reservation commits":
-    insert = module._insert
-    module._insert = lambda *args: (insert(*args), die())
+    insert = ledger._insert
+    ledger._insert = lambda *args: (insert(*args), die())
+if instant == "before the head is written":
+    ledger._store._write_head = die
 if instant == "before the commit is recorded":
     ledger._finish = lambda *args: die()
 with ledger.spend("data", PureDpEvent(1.0), label="doomed", token="step 1"):
@@ -71,6 +73,7 @@ with ledger.spend("data", PureDpEvent(1.0), label="doomed", token="step 1"):
     ("instant", "statuses"),
     [
         ("before the reservation commits", {}),  # Nothing ran, so nothing is charged.
+        ("before the head is written", {"reserved": 1}),
         ("in the body", {"reserved": 1}),
         ("before the commit is recorded", {"reserved": 1}),
     ],
@@ -89,13 +92,13 @@ def test_kill_at_a_chosen_instant(path, instant, statuses):
 
 DIE_AMONG_MANY = """
 import os, signal, sys
-from jaxdp.privacy import Ledger, PureDpEvent, ledger as module
+from jaxdp.privacy import Ledger, PureDpEvent
 path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
-insert = module._insert
+insert = ledger._insert
 if instant == "between two reservations":
-    module._insert = lambda db, dataset, *rest: die() if dataset.name == "more" else insert(db, dataset, *rest)
+    ledger._insert = lambda db, dataset, *rest: die() if dataset.name == "more" else insert(db, dataset, *rest)
 if instant == "before the commit is recorded":
     ledger._finish = lambda *args: die()
 with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):

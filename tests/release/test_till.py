@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
-from jaxdp.privacy import ledger as ledger_module
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
 from jaxdp.release import till as module
@@ -192,7 +191,7 @@ def test_a_given_seed_reproduces_a_release_which_is_paid_once():
     ("place", "reserved"),
     [
         ((secrets, "stored"), 0),
-        ((ledger_module, "_insert"), 0),
+        ((Ledger, "_insert"), 0),
         ((MetricsWriter, "write"), 1),
         ((module, "_save_arrays"), 1),
         ((Ledger, "_finish"), 1),

@@ -1,0 +1,332 @@
+"""Whether a dataset's budget allows a spend: decided by RDP where that is enough, and by few PLDs."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from jaxdp.privacy.accounting import (
+    Adjacency,
+    Method,
+    Tally,
+    check_rules,
+    epsilon_of_counts,
+    rdp_of_counts,
+    renyi_bound,
+    renyi_epsilon,
+)
+from jaxdp.privacy.events import DpEvent, UnprovenDpEvent, compose, describe
+
+Accounting = Literal["pld", "rdp", "renyi_filter"]
+Counts = Mapping[DpEvent, int]
+
+# 3 * 0.1 is 0.30000000000000004 in binary: a budget of 0.3 must still buy three spends of 0.1.
+ROUNDING = 1e-12
+_REMEMBERED = 64
+# `combinations` goes through so many combinations of parts at most; beyond them it takes an upper bound.
+COMBINATIONS = 1000
+
+
+class BudgetExceeded(RuntimeError):
+    """A spend that its dataset's budget does not allow; nothing ran and nothing was charged.
+
+    Attributes:
+        dataset: the dataset's name.
+        budget: (epsilon, delta) as registered.
+        would_spend: epsilon at the budget's delta with this spend, and all that others hold, included.
+        held: how much of `would_spend` is room that others hold; 0.0 if they hold none.
+    """
+
+    def __init__(
+        self, message: str, *, dataset: str, budget: tuple[float, float], would_spend: float, held: float = 0.0
+    ):
+        super().__init__(message)
+        self.dataset = dataset
+        self.budget = budget
+        self.would_spend = would_spend
+        self.held = held
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """The terms of a dataset, as the ledger's file has them."""
+
+    id: int
+    name: str
+    adjacency: Adjacency
+    unit: str
+    epsilon: float | None
+    delta: float | None
+    accounting: Accounting
+    renyi_order: float | None
+    allow_unproven: bool
+    records: int | None
+
+    @property
+    def method(self) -> Method:
+        """The method of `jaxdp.privacy.accounting` behind this dataset's numbers."""
+        return "auto" if self.accounting == "pld" else "rdp"
+
+    @property
+    def renyi_bound(self) -> float:
+        """The largest Renyi loss at the fixed order that converts to the budget."""
+        assert self.epsilon is not None and self.delta is not None and self.renyi_order is not None
+        return renyi_bound(self.epsilon, self.delta, self.renyi_order)
+
+
+class Unsettled(Exception):
+    """A question that the budget denies, or that a PLD has to decide.
+
+    Args:
+        check: of the dataset.
+        spent: compositions of what is spent.
+        others: what others hold.
+        own: what is asked for, with all that its own holds keep.
+        step: what is asked for.
+        ahead: whether more steps of this kind are likely to follow.
+
+    Raises:
+        ValueError: an event has no accounting rule beside the others.
+    """
+
+    def __init__(
+        self, check: "BudgetCheck", spent: Sequence[Tally], others: Counts, own: Counts, step: Counts, ahead: bool
+    ):
+        super().__init__()
+        self._check, self._spent, self._others, self._own, self._step = check, spent, others, own, step
+        self._ahead = ahead
+        self._after = [tally.plus(others).plus(own) for tally in spent]
+        for tally in self._after:
+            check.check_rules(tally)
+
+    def is_allowed(self) -> bool:
+        """Returns whether the budget is known to allow it."""
+        return not self._check.refuses_unproven(self._step) and all(map(self._check.known, self._after))
+
+    def decide(self) -> bool:
+        """Makes the check know; returns False if it is certain that the budget does not allow it."""
+        if self._check.refuses_unproven(self._step):
+            return False
+        verdicts = [self._check.known(tally) for tally in self._after]
+        if any(verdict is False for verdict in verdicts):
+            return False
+        for tally, verdict in zip(self._after, verdicts, strict=True):
+            if verdict is None:
+                self._check.decide(tally, self._step if self._ahead else {}, remember=_REMEMBERED + len(self._after))
+        return True
+
+    def refusal(self) -> BudgetExceeded:
+        """Returns the error for the user."""
+        return self._check.exceeded(self._spent, self._others, self._own, self._step)
+
+
+class BudgetCheck:
+    """Decides whether compositions fit a dataset's budget, computing a PLD as seldom as it can.
+
+    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few
+    compositions known to fit or not answer most questions; and RDP, where it is enough, is cheap.
+    """
+
+    def __init__(self, dataset: Dataset):
+        self._dataset = dataset
+        self._fitting: list[Tally] = []
+        self._exceeding: list[Tally] = []
+        self._last: Tally | None = None
+
+    def check_rules(self, tally: Tally) -> None:
+        """Raises ValueError if an event has no accounting rule beside the others."""
+        ways = {"pld", "rdp"} if self._dataset.method == "auto" else {self._dataset.method}
+        if ways.isdisjoint(tally.rules):
+            check_rules(tally.counts, adjacency=self._dataset.adjacency, method=self._dataset.method)
+
+    def refuses_unproven(self, step: Counts) -> bool:
+        """Returns whether `step` is unproven on a dataset whose budget stands for proofs only."""
+        limited = self._dataset.epsilon is not None and not self._dataset.allow_unproven
+        return limited and any(isinstance(leaf, UnprovenDpEvent) for leaf in step)
+
+    def known(self, tally: Tally) -> bool | None:
+        """Returns whether a composition fits, or None if that needs a PLD."""
+        dataset, tally = self._dataset, tally.proven()
+        if dataset.epsilon is None or dataset.delta is None:
+            return True
+        if dataset.accounting == "renyi_filter":
+            return renyi_spent(dataset, tally.counts) <= dataset.renyi_bound * (1 + ROUNDING)
+        if any(fitting.covers(tally) for fitting in self._fitting):
+            return True
+        if any(tally.covers(exceeding) for exceeding in self._exceeding):
+            return False
+        if tally.rdp_epsilon(dataset.delta) <= dataset.epsilon * (1 + ROUNDING):
+            return True
+        return False if dataset.accounting == "rdp" else None
+
+    def decide(self, tally: Tally, step: Counts, *, remember: int) -> None:
+        """Makes a composition known, and so much of what may come next that a loop of spends rarely comes back.
+
+        Args:
+            tally: the composition in question.
+            step: what came last; empty if nothing of its kind will follow.
+            remember: how many verdicts to keep; enough for all compositions that one question asks about.
+        """
+        tally, single = tally.proven(), Tally(tally.adjacency).plus(proven(step))
+        recent = tally.minus(self._last) if self._last and tally.covers(self._last) else single
+        self._last = tally
+        if not self._computed(tally, remember) or not single:
+            return
+        # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
+        # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
+        share = 2.0
+        while recent:
+            ahead = tally.and_also(recent, share)
+            fits = self.known(ahead)
+            if fits or (fits is None and self._computed(ahead, remember)):
+                return
+            if share * recent.largest <= 1 and share * recent.precision <= single.precision:
+                return
+            share /= 2
+
+    def _computed(self, tally: Tally, remember: int) -> bool:
+        dataset = self._dataset
+        assert dataset.epsilon is not None and dataset.delta is not None
+        fits = epsilon_of(dataset, tally.counts, dataset.delta) <= dataset.epsilon * (1 + ROUNDING)
+        if fits:
+            self._fitting = [tally, *(old for old in self._fitting if not tally.covers(old))][:remember]
+        else:
+            self._exceeding = [tally, *(old for old in self._exceeding if not old.covers(tally))][:remember]
+        return fits
+
+    def exceeded(self, spent: Sequence[Tally], others: Counts, own: Counts, step: Counts) -> BudgetExceeded:
+        """Returns the error for a refused spend; the arguments are those of `Unsettled`."""
+        dataset = self._dataset
+        assert dataset.epsilon is not None and dataset.delta is not None
+        event = describe(compose(step))
+        what = f"dataset {dataset.name!r}, budget epsilon {dataset.epsilon:g} at delta {dataset.delta:g}"
+        budget = (dataset.epsilon, dataset.delta)
+        if self.refuses_unproven(step):
+            return BudgetExceeded(
+                f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or charged. "
+                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy",
+                dataset=dataset.name,
+                budget=budget,
+                would_spend=math.inf,
+            )
+        if dataset.accounting == "renyi_filter":
+            what += f" by the Renyi filter at order {dataset.renyi_order:g} (shares of its bound, in units of epsilon)"
+        alone = [tally.plus(own) for tally in spent]
+        before, without, would = (
+            max(used(dataset, tally.proven().counts) for tally in counted)
+            for counted in (spent, alone, [tally.plus(others) for tally in alone])
+        )
+        held = would - without if without < would else 0.0
+        return BudgetExceeded(
+            f"{what}: {before:.6g} is spent and {event} would make it {would:.6g}"
+            + (f", {held:.6g} of which is room that others hold" if held else "")
+            + ". Nothing was run or charged. "
+            + ("Wait until the others are done (the report lists their holds), or use" if held else "Use")
+            + " more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
+            dataset=dataset.name,
+            budget=budget,
+            would_spend=would,
+            held=held,
+        )
+
+
+# --- Compositions -----------------------------------------------------------------------------------------------
+
+
+def add(counts: Counts, step: Counts, times: int = 1) -> dict[DpEvent, int]:
+    """Returns a composition with another one added, so many times."""
+    total = dict(counts)
+    for leaf, count in step.items():
+        total[leaf] = total.get(leaf, 0) + times * count
+    return total
+
+
+def add_all(compositions: Iterable[Counts]) -> dict[DpEvent, int]:
+    """Returns the sum of compositions."""
+    return functools.reduce(add, compositions, {})
+
+
+def maximum(one: Counts, other: Counts) -> dict[DpEvent, int]:
+    """Returns the smallest composition that covers both."""
+    return {leaf: max(one.get(leaf, 0), other.get(leaf, 0)) for leaf in {**one, **other}}
+
+
+def difference(large: Counts, small: Counts) -> dict[DpEvent, int]:
+    """Returns what one composition has beyond another one."""
+    return {leaf: count - small.get(leaf, 0) for leaf, count in large.items() if count > small.get(leaf, 0)}
+
+
+def covers(large: Counts, small: Counts) -> bool:
+    """Returns whether one composition has everything of another one."""
+    return all(count <= large.get(leaf, 0) for leaf, count in small.items())
+
+
+def maximal(compositions: Iterable[Counts]) -> list[Counts]:
+    """Returns those compositions that no other one covers, and one of equal ones."""
+    maximal: list[Counts] = []
+    for counts in sorted(compositions, key=lambda part: sum(part.values()), reverse=True):
+        if not any(covers(larger, counts) for larger in maximal):
+            maximal.append(counts)
+    return maximal
+
+
+def combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
+    """Returns the maximal sums of one composition of every dataset, or compositions that cover all sums."""
+    sums: list[Counts] = [{}]
+    for parts in datasets:
+        if len(sums) * len(parts) > COMBINATIONS:
+            parts = [functools.reduce(maximum, parts)]
+        sums = maximal(add(counts, part) for counts in sums for part in parts)
+    return sums
+
+
+def is_proven(counts: Counts) -> bool:
+    """Returns whether every release has a proof."""
+    return not any(isinstance(leaf, UnprovenDpEvent) for leaf in counts)
+
+
+def proven(counts: Counts) -> Counts:
+    """Returns a composition without the releases that have no proof."""
+    return {leaf: count for leaf, count in counts.items() if not isinstance(leaf, UnprovenDpEvent)}
+
+
+def renyi_spent(dataset: Dataset, counts: Counts) -> float:
+    """Returns the Renyi loss of a composition at the dataset's order."""
+    assert dataset.renyi_order is not None
+    return rdp_of_counts(counts, order=dataset.renyi_order, adjacency=dataset.adjacency)
+
+
+def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
+    """Returns epsilon of a composition at `delta`, by the dataset's accounting."""
+    if dataset.accounting != "renyi_filter":
+        return pld_epsilon(counts, delta, dataset.adjacency, dataset.method)
+    spent, bound = renyi_spent(dataset, counts), dataset.renyi_bound
+    if spent == 0 or math.isinf(spent):
+        return spent
+    if spent > bound * (1 + ROUNDING):  # Only of events that were not spent: the filter holds them back.
+        bound = spent
+    assert dataset.renyi_order is not None
+    return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)
+
+
+def used(dataset: Dataset, counts: Counts) -> float:
+    """Returns how much of the budget's epsilon a composition uses up."""
+    assert dataset.epsilon is not None and dataset.delta is not None
+    if dataset.accounting == "renyi_filter":
+        return renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
+    return epsilon_of(dataset, counts, dataset.delta)
+
+
+def pld_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Method) -> float:
+    """Returns `epsilon_of_counts`, remembered for compositions of few kinds of releases."""
+    if len(counts) > 256:
+        return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
+    return _cached_epsilon(frozenset(counts.items()), delta, adjacency, method)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_epsilon(
+    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
+) -> float:
+    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)

@@ -1,0 +1,251 @@
+"""What a ledger shows to people: the report as data and as text, every spend, and how epsilon grew by the day."""
+
+import datetime
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxdp.privacy.budget import Counts, Dataset, add, epsilon_of, maximal
+from jaxdp.privacy.events import composition, describe, from_json
+
+
+def entry(
+    db: sqlite3.Connection, dataset: Dataset, default_delta: float, holds: Sequence[sqlite3.Row]
+) -> dict[str, Any]:
+    """Returns one dataset of `Ledger.report`, without what needs a PLD."""
+    totals = db.execute(
+        "SELECT partition, event, json, spends, first_at, last_at, first_label, last_label "
+        "FROM totals JOIN events ON events.id = event WHERE dataset = ? ORDER BY first_at, partition, event LIMIT 1000",
+        (dataset.id,),
+    ).fetchall()
+    unfinished = {
+        (row["partition"], row["event"]): row["open"]
+        for row in db.execute(
+            "SELECT partition, event, count(*) AS open FROM spends WHERE dataset = ? AND status <> 'committed' "
+            "GROUP BY partition, event",
+            (dataset.id,),
+        )
+    }
+    rows, partitions = db.execute(
+        "SELECT count(*), count(DISTINCT nullif(partition, '')) FROM totals WHERE dataset = ?", (dataset.id,)
+    ).fetchone()
+    unproven = db.execute(
+        "SELECT 1 FROM totals JOIN events ON events.id = event WHERE dataset = ? "
+        'AND json LIKE \'%"type":"Unproven"%\' LIMIT 1',
+        (dataset.id,),
+    ).fetchone()
+    still_open = db.execute(
+        "SELECT id, partition, label, status, run, version, who, host, reserved_at FROM spends "
+        "WHERE dataset = ? AND status <> 'committed' ORDER BY id LIMIT 1000",
+        (dataset.id,),
+    ).fetchall()
+    runs = db.execute(
+        "SELECT who, host, run, version, count(*) AS spends, sum(status <> 'committed') AS open, "
+        "min(reserved_at) AS first_at, max(reserved_at) AS last_at, max(id) AS last FROM spends WHERE dataset = ? "
+        "GROUP BY who, host, run, version ORDER BY last DESC LIMIT 1000",
+        (dataset.id,),
+    ).fetchall()
+    return {
+        "name": dataset.name,
+        "adjacency": dataset.adjacency,
+        "unit": dataset.unit,
+        "records": dataset.records,
+        "accounting": dataset.accounting,
+        "renyi_order": dataset.renyi_order,
+        "allow_unproven": dataset.allow_unproven,
+        "budget": dataset.epsilon,
+        "delta": default_delta if dataset.delta is None else dataset.delta,
+        "unproven": unproven is not None,
+        "partitions": partitions,
+        "rows": rows,
+        "spends": [
+            {
+                "partition": row["partition"] or None,
+                "event": json.loads(row["json"]),
+                "description": describe(from_json(row["json"])),
+                "spends": row["spends"],
+                "open": unfinished.get((row["partition"], row["event"]), 0),
+                "first_at": row["first_at"],
+                "last_at": row["last_at"],
+                "first_label": row["first_label"],
+                "last_label": row["last_label"],
+            }
+            for row in totals
+        ],
+        "runs": [{name: row[name] for name in row.keys() if name != "last"} for row in reversed(runs)],  # noqa: SIM118
+        "open": [{**dict(row), "partition": row["partition"] or None} for row in still_open],
+        "holds": [
+            {
+                "event": json.loads(row["json"]),
+                "description": describe(from_json(row["json"])),
+                "key": row["key"],
+                "label": row["label"],
+                "run": row["run"],
+                "lapses_at": datetime.datetime.fromtimestamp(row["lapses"], datetime.UTC).isoformat(
+                    timespec="milliseconds"
+                ),
+            }
+            for row in holds
+            if composition(from_json(row["json"]))
+        ],
+    }
+
+
+def finite(value: float) -> float | None:
+    """Returns a number as JSON has it, None for infinity."""
+    return value if math.isfinite(value) else None
+
+
+def history(db: sqlite3.Connection, dataset: int | None) -> list[dict[str, Any]]:
+    """Returns `Ledger.history`."""
+    rows = db.execute(
+        "SELECT spends.id AS spend, name AS dataset, partition, json, label, status, reserved_at, finished_at, who, "
+        "host, run, version, token, link FROM spends JOIN datasets ON datasets.id = dataset JOIN events ON "
+        f"events.id = event {'' if dataset is None else 'WHERE dataset = ?'} ORDER BY spends.id",
+        () if dataset is None else (dataset,),
+    ).fetchall()
+    events = {text: describe(from_json(text)) for text in {row["json"] for row in rows}}
+    return [
+        {
+            **{key: row[key] for key in ("spend", "dataset")},
+            "partition": row["partition"] or None,
+            "event": events[row["json"]],
+            **{key: row[key] for key in row.keys()[4:]},
+        }
+        for row in rows
+    ]
+
+
+def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: datetime.tzinfo) -> list[dict[str, Any]]:
+    """Returns `Ledger.by_day`."""
+    days: list[dict[str, Any]] = []
+    whole: Counts = {}
+    parts: dict[str, Counts] = {}
+    rows = db.execute(
+        "SELECT partition, json, reserved_at FROM spends JOIN events ON events.id = event WHERE dataset = ? "
+        "ORDER BY spends.id",
+        (dataset.id,),
+    ).fetchall()
+    for number, row in enumerate(rows):
+        step = composition(from_json(row["json"]))
+        if row["partition"]:
+            parts[row["partition"]] = add(parts.get(row["partition"], {}), step)
+        else:
+            whole = add(whole, step)
+        day = _day(row["reserved_at"], timezone)
+        if not days or days[-1]["day"] != day:
+            days.append({"day": day, "dataset": dataset.name, "spends": 0})
+        days[-1]["spends"] += 1
+        if number + 1 == len(rows) or _day(rows[number + 1]["reserved_at"], timezone) != day:
+            borne = maximal(add(whole, part) for part in parts.values()) or [whole]
+            days[-1] |= {"epsilon": max(epsilon_of(dataset, counts, delta) for counts in borne), "delta": delta}
+    return days
+
+
+def _day(time: str, timezone: datetime.tzinfo) -> str:
+    return datetime.datetime.fromisoformat(time).astimezone(timezone).date().isoformat()
+
+
+# --- Text ---------------------------------------------------------------------------------------------------------
+
+
+def text(report: Mapping[str, Any], timezone: datetime.tzinfo) -> str:
+    """Returns a report for people; datasets with equal accounts are shown once."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for found in report["datasets"]:
+        groups.setdefault(_alike(found), []).append(found)
+    lines = [
+        f"Ledger {shown(report['path'])}: {len(report['datasets'])} dataset(s), {report['head']['spend']} spend(s), "
+        f"times in {timezone}"
+    ]
+    for group in groups.values():
+        lines += ["", *_render(group, timezone)]
+    return "\n".join(lines)
+
+
+def shown(value: str) -> str:
+    """Returns a text from a file with its control characters spelled out: a terminal would obey them."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in value)
+
+
+def _alike(found: Mapping[str, Any]) -> str:
+    """Returns a text that is equal for datasets whose accounts differ in name and times only."""
+    own = {"name", "runs", "open", "spends"}
+    spends = [{key: value for key, value in row.items() if not key.endswith("_at")} for row in found["spends"]]
+    runs = sorted([row["who"], row["host"], row["run"], row["version"], row["spends"]] for row in found["runs"])
+    unfinished = [row["id"] for row in found["open"]]
+    return json.dumps([{key: found[key] for key in found.keys() - own}, spends, runs, unfinished], sort_keys=True)
+
+
+def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> list[str]:
+    """Returns the lines of datasets whose accounts are alike."""
+    first = group[0]
+    budget = "none" if first["budget"] is None else f"epsilon {first['budget']:g} at delta {first['delta']:g}"
+    order = "" if first["renyi_order"] is None else f" at order {first['renyi_order']:g}"
+    proven = "inf" if first["proven_epsilon"] is None else f"{first['proven_epsilon']:.6g}"
+    names = ", ".join(shown(found["name"]) for found in group)
+    records = "not declared" if first["records"] is None else f"{first['records']} as declared"
+    lines = [
+        names if len(group) == 1 else f"{len(group)} datasets with equal accounts: {names}",
+        f"  adjacency    {first['adjacency']}, unit {shown(first['unit'])}, accounting {first['accounting']}{order}",
+        f"  records      {records}",
+        f"  budget       {budget}" + ("" if first["remaining"] is None else f", remaining {first['remaining']:.6g}"),
+        f"  epsilon      {first['headline']} at delta {first['delta']:g}",
+    ]
+    if first["headline"] == "inf (empirical only)":
+        lines.append(f"  proven part  {proven} at delta {first['delta']:g}")
+    if first["partitions"]:
+        lines.append(f"  partitions   {first['partitions']} disjoint parts; epsilon is the maximum over them")
+    if first["holds"]:
+        holds = (
+            f"{hold['description']} ({shown(hold['label'] or hold['key'] or '-')}, run {shown(hold['run'])}, "
+            f"until {_time(hold['lapses_at'], timezone)})"
+            for hold in first["holds"]
+        )
+        lines.append(f"  held         {'; '.join(holds)}; not spent")
+    table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
+    for rows in zip(*(found["spends"] for found in group), strict=True):
+        labels = dict.fromkeys(shown(rows[0][key]) for key in ("first_label", "last_label") if rows[0][key])
+        table.append(
+            [
+                str(rows[0]["spends"]),
+                str(rows[0]["open"]),
+                shown(rows[0]["partition"] or "(all)"),
+                shown(rows[0]["description"]),
+                " .. ".join(labels) or "-",
+                _time(min(row["first_at"] for row in rows), timezone),
+                _time(max(row["last_at"] for row in rows), timezone),
+            ]
+        )
+    lines += _aligned(table)
+    if first["rows"] > len(first["spends"]):
+        lines.append(f"  ... {first['rows'] - len(first['spends'])} more rows")
+    runs = [["who", "host", "run", "version", "spends", "open", "first", "last"]]
+    for row in first["runs"][-20:]:
+        times = [_time(row[key], timezone) for key in ("first_at", "last_at")]
+        about = [shown(row[key]) or "-" for key in ("who", "host", "run", "version")]
+        runs.append([*about, str(row["spends"]), str(row["open"]), *times])
+    lines += _aligned(runs)
+    if len(first["runs"]) > 20:
+        lines.append(f"  ... {len(first['runs']) - 20} or more earlier runs")
+    for row in first["open"][:20]:
+        lines.append(
+            f"  not committed, counted in full: #{row['id']} {row['status']} {shown(row['label']) or '-'} "
+            f"(run {shown(row['run'])})"
+        )
+    if len(first["open"]) > 20:
+        lines.append(f"  ... {len(first['open']) - 20} or more not committed")
+    return lines
+
+
+def _time(time: str, timezone: datetime.tzinfo) -> str:
+    return datetime.datetime.fromisoformat(time).astimezone(timezone).isoformat(timespec="seconds")[:19]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yields the lines of a table; none if it has a heading only."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table if len(table) > 1 else ():
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

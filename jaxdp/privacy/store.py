@@ -1,0 +1,750 @@
+"""The ledger's file: how it is made, locked, read, copied and checked.
+
+A ledger lies in two files. `ledger.sqlite` is an SQLite database: the datasets, the events, and one row per spend.
+`ledger.sqlite.head` beside it is one line: how many spends there are and the link of the last one.
+
+* Every spend carries a link, SHA-256 of the link before it and of everything in its row that never changes. So each
+  row authenticates all rows before it. The terms of its dataset are in the hash, too.
+* The head is written after the commit and before `spend` returns. No body runs before both are done, so a head that
+  is behind tells of a crash in between, and a head that is ahead tells that the database lost spends.
+* `totals` holds sums over `spends`, which answers questions in time that does not grow with the number of spends. They
+  are compared with `spends` whenever the file is opened.
+* Whoever writes holds an exclusive lock on the head. The system queues those who wait.
+
+A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on purpose; the heads in
+the notes of workdirs and in backups do, as far as they are out of reach.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import functools
+import getpass
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import sqlite3
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jaxdp.version import __version__
+
+SCHEMA_VERSION = 2
+BUSY_SECONDS = 60.0
+_APPLICATION_ID = 0x6A647031  # "jdp1", so that `file` and we can tell a ledger from another SQLite file.
+_HEAD_BYTES = 256
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE datasets (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    adjacency TEXT NOT NULL,
+    unit TEXT NOT NULL,
+    epsilon REAL,
+    delta REAL,
+    accounting TEXT NOT NULL,
+    renyi_order REAL,
+    allow_unproven INTEGER NOT NULL,
+    created_at TEXT NOT NULL,
+    records INTEGER,
+    seal TEXT
+);
+CREATE TABLE events (id INTEGER PRIMARY KEY, json TEXT NOT NULL UNIQUE);
+CREATE TABLE spends (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    partition TEXT NOT NULL,
+    event INTEGER NOT NULL REFERENCES events (id),
+    label TEXT NOT NULL,
+    token TEXT,
+    status TEXT NOT NULL CHECK (status IN ('reserved', 'committed', 'failed')),
+    run TEXT NOT NULL,
+    version TEXT NOT NULL,
+    reserved_at TEXT NOT NULL,
+    finished_at TEXT,
+    who TEXT NOT NULL DEFAULT '',
+    host TEXT NOT NULL DEFAULT '',
+    link TEXT
+);
+CREATE UNIQUE INDEX spends_token ON spends (dataset, token) WHERE token IS NOT NULL;
+CREATE INDEX spends_open ON spends (dataset) WHERE status <> 'committed';
+CREATE TABLE totals (
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    partition TEXT NOT NULL,
+    event INTEGER NOT NULL REFERENCES events (id),
+    spends INTEGER NOT NULL,
+    first_at TEXT NOT NULL,
+    last_at TEXT NOT NULL,
+    first_label TEXT NOT NULL,
+    last_label TEXT NOT NULL,
+    PRIMARY KEY (dataset, partition, event)
+) WITHOUT ROWID;
+"""
+_HOLDS = """
+CREATE TABLE IF NOT EXISTS holds (
+    id TEXT NOT NULL,
+    dataset INTEGER NOT NULL REFERENCES datasets (id),
+    json TEXT NOT NULL,
+    key TEXT,
+    label TEXT NOT NULL,
+    run TEXT NOT NULL,
+    seconds REAL NOT NULL,
+    lapses REAL NOT NULL,
+    PRIMARY KEY (id, dataset)
+) WITHOUT ROWID;
+"""
+# Version 1 has no links: a program that opened the file before its migration must not write any more.
+_GUARD = """
+CREATE TRIGGER spends_linked BEFORE INSERT ON spends WHEN NEW.link IS NULL
+BEGIN SELECT RAISE(ABORT, 'a newer jaxdp migrated this ledger; start this program again with that version'); END;
+"""
+_MIGRATION = """
+ALTER TABLE datasets ADD COLUMN records INTEGER;
+ALTER TABLE datasets ADD COLUMN seal TEXT;
+ALTER TABLE spends ADD COLUMN who TEXT NOT NULL DEFAULT '';
+ALTER TABLE spends ADD COLUMN host TEXT NOT NULL DEFAULT '';
+ALTER TABLE spends ADD COLUMN link TEXT;
+"""
+
+_LAST = "SELECT id, link FROM spends ORDER BY id DESC LIMIT 1"
+_TERMS = "name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, created_at"
+
+
+class LedgerDamaged(ValueError):
+    """A ledger that does not hold everything that was spent; nothing was charged, and nothing may run on it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """How far a ledger has come.
+
+    Attributes:
+        ledger: which ledger it is of, and which branch of its history.
+        spend: number of the last spend; 0 if there is none.
+        link: of that spend, SHA-256 as hexadecimal digits.
+    """
+
+    ledger: str
+    spend: int
+    link: str
+
+
+def damaged(path: str | os.PathLike[str], what: str) -> LedgerDamaged:
+    """Returns the error for a ledger that must not be used."""
+    path = os.fspath(path)
+    return LedgerDamaged(
+        f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
+        f"backup. If no newer copy exists, `jaxdp ledger accept {path}` makes an intact older copy valid; the workdirs "
+        "of later runs then charge it for what it has forgotten when they are resumed"
+    )
+
+
+class Store:
+    """One open ledger file, shared by the threads of a process.
+
+    Args:
+        path: the SQLite file, or ":memory:".
+        read_only: nothing is written, neither to the file nor beside it; no lock is taken.
+
+    Raises:
+        LedgerDamaged: the file lost history, or does not fit itself.
+        ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
+    """
+
+    def __init__(self, path: str, *, read_only: bool = False):
+        self.path = path
+        self.read_only = read_only
+        self.lock = threading.RLock()
+        self._in_memory = path == ":memory:"
+        self._head_path = pathlib.Path(f"{path}.head")
+        self._head_file = -1
+        if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"path {path!r} lies in a directory that does not exist; create the directory first")
+        self._open()
+
+    # --- Opening ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._seen: Head | None = None
+        with contextlib.ExitStack() as files:
+            try:
+                if self._in_memory:
+                    self._connect(files, ":memory:")
+                    _fill(self.db)
+                    self._check(None, new=True)
+                elif self.read_only:
+                    self._open_to_read(files)
+                else:
+                    self._open_to_write(files)
+            except UnicodeDecodeError as error:
+                raise damaged(self.path, f"is damaged: {error}") from error
+            except sqlite3.Error as error:
+                if _is_damage(error):
+                    raise damaged(self.path, f"is damaged: {error}") from error
+                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {error}") from error
+            self.close = weakref.finalize(self, files.pop_all().close)
+
+    def _connect(self, files: contextlib.ExitStack, path: str) -> None:
+        self.db = files.enter_context(contextlib.closing(_connection(path)))
+
+    def _open_to_write(self, files: contextlib.ExitStack) -> None:
+        path = pathlib.Path(self.path)
+        if not path.exists():
+            if self._head_path.exists():
+                raise damaged(path, "is gone: only its head is there, so spends were made")
+            _create(path)
+        _check_header(path)
+        with contextlib.closing(_connection(self.path)) as db:
+            _version(db, self.path)  # before anything is written beside what may be another program's file
+        os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
+        with self._locked():
+            self._connect(files, self.path)
+            version = _version(self.db, self.path)
+            if version < SCHEMA_VERSION:
+                self._migrate()
+            self._check(self._read_head(), new=version < SCHEMA_VERSION)
+            self._write_head()
+
+    def _open_to_read(self, files: contextlib.ExitStack) -> None:
+        path = pathlib.Path(self.path)
+        if not path.is_file():
+            raise ValueError(f"path {self.path!r} is not a file; give the ledger that a run was given or wrote")
+        _check_header(path)
+        seen = self._read_head()  # before the database, which may grow meanwhile
+        try:
+            self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
+            _pragma(self.db, "schema_version")
+        except sqlite3.OperationalError:  # SQLite wants to write beside the file, and the place is read-only
+            folder = files.enter_context(tempfile.TemporaryDirectory())
+            for suffix in ("", "-wal"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(f"{path}{suffix}", f"{folder}/copy{suffix}")
+            self._connect(files, f"{folder}/copy")
+        if _version(self.db, self.path) < SCHEMA_VERSION:
+            old = self.db
+            self._connect(files, ":memory:")
+            old.backup(self.db)
+            _migrate(self.db, self.path)
+        self._check(seen, new=True)
+
+    def _migrate(self) -> None:
+        """Brings a file of version 1 to this version; a copy of it as it was is kept beside it."""
+        kept = pathlib.Path(f"{self.path}.version1")
+        if not kept.exists():
+            _copy(self.db, kept)
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            _migrate(self.db, self.path)
+            self.db.execute("COMMIT")
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+
+    def _check(self, head: Head | None, *, new: bool) -> None:
+        """Raises LedgerDamaged unless the file fits itself and its head; a `new` one may have none."""
+        problem = find_problem(self.db)
+        meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall()) if problem is None else {}
+        self.identity = str(meta.get("id"))
+        self._name, self._origin = f"{self.identity}.{meta.get('branch')}", _origin(self.identity)
+        if problem is None and head is not None:
+            problem = self._compared(head)
+        elif problem is None and not new and self._last().spend:
+            problem = "has no head beside it, which would tell whether its last spends are missing"
+        if problem is not None:
+            raise damaged(self.path, problem)
+
+    # --- Transactions -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """Yields the connection inside one transaction; IMMEDIATE waits for its turn to write."""
+        with self.lock:
+            if self._pid != os.getpid():
+                self._after_fork()
+            try:
+                with self._locked() if mode == "IMMEDIATE" else contextlib.nullcontext():
+                    self.db.execute(f"BEGIN {mode}")
+                    if mode == "IMMEDIATE":
+                        self._check_head()
+                    yield self.db
+                    self.db.execute("COMMIT")
+                    if mode == "IMMEDIATE":
+                        self._write_head()
+            except BaseException as error:
+                if self.db.in_transaction:
+                    self.db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error) and _is_damage(error):
+                    raise damaged(self.path, f"is damaged: {error}") from error
+                if isinstance(error, sqlite3.OperationalError):
+                    raise OSError(
+                        f"ledger {self.path!r} cannot be read or written: {error}. Everything that was reserved in "
+                        "it still counts. Mend this (free space on its disk, or wait for the process that holds it), "
+                        "and go on"
+                    ) from error
+                raise
+
+    def _after_fork(self) -> None:
+        if self._in_memory:
+            raise RuntimeError("an in-memory ledger cannot be shared with a forked process; open a file instead")
+        self.close.detach()  # The parent owns the inherited connection: SQLite forbids touching it here.
+        self._inherited = self.db
+        self._open()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Waits for the turn to write."""
+        if self.read_only:
+            raise ValueError(f"ledger {self.path!r} was opened with read_only=True; open it without to write")
+        if self._in_memory:
+            yield
+            return
+        try:
+            self._head_file = _acquire(self._head_path)
+        except FileNotFoundError as error:
+            raise damaged(self.path, "has lost its head, the file that tells how much was spent") from error
+        try:
+            yield
+        finally:
+            fcntl.flock(self._head_file, fcntl.LOCK_UN)
+            os.close(self._head_file)
+
+    # --- Head and links -----------------------------------------------------------------------------------------------
+
+    @property
+    def head(self) -> Head:
+        """How far the ledger has come."""
+        with self.transaction("DEFERRED"):
+            return self._last()
+
+    def contains(self, head: Head) -> bool | None:
+        """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
+        with self.transaction("DEFERRED"):
+            return None if head.ledger != self._name else self._link_at(head.spend) == head.link
+
+    def link(self, row: Mapping[str, Any], terms: str) -> str:
+        """Returns the link of the next spend, in the caller's transaction.
+
+        Args:
+            row: its columns, with the event's text as "json".
+            terms: `terms_of` its dataset.
+        """
+        return _link(self._last().link, row, terms)
+
+    @property
+    def next_spend(self) -> int:
+        """The number of the next spend, in the caller's transaction."""
+        return self._last().spend + 1
+
+    def _last(self) -> Head:
+        row = self.db.execute(_LAST).fetchone()
+        return Head(self._name, *(row or (0, self._origin)))
+
+    def _link_at(self, spend: int) -> str | None:
+        row = self.db.execute("SELECT link FROM spends WHERE id = ?", (spend,)).fetchone()
+        return row["link"] if row else self._origin if spend == 0 else None
+
+    def _compared(self, head: Head) -> str | None:
+        """Returns what tells that the database is not the one that went through `head`, or None."""
+        last = self._last()
+        if head.ledger != self._name:
+            return "does not belong to the head beside it"
+        if head.spend > last.spend:
+            return f"has lost history: it ends with spend {last.spend}, and its head has seen spend {head.spend}"
+        if self._link_at(head.spend) != head.link:
+            return f"has lost history: its spend {head.spend} is not the one that its head has seen"
+        return None
+
+    def _check_head(self) -> None:
+        """Raises LedgerDamaged if the head knows of spends that the database does not, as after a lost -wal file."""
+        if self._in_memory:
+            return
+        head = self._read_head()
+        if head is None:
+            raise damaged(self.path, "has lost its head, the file that tells how much was spent")
+        if head != self._seen and (problem := self._compared(head)) is not None:
+            raise damaged(self.path, problem)
+        self._seen = head
+
+    def _read_head(self) -> Head | None:
+        """The head beside the database; None if it is missing or empty."""
+        try:
+            file = self._head_file if not self.read_only else os.open(self._head_path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            text = os.pread(file, 2 * _HEAD_BYTES, 0)
+        finally:
+            if self.read_only:
+                os.close(file)
+        return _head_of(text, self.path) if text else None
+
+    def _write_head(self) -> None:
+        """Writes how far the database has come; a head that stays behind because the process dies is legal."""
+        last = self._last()
+        if last == self._seen or self._in_memory:
+            return
+        try:
+            os.pwrite(self._head_file, _head_text(last), 0)
+        except OSError as error:
+            raise OSError(
+                f"the head of ledger {self.path!r} cannot be written: {error}. What was reserved counts, and its body "
+                "does not run. Mend the disk, and go on"
+            ) from error
+        # A copy of the database without its -wal file is then complete.
+        self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._seen = last
+
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Copies the ledger with its head, durably and at one instant; others may spend meanwhile."""
+        target = pathlib.Path(path)
+        if target.exists() or pathlib.Path(f"{target}.head").exists():
+            raise ValueError(f"path {os.fspath(path)!r} exists already; a backup replaces nothing: choose another path")
+        if not target.absolute().parent.is_dir():
+            raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist; create it first")
+        with self.transaction("DEFERRED"):
+            pass  # opens the file anew after a fork
+        with self.lock:
+            _copy(self.db, target)
+        with contextlib.closing(_connection(os.fspath(target))) as copy:
+            last = copy.execute(_LAST).fetchone()
+        _write(pathlib.Path(f"{target}.head"), _head_text(Head(self._name, *(last or (0, self._origin)))))
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def find_problem(db: sqlite3.Connection) -> str | None:
+    """Returns why a database does not fit itself, in words that follow its path; None if it does."""
+    for row in db.execute("PRAGMA integrity_check(1)"):
+        if row[0] != "ok":
+            return f"is damaged: {row[0]}"
+    if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
+        return "is damaged: a spend is of no dataset or event that it knows"
+    meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
+    if not {"id", "branch"} <= meta.keys():
+        return "is damaged: it does not say which ledger it is"
+    for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
+        if row["seal"] != seal(row, meta["id"]):
+            return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
+    return _broken_link(db, meta["id"]) or _unequal_total(db)
+
+
+def _broken_link(db: sqlite3.Connection, ledger: str) -> str | None:
+    terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
+    link, expected = _origin(ledger), 1
+    for row in db.execute(
+        "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, who, host, link "
+        "FROM spends JOIN events ON events.id = event ORDER BY spends.id"
+    ):
+        if row["id"] != expected:
+            return f"has lost history: spend {expected} is missing"
+        link, expected = _link(link, row, terms[row["dataset"]]), expected + 1
+        if row["link"] != link:
+            return f"is damaged: spend {row['id']} is not what was written, or a spend before it"
+    return None
+
+
+def _unequal_total(db: sqlite3.Connection) -> str | None:
+    for one, other in ((_TOTALS, _COUNTED), (_COUNTED, _TOTALS)):
+        row = db.execute(f"SELECT * FROM ({one} EXCEPT {other}) LIMIT 1").fetchone()
+        if row is not None:
+            name = db.execute("SELECT name FROM datasets WHERE id = ?", (row["dataset"],)).fetchone()
+            return f"is damaged: the totals of dataset {name and name[0]!r} are not the sums of its spends"
+    return None
+
+
+_TOTALS = "SELECT dataset, partition, event, spends, first_at, last_at, first_label, last_label FROM totals"
+_COUNTED = """
+SELECT ends.dataset, ends.partition, ends.event, spends, old.reserved_at AS first_at, new.reserved_at AS last_at,
+    old.label AS first_label, new.label AS last_label
+FROM (SELECT dataset, partition, event, count(*) AS spends, min(id) AS first, max(id) AS last
+    FROM spends GROUP BY dataset, partition, event) AS ends
+JOIN spends AS old ON old.id = first JOIN spends AS new ON new.id = last
+"""
+
+
+def accept(path: str | os.PathLike[str]) -> Head:
+    """Makes an intact database valid whose head is missing or has seen more: a new branch of the ledger's history.
+
+    Nothing is undone, and nothing that was spent is forgotten by the workdirs that spent it: they find that the branch
+    is not the one they noted, and charge what is missing when they are resumed.
+
+    Returns:
+        The head of the new branch.
+
+    Raises:
+        LedgerDamaged: the database does not fit itself.
+        ValueError: it is not a ledger.
+    """
+    path = os.fspath(path)
+    _check_header(pathlib.Path(path))
+    head_path = pathlib.Path(f"{path}.head")
+    os.close(os.open(head_path, os.O_RDWR | os.O_CREAT, 0o666))
+    file = _acquire(head_path)
+    try:
+        with contextlib.closing(_connection(path)) as db:
+            if _version(db, path) < SCHEMA_VERSION:
+                raise ValueError(f"ledger {path!r} is of version 1 and needs no accepting: open it, and it is migrated")
+            problem = find_problem(db)
+            if problem is not None:
+                raise damaged(path, problem)
+            branch = secrets.token_hex(4)
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("UPDATE meta SET value = ? WHERE key = 'branch'", (branch,))
+            last = db.execute(_LAST).fetchone()
+            ledger = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()[0]
+            db.execute(
+                "INSERT INTO meta VALUES (?, ?)", (f"accepted {now()} {branch}", f"spend {last[0] if last else 0}")
+            )
+            db.execute("COMMIT")
+            head = Head(f"{ledger}.{branch}", *(last or (0, _origin(ledger))))
+            os.pwrite(file, _head_text(head), 0)
+            os.fsync(file)
+    finally:
+        os.close(file)
+    return head
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _connection(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=path.startswith("file:")
+    )
+    db.row_factory = sqlite3.Row
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA synchronous = FULL")
+    return db
+
+
+def _check_header(path: pathlib.Path) -> None:
+    """Refuses a file that is no database, before SQLite takes an empty one for a new database."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(16)
+    except OSError as error:
+        raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: {error}") from error
+    if not header:
+        raise damaged(path, "is empty")
+    if header != b"SQLite format 3\0":
+        raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: file is not a database")
+
+
+def _version(db: sqlite3.Connection, path: str) -> int:
+    """Returns the schema version of a ledger; ValueError for another file."""
+    application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
+    if not application and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        raise damaged(path, "has no tables: a ledger whose `-wal` file is missing, or another program's file")
+    if application != _APPLICATION_ID:
+        raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
+    if version > SCHEMA_VERSION:
+        raise ValueError(
+            f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
+            "upgrade jaxdp to use it"
+        )
+    return version
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error)
+
+
+def _create(path: pathlib.Path) -> None:
+    """Makes a new ledger, which appears whole; another process may have been faster."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with contextlib.closing(_connection(os.fspath(temporary))) as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            _fill(db)
+        with contextlib.suppress(FileExistsError):
+            _appear(temporary, path)
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    _sync_folder(path)
+
+
+def _fill(db: sqlite3.Connection) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    for statement in (*_SCHEMA.split(";\n"), _HOLDS, _GUARD):
+        db.execute(statement)
+    about = {"created_at": now(), "created_by": f"jaxdp {__version__}", "id": secrets.token_hex(16), "branch": "0"}
+    db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
+    db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.execute("COMMIT")
+
+
+def _migrate(db: sqlite3.Connection, path: str) -> None:
+    """Adds what version 2 has to a database of version 1, in the caller's transaction; LedgerDamaged if unsound."""
+    problem = next((f"is damaged: {row[0]}" for row in db.execute("PRAGMA integrity_check(1)") if row[0] != "ok"), None)
+    problem = problem or _unequal_total(db)
+    if problem is not None:
+        raise damaged(path, problem)
+    for statement in (*_MIGRATION.split(";\n"), _HOLDS, _GUARD):
+        db.execute(statement)
+    ledger = secrets.token_hex(16)
+    about = {"id": ledger, "branch": "0", "migrated_at": now(), "migrated_by": f"jaxdp {__version__}"}
+    db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
+    for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
+        db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, ledger), row["id"]))
+    terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
+    # Spends of version 1 have numbers without gaps: they were never deleted, and a failed insert takes none.
+    link = _origin(ledger)
+    for row in db.execute(
+        "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, who, host "
+        "FROM spends JOIN events ON events.id = event ORDER BY spends.id"
+    ).fetchall():
+        link = _link(link, row, terms[row["dataset"]])
+        db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
+    """Copies a database to a new file, which appears whole and durable."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with contextlib.closing(sqlite3.connect(temporary)) as copy:
+            db.backup(copy)
+        _appear(temporary, path)
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
+    _sync_folder(path)
+
+
+def _appear(temporary: pathlib.Path, path: pathlib.Path) -> None:
+    """Gives a whole file its name; FileExistsError if that is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(os.fspath(path)) from None
+        os.rename(temporary, path)
+
+
+def _write(path: pathlib.Path, text: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(path)
+
+
+def _sync_folder(path: pathlib.Path) -> None:
+    folder = os.open(path.absolute().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _acquire(path: pathlib.Path) -> int:
+    """Opens a file and waits until this process alone holds it; the system queues those who wait."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return file
+    except BlockingIOError:
+        pass
+    # The wait has no deadline of its own, so that another thread does it.
+    state, changed = {"held": False, "abandoned": False}, threading.Condition()
+
+    def wait() -> None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with changed:
+            state["held"] = True
+            changed.notify()
+            if state["abandoned"]:
+                os.close(file)
+
+    threading.Thread(target=wait, daemon=True).start()
+    taken = False
+    with changed:
+        try:
+            taken = changed.wait_for(lambda: state["held"], BUSY_SECONDS)
+        finally:  # also after an interrupt
+            state["abandoned"] = not taken
+            if state["held"] and not taken:
+                os.close(file)
+    if taken:
+        return file
+    raise OSError(
+        f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds: the ledger beside it cannot be "
+        "written. Everything that was reserved in it still counts. Wait for that process, and go on"
+    )
+
+
+# --- Texts ------------------------------------------------------------------------------------------------------------
+
+
+def now() -> str:
+    """Returns the time in UTC, to milliseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+@functools.cache
+def author() -> tuple[str, str]:
+    """Returns the user's name and that of the host; "" for what the system does not tell."""
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        who = ""
+    return who, socket.gethostname()
+
+
+def terms_of(row: Mapping[str, Any]) -> str:
+    """Returns a hash of a dataset's terms, which never change."""
+    return _digest([row[name] for name in _TERMS.split(", ")])
+
+
+def seal(row: Mapping[str, Any], ledger: str) -> str:
+    """Returns what tells that a dataset's row is as it was written."""
+    return _digest([ledger, terms_of(row), row["records"]])
+
+
+def _origin(ledger: str) -> str:
+    return _digest(["jaxdp ledger", ledger])
+
+
+def _link(last: str, row: Mapping[str, Any], terms: str) -> str:
+    """Returns the link of a spend: a hash of the one before it and of all that never changes in its row."""
+    names = ("id", "partition", "json", "label", "token", "run", "version", "reserved_at", "who", "host")
+    return _digest([last, terms, *(row[name] for name in names)])
+
+
+def _head_text(head: Head) -> bytes:
+    fields = list(dataclasses.astuple(head))
+    return (json.dumps([fields, _digest(fields)]).ljust(_HEAD_BYTES - 1) + "\n").encode()
+
+
+def _head_of(text: bytes, path: str) -> Head:
+    try:
+        fields, check = json.loads(text)
+        if check != _digest(fields):
+            raise ValueError("its check does not fit")
+        return Head(*fields)
+    except (ValueError, TypeError) as error:
+        raise damaged(path, f"has a damaged head, `{path}.head`") from error
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
