@@ -258,6 +258,10 @@ class Tally:
             return False
         return all(count <= self._numbers.get(number, 0) for number, count in other._numbers.items())
 
+    def repeats(self, step: "Tally") -> bool:
+        """Returns whether every leaf of a step that it holds came before the step, too; Gaussians are all alike."""
+        return all(self._numbers.get(number, 0) > count for number, count in step._numbers.items())
+
     @property
     def largest(self) -> int:
         """How often the most frequent leaf comes that is no Gaussian."""
@@ -267,10 +271,8 @@ class Tally:
         """Returns the RDP (or pure) bound on epsilon; infinite where RDP has no rule."""
         if not self:
             return 0.0
-        if self._sums is None:
-            parts = (_sums(_LEAVES[number], count, self.adjacency) for number, count in self._numbers.items())
-            self._sums, self._age = sum(parts, _NO_SUMS), 0
-        rdp, pure = self._sums.rdp, self._sums.pure
+        sums = self._known_sums()
+        rdp, pure = sums.rdp, sums.pure
         if self.precision:
             merged = GaussianDpEvent(self.precision**-0.5)
             rdp, pure = rdp + _leaf_rdp(merged, self.adjacency, RDP_ORDERS), math.inf
@@ -279,10 +281,16 @@ class Tally:
     def _copy(self) -> "Tally":
         total = Tally(self.adjacency)
         total.precision, total._numbers, total.rules = self.precision, self._numbers.copy(), self.rules
-        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
-        if len(self._numbers) > 64 and self._age < 256:
-            total._sums, total._age = self._sums, self._age + 1
+        if len(self._numbers) > 64:
+            total._sums, total._age = self._known_sums(), self._age + 1
         return total
+
+    def _known_sums(self) -> "_Sums":
+        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
+        if self._sums is None or self._age > 256:
+            parts = (_sums(_LEAVES[number], count, self.adjacency) for number, count in self._numbers.items())
+            self._sums, self._age = sum(parts, _NO_SUMS), 0
+        return self._sums
 
     def _add(self, number: int, count: int) -> None:
         if number not in self._numbers:
@@ -482,6 +490,8 @@ def _fft_slack(counts: Mapping[DpEvent, int]) -> float:
 
 
 def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.PrivacyLossDistribution:
+    if count == 1:
+        return distribution
     if count <= 100_000:
         return distribution.self_compose(count)
     # Two stages: dp_accounting's tail bound is wide for a huge count of a short distribution, and memory follows it.

@@ -171,7 +171,7 @@ class BudgetCheck:
         tally, single = tally.proven(), Tally(tally.adjacency).plus(proven(step))
         recent = tally.minus(self._last) if self._last and tally.covers(self._last) else single
         self._last = tally
-        if not self._computed(tally, remember) or not single:
+        if not self._computed(tally, remember) or not single or not tally.repeats(single):
             return
         # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
         # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
