@@ -23,7 +23,7 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
     unproven,
 )
-from jaxdp.privacy.ledger import BudgetExceeded, Ledger
+from jaxdp.privacy.ledger import BudgetExceeded, Head, Ledger, LedgerDamaged
 
 __all__ = [
     "Account",
@@ -32,9 +32,11 @@ __all__ = [
     "DiscreteLaplaceDpEvent",
     "DpEvent",
     "GaussianDpEvent",
+    "Head",
     "Hold",
     "LaplaceDpEvent",
     "Ledger",
+    "LedgerDamaged",
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "PoissonSampledDpEvent",

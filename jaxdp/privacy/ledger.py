@@ -82,7 +82,7 @@ from jaxdp.privacy.budget import (
     used,
 )
 from jaxdp.privacy.events import DpEvent, compose, composition, describe, from_json, to_json
-from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, author, now, seal, terms_of
+from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, author, damaged, now, seal, terms_of
 from jaxdp.version import __version__
 
 __all__ = ["Accounting", "BudgetExceeded", "Head", "Ledger", "LedgerDamaged"]
@@ -581,6 +581,10 @@ class Ledger:
     def contains(self, head: Head) -> bool | None:
         """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
         return self._store.contains(head)
+
+    def damaged(self, what: str) -> LedgerDamaged:
+        """Returns the error for a ledger of which something outside tells that it must not be used."""
+        return damaged(self._path, what)
 
     def backup(self, path: str | os.PathLike[str]) -> None:
         """Copies the ledger to a new file, with its head, durably; others may spend meanwhile.

@@ -371,7 +371,7 @@ class Store:
         head = self._read_head()
         if head is None:
             raise damaged(self.path, "has lost its head, the file that tells how much was spent")
-        if head != self._seen and (problem := self._compared(head)) is not None:
+        if head != self._last() and (problem := self._compared(head)) is not None:
             raise damaged(self.path, problem)
         self._seen = head
 

@@ -249,6 +249,11 @@ class StreamAccount:
         self._worst, self._run = worst, run
         return [] if charge is None else [(self._account, charge)]
 
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that is charged."""
+        return self._account.ledger
+
     def _charge(self, growth: int) -> DpEvent | None:
         if growth == 0:
             return None

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting
+from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting, budget
 from jaxdp.privacy import epsilon as epsilon_at
-from jaxdp.privacy import budget
 from jaxdp.privacy import ledger as ledger_module
 from jaxdp.privacy.events import (
     ComposedDpEvent,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, Ledger, accounting
+from jaxdp.privacy import BudgetExceeded, Ledger, accounting, budget, store
 from jaxdp.privacy import epsilon as epsilon_at
-from jaxdp.privacy import budget, store
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     GaussianDpEvent,
@@ -501,8 +500,8 @@ def test_renyi_filter_in_partitions(ledger):
 
 
 def accounts(ledger, budgets, **terms):
-    for name, budget in budgets.items():
-        register(ledger, name, epsilon=budget, **{"delta": 0.0} | terms)
+    for name, epsilon in budgets.items():
+        register(ledger, name, epsilon=epsilon, **{"delta": 0.0} | terms)
     return list(budgets)
 
 

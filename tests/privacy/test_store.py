@@ -1,0 +1,413 @@
+"""The ledger's file against damage and loss: nothing under-counts, every refusal names the path."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Head, Ledger, LedgerDamaged, PureDpEvent, store
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "ledger_v1.sqlite"
+TENTH = PureDpEvent(0.1)
+# The suite of faults asks for more.
+DAMAGES = int(os.environ.get("JAXDP_FAULTS", "60"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.sqlite"
+
+
+def make(path, spends=12):
+    """A ledger with two datasets, several events, tokens, partitions and labels."""
+    with Ledger(path, run="first") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=4.0, delta=0.0, records=1000)
+        ledger.register("other", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-5)
+        for number in range(spends):
+            with ledger.spend("data", TENTH, label=f"step {number}", token=f"token {number}"):
+                pass
+            if number % 3 == 0:
+                with ledger.spend("other", GaussianDpEvent(10.0 + number), partition=f"part {number % 2}"):
+                    pass
+        return answers(ledger)
+
+
+def answers(ledger):
+    """All that a ledger says of what was spent."""
+    report = ledger.report()
+    said = {}
+    for entry in report["datasets"]:
+        name = entry["name"]
+        said[name] = {
+            "epsilon": ledger.epsilon(name),
+            "remaining": ledger.remaining(name),
+            "terms": [entry[key] for key in ("adjacency", "unit", "budget", "delta", "records", "accounting")],
+            "spends": [[row["partition"], row["description"], row["spends"]] for row in entry["spends"]],
+            "paid": [ledger.paid(name, f"token {number}") for number in range(15)],
+        }
+    return said
+
+
+def execute(path, statement, *values):
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(statement, values)
+        db.commit()
+        # The test edits what the file holds, not its log.
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def copied(path, to, *suffixes):
+    to.mkdir(parents=True)
+    for suffix in suffixes:
+        shutil.copyfile(f"{path}{suffix}", to / f"{path.name}{suffix}")
+    return to / path.name
+
+
+# --- What was taken or changed ----------------------------------------------------------------------------------------
+
+EDITS = {
+    "a total": ("UPDATE totals SET spends = 1 WHERE dataset = 1", "totals of dataset 'data'"),
+    "a total's row": ("DELETE FROM totals WHERE dataset = 2 AND partition = 'part 0'", "totals of dataset 'other'"),
+    "a total's label": ("UPDATE totals SET last_label = 'x' WHERE dataset = 1", "totals of dataset 'data'"),
+    "a spend's event": ("UPDATE spends SET event = 1 WHERE id = 6", "spend 6 is not what was written"),
+    "a spend's token": ("UPDATE spends SET token = 'x' WHERE id = 3", "spend 3 is not what was written"),
+    "a spend's author": ("UPDATE spends SET who = 'x' WHERE id = 4", "spend 4 is not what was written"),
+    "an event": ("""UPDATE events SET json = '{"epsilon":0.01,"type":"Pure"}' WHERE id = 1""", "spend 1 is not what"),
+    "a budget": ("UPDATE datasets SET epsilon = 400.0 WHERE name = 'data'", "terms of dataset 'data'"),
+    "the number of records": ("UPDATE datasets SET records = 10 WHERE name = 'data'", "terms of dataset 'data'"),
+    "a dataset": ("DELETE FROM datasets WHERE name = 'data'", "no dataset"),
+    "the name": ("UPDATE meta SET value = 'x' WHERE key = 'id'", "terms of dataset"),
+    "a spend in the middle": ("DELETE FROM spends WHERE id = 5", "spend 5 is missing"),
+}
+
+
+@pytest.mark.parametrize(("statement", "words"), EDITS.values(), ids=EDITS)
+def test_what_was_edited_is_refused(path, statement, words):
+    make(path)
+    execute(path, statement)
+    with pytest.raises(LedgerDamaged, match=re.escape(words)) as error:
+        Ledger(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(LedgerDamaged, match=re.escape(words)):
+        Ledger(path, read_only=True)
+
+
+def test_an_end_that_was_cut_off_is_refused(path):
+    """The last spends and their totals are taken out with care; only the head tells."""
+    said = make(path)
+    with Ledger(path) as ledger, ledger.spend("data", TENTH, label="step 11 again"):
+        pass
+    execute(path, "DELETE FROM spends WHERE id = 17")
+    execute(path, "UPDATE totals SET spends = spends - 1, last_label = 'step 11' WHERE dataset = 1")
+    at = sqlite3.connect(path).execute("SELECT reserved_at FROM spends WHERE label = 'step 11'").fetchone()[0]
+    execute(path, "UPDATE totals SET last_at = ? WHERE dataset = 1", at)
+    with pytest.raises(LedgerDamaged, match="ends with spend 16, and its head has seen spend 17"):
+        Ledger(path)
+    # Without the head nothing else would have told.
+    os.remove(f"{path}.head")
+    with Ledger(path, read_only=True) as ledger:
+        assert answers(ledger) == said
+    with pytest.raises(LedgerDamaged, match="no head beside it"):
+        Ledger(path)
+
+
+def test_a_copy_of_the_database_alone_is_complete(path, tmp_path):
+    """Without -wal, while another process has the ledger open."""
+    with Ledger(path) as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example")
+        for _ in range(5):
+            with ledger.spend("data", TENTH):
+                pass
+        whole = copied(path, tmp_path / "whole", "", ".head")
+        with Ledger(whole) as copy:
+            assert copy.epsilon("data", delta=0.0) == pytest.approx(0.5) and copy.head == ledger.head
+        alone = copied(path, tmp_path / "alone", "")
+    with pytest.raises(LedgerDamaged, match="no head beside it"):
+        Ledger(alone)
+
+
+LATE = """
+import os, sys
+from jaxdp.privacy import Ledger, PureDpEvent
+ledger = Ledger(sys.argv[1])
+ledger._store.db = type("NoCheckpoint", (), {
+    "__init__": lambda self, db: setattr(self, "db", db),
+    "__getattr__": lambda self, name: getattr(self.db, name),
+    "execute": lambda self, text, *values: self.db.execute("SELECT 1" if "checkpoint" in text else text, *values),
+})(ledger._store.db)
+for _ in range(3):
+    with ledger.spend("data", PureDpEvent(0.1)):
+        pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("damage", ["deleted", "a bit"])
+def test_a_log_that_was_lost_is_noticed(path, damage):
+    """A process that dies before its checkpoint leaves its last spends in -wal."""
+    make(path)
+    subprocess.run([sys.executable, "-c", LATE, str(path)], check=True, cwd=ROOT)
+    wal = pathlib.Path(f"{path}-wal")
+    data = bytearray(wal.read_bytes())
+    assert len(data) > 4000
+    if damage == "deleted":
+        wal.unlink()
+    else:
+        data[4000] ^= 1
+        wal.write_bytes(data)
+    with pytest.raises(LedgerDamaged, match=r"its head has seen spend 19"):
+        Ledger(path)
+
+
+def test_a_running_program_notices_a_loss(path, tmp_path):
+    make(path)
+    older = copied(path, tmp_path / "older", "")
+    with Ledger(path) as ledger:
+        spend = ledger.spend("data", TENTH)
+        with contextlib.closing(sqlite3.connect(older)) as source, contextlib.closing(sqlite3.connect(path)) as target:
+            source.backup(target)
+        with pytest.raises(LedgerDamaged, match="has lost history"):
+            ledger.spend("data", TENTH)
+        with pytest.raises(LedgerDamaged), spend:
+            pass
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 256, b"[1, 2]", b'[["x", 99, "y"], "z"]'], ids=len)
+def test_a_damaged_head_is_refused(path, content):
+    make(path)
+    pathlib.Path(f"{path}.head").write_bytes(content)
+    with pytest.raises(LedgerDamaged, match="head") as error:
+        Ledger(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_head_of_another_ledger_is_refused(path, tmp_path):
+    make(path)
+    make(tmp_path / "b.sqlite")
+    shutil.copyfile(tmp_path / "b.sqlite.head", f"{path}.head")
+    with pytest.raises(LedgerDamaged, match="does not belong to the head beside it"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("what", ["empty", "gone", "no tables"])
+def test_a_ledger_that_is_gone_is_no_new_one(path, what):
+    make(path)
+    for suffix in ("-wal", "-shm", ""):
+        pathlib.Path(f"{path}{suffix}").unlink(missing_ok=True)
+    if what == "empty":
+        path.touch()
+    elif what == "no tables":
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA journal_mode = WAL")
+    before = sorted(path.parent.iterdir())
+    with pytest.raises(LedgerDamaged, match=re.escape(str(path))):
+        Ledger(path)
+    assert sorted(path.parent.iterdir()) == before
+
+
+def test_random_damage_never_under_counts(path, tmp_path):
+    """Bits, truncations and zeroed blocks anywhere in the files: an answer is the true one, or an error."""
+    said = make(path)
+    rng = random.Random(7)
+    refused = 0
+    for number in range(DAMAGES):
+        copy = copied(path, tmp_path / f"{number}", "", ".head")
+        victim = copy if rng.random() < 0.9 else copy.with_name(f"{copy.name}.head")
+        data = bytearray(victim.read_bytes())
+        kind = rng.choice(["bit", "bits", "block", "truncate"])
+        if kind == "truncate":
+            del data[rng.randrange(len(data)) :]
+        elif kind == "block":
+            start = rng.randrange(len(data))
+            data[start : start + 64] = bytes(len(data[start : start + 64]))
+        else:
+            for _ in range(1 if kind == "bit" else 20):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(data)
+        try:
+            with Ledger(copy) as ledger:
+                assert answers(ledger) == said, (number, kind)
+        except (ValueError, OSError) as error:
+            assert str(copy) in str(error), (number, kind, error)
+            refused += 1
+    # About half of the bytes are free space, which nobody reads.
+    assert refused > DAMAGES / 4
+
+
+# --- Reading, backing up, accepting -----------------------------------------------------------------------------------
+
+
+def test_a_ledger_is_read_without_a_trace(path, tmp_path):
+    said = make(path)
+    for suffix in ("-wal", "-shm"):
+        pathlib.Path(f"{path}{suffix}").unlink(missing_ok=True)
+    folder = tmp_path / "storage"
+    copy = copied(path, folder, "", ".head")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for file in folder.iterdir():
+        file.chmod(0o444)
+    folder.chmod(0o555)
+    try:
+        with Ledger(copy, read_only=True) as ledger:
+            assert answers(ledger) == said
+            with pytest.raises(ValueError, match="read_only=True"):
+                ledger.spend("data", TENTH)
+            with pytest.raises(ValueError, match="read_only=True"):
+                ledger.register("new", adjacency="add_remove", unit="example")
+    finally:
+        folder.chmod(0o755)
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.name in before} == before
+    with pytest.raises(ValueError, match="is not a file"):
+        Ledger(tmp_path / "missing.sqlite", read_only=True)
+
+
+def test_a_reader_sees_what_a_writer_spends(path):
+    make(path)
+    with Ledger(path) as writer, Ledger(path, read_only=True) as reader:
+        before = reader.epsilon("data")
+        with writer.spend("data", TENTH):
+            assert reader.epsilon("data") == pytest.approx(before + 0.1)
+
+
+def test_a_backup_is_a_ledger(path, tmp_path):
+    said = make(path)
+    with Ledger(path) as ledger:
+        ledger.backup(tmp_path / "backup.sqlite")
+        head = ledger.head
+        with ledger.spend("data", TENTH):
+            pass
+        with pytest.raises(ValueError, match="exists already"):
+            ledger.backup(tmp_path / "backup.sqlite")
+        with pytest.raises(ValueError, match="does not exist"):
+            ledger.backup(tmp_path / "missing" / "backup.sqlite")
+        later = ledger.head
+    with Ledger(tmp_path / "backup.sqlite") as backup:
+        assert answers(backup) == said and backup.head == head
+        assert backup.contains(head) is True
+        assert backup.contains(later) is False  # It has lost what came later, and can tell.
+        assert backup.contains(dataclasses.replace(head, link="0" * 64)) is False
+        assert backup.contains(Head("another.0", 1, "0" * 64)) is None
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+def test_an_older_copy_is_used_only_after_it_was_accepted(path, tmp_path):
+    said = make(path)
+    older = copied(path, tmp_path / "older", "")
+    with Ledger(path) as ledger, ledger.spend("data", TENTH):
+        later = ledger.head
+    shutil.copyfile(f"{path}.head", f"{older}.head")
+    with pytest.raises(LedgerDamaged, match=r"has lost history.*jaxdp ledger accept"):
+        Ledger(older)
+    store.accept(older)
+    with Ledger(older) as ledger:
+        assert answers(ledger) == said
+        assert ledger.contains(later) is None  # another branch: who knows of it charges again
+        with ledger.spend("data", TENTH):
+            pass
+    execute(older, "UPDATE totals SET spends = 1 WHERE dataset = 1")
+    with pytest.raises(LedgerDamaged, match="totals"):
+        store.accept(older)
+
+
+# --- Version 1 --------------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_of_the_first_release_is_migrated_once_and_kept(path):
+    path.write_bytes(GOLDEN.read_bytes())
+    with Ledger(path, read_only=True) as ledger:
+        said = answers(ledger)
+    assert path.read_bytes() == GOLDEN.read_bytes() and not pathlib.Path(f"{path}.head").exists()
+    with Ledger(path) as ledger:
+        assert answers(ledger) == said
+        head = ledger.head
+    kept = pathlib.Path(f"{path}.version1")
+    with contextlib.closing(sqlite3.connect(kept)) as old, contextlib.closing(sqlite3.connect(GOLDEN)) as golden:
+        assert list(old.iterdump()) == list(golden.iterdump())
+    changed = kept.stat().st_mtime_ns
+    with Ledger(path) as ledger:
+        assert answers(ledger) == said and ledger.head == head
+    assert kept.stat().st_mtime_ns == changed
+    fresh = path.with_name("fresh.sqlite")
+    Ledger(fresh).close()
+    for table in ("meta", "datasets", "events", "spends", "totals", "holds"):
+        columns = [
+            sqlite3.connect(file).execute(f"SELECT name, type, pk FROM pragma_table_info('{table}')").fetchall()
+            for file in (path, fresh)
+        ]
+        assert columns[0] == columns[1]
+
+
+def test_a_damaged_ledger_of_the_first_release_is_refused(path):
+    path.write_bytes(GOLDEN.read_bytes())
+    execute(path, "UPDATE totals SET spends = 0")
+    before = path.read_bytes()
+    for read_only in (True, False):
+        with pytest.raises(LedgerDamaged, match="totals of dataset"):
+            Ledger(path, read_only=read_only)
+    assert path.read_bytes() == before
+
+
+def test_a_program_of_the_first_release_cannot_write_any_more(path):
+    path.write_bytes(GOLDEN.read_bytes())
+    Ledger(path).close()
+    with pytest.raises(sqlite3.IntegrityError, match="a newer jaxdp migrated this ledger"):
+        execute(
+            path,
+            "INSERT INTO spends (dataset, partition, event, label, token, status, run, version, reserved_at) "
+            "VALUES (1, '', 1, '', NULL, 'reserved', 'r', '0.1.0', '2026-01-01')",
+        )
+
+
+# --- Waiting ----------------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from jaxdp.privacy import Ledger
+with Ledger(sys.argv[1])._store.transaction():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_holds_the_ledger_too_long_is_reported(path, monkeypatch):
+    make(path)
+    with (
+        Ledger(path) as ledger,
+        subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, cwd=ROOT) as holder,
+    ):
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(store, "BUSY_SECONDS", 0.2)
+        with pytest.raises(OSError, match=r"held by another process.*still counts"):
+            ledger.spend("data", TENTH)
+        assert ledger.epsilon("data") > 0  # questions need no turn
+        holder.kill()
+        holder.wait()
+        monkeypatch.setattr(store, "BUSY_SECONDS", 60.0)
+        with ledger.spend("data", TENTH):
+            pass
+
+
+def test_budgets_hold_after_every_reopening(path):
+    make(path, spends=39)
+    with Ledger(path) as ledger:
+        with ledger.spend("data", TENTH):
+            pass
+        with pytest.raises(BudgetExceeded):
+            ledger.spend("data", TENTH)
+
+
+def test_a_head_is_one_line_of_json(path):
+    make(path)
+    fields, check = json.loads(pathlib.Path(f"{path}.head").read_text())
+    with Ledger(path) as ledger:
+        assert Head(*fields) == ledger.head and len(check) == 64
