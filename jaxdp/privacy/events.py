@@ -10,10 +10,12 @@ adjacency of the dataset they are spent on.
 Unknown classes, unknown JSON and impossible parameters raise; nothing is ever guessed or pickled.
 """
 
+import ast
 import dataclasses
 import json
 import math
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -57,6 +59,7 @@ __all__ = [
     "composition",
     "describe",
     "from_json",
+    "parse",
     "to_json",
     "unproven",
 ]
@@ -330,6 +333,48 @@ def describe(event: DpEvent) -> str:
         for value in values
     )
     return f"{_NAMES[type(event)]}({', '.join(parts)})"
+
+
+def parse(text: str) -> DpEvent:
+    """Reads an event as `describe` writes it, or with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
+
+    Nothing is evaluated: names are those of the vocabulary, and arguments are numbers, texts and events, in the order
+    of their class.
+
+    Raises:
+        ValueError, TypeError: `text` is not written so, or holds an impossible value.
+    """
+    try:
+        tree = ast.parse(re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip()), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(
+            f"event {text!r} cannot be read: {error.msg}; write for example 100 * Gaussian(1.1)"
+        ) from error
+    return _event(_read(tree))
+
+
+def _read(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() | str()):
+            return node.value
+        case ast.Name(id="inf"):
+            return math.inf
+        case ast.Tuple():
+            return tuple(map(_read, node.elts))
+        case ast.BinOp(op=ast.Add()):
+            return ComposedDpEvent([_read(node.left), _read(node.right)])
+        case ast.BinOp(op=ast.Mult(), left=ast.Constant(value=int(count)), right=event):
+            return SelfComposedDpEvent(_read(event), count)
+        case ast.BinOp(op=ast.Mult(), left=event, right=ast.Constant(value=int(count))):
+            return SelfComposedDpEvent(_read(event), count)
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CLASSES:
+            fields = _FIELDS[_CLASSES[name]]
+            if len(node.args) != len(fields):
+                raise ValueError(f"event {name} takes {len(fields)} arguments, {list(fields)}, got {len(node.args)}")
+            return _CLASSES[name](**dict(zip(fields, map(_read, node.args), strict=True)))
+    raise ValueError(
+        f"event {ast.unparse(node)!r} cannot be read; use numbers, + and *, and the names {sorted(_CLASSES)}"
+    )
 
 
 def _dumps(node: Any) -> str:

@@ -578,6 +578,11 @@ class Ledger:
         """How far the ledger has come: kept elsewhere, it shows later whether the ledger has lost history."""
         return self._store.head
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the file's head lies beside it; a copy without one does not tell whether its end is missing."""
+        return self._store.has_head
+
     def contains(self, head: Head) -> bool | None:
         """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
         return self._store.contains(head)

@@ -326,6 +326,11 @@ class Store:
         with self.transaction("DEFERRED"):
             return self._last()
 
+    @property
+    def has_head(self) -> bool:
+        """Whether a head lies beside the database."""
+        return self._head_path.exists()
+
     def contains(self, head: Head) -> bool | None:
         """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
         with self.transaction("DEFERRED"):

@@ -7,7 +7,7 @@ A `Release` says what it charges, what determines its bits, and how to compute i
 
 1. makes one token, a hash of the facts, the programs and the environment, keyed by the secret seed of the run;
 2. reserves all accounts or none, under the token;
-3. notes the charge in the workdir;
+3. notes the charge in the workdir, with the head of the ledger;
 4. derives all randomness of the release from the seed and the token;
 5. hands the value to `keep`, which makes it durable;
 6. deletes the seed.
@@ -34,10 +34,12 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 import jax
 import numpy as np
 
-from jaxdp.privacy import Account, DpEvent
+from jaxdp.files import understood, write_durably
+from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.events import from_json, to_json
+from jaxdp.privacy.ledger import Head
 from jaxdp.release import identity, secrets
-from jaxdp.release.workdir import alone, write_durably
+from jaxdp.release.workdir import alone
 from jaxdp.report import MetricsWriter, read_metrics
 
 T = TypeVar("T")
@@ -45,6 +47,9 @@ Requests = Sequence[tuple[Account, DpEvent]]
 
 _NOTES = "charges.jsonl"
 _KEPT = "released.safetensors"
+_DAMAGED = (
+    "Restore it from a copy. Without one, delete it: the release is then made with fresh noise, and charged, once more."
+)
 
 
 class Payment(Protocol):
@@ -179,7 +184,8 @@ class Till:
             self._unfinished = True
             if self.workdir is not None:
                 events = [[account.name, to_json(event)] for account, event in charged]
-                self._writer.write(0, token=paid, charges=events, **what.note)
+                head = {"head": dataclasses.astuple(charged[0][0].ledger.head)} if charged else {}
+                self._writer.write(0, token=paid, charges=events, **head, **what.note)
             yield secrets.derive(self._seed(), f"release {token}")
         self._unfinished = False
         if self._forget == "release":
@@ -273,6 +279,7 @@ class Till:
 
         Raises:
           BudgetExceeded: a ledger has no room for what was released.
+          LedgerDamaged: a ledger has lost history that the notes know of.
         """
         fresh = {account.name: account for account in accounts if account.name not in self._settled}
         if fresh:
@@ -336,13 +343,29 @@ def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Accoun
 
     Raises:
       BudgetExceeded: an account has no room.
+      LedgerDamaged: a ledger that the notes know has lost history.
     """
+    accounts = [account_of(name) for row in rows for name, _ in row["charges"]]
+    for ledger in {id(account.ledger): account.ledger for account in accounts if account is not None}.values():
+        check_history(rows, ledger)
     for row in rows:
         for name, event in row["charges"]:
             account = account_of(name)
             if account is not None and (row is rows[-1] or not account.paid(row["token"])):
                 with account.spend(from_json(event), label="charged again on resuming", token=row["token"]):
                     pass
+
+
+def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
+    """Raises LedgerDamaged if a ledger does not go through the newest of its heads in `notes`."""
+    for row in reversed(rows):
+        known = ledger.contains(Head(*row["head"])) if "head" in row else None
+        if known is False:
+            raise ledger.damaged(
+                f"has lost history: a run was charged as spend {row['head'][1]}, which it does not have"
+            )
+        if known:
+            return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,18 +406,13 @@ def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     """The arrays that `Till.once` kept in a workdir's file."""
     from safetensors.numpy import load_file
 
-    return load_file(path)
+    with understood(path, _DAMAGED):
+        return load_file(path)
 
 
 def _metadata(path: pathlib.Path) -> tuple[bytes, str]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="numpy") as file:
-            found = file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} is damaged: {error}. Restore it from a copy. Without one, delete it: the release is then made "
-            "with fresh noise, and charged, once more."
-        ) from error
-    return bytes.fromhex(found.get("salt", "")), found.get("check", "")
+    with understood(path, _DAMAGED), safe_open(path, framework="numpy") as file:
+        found = file.metadata() or {}
+        return bytes.fromhex(found.get("salt", "")), found.get("check", "")

@@ -411,3 +411,11 @@ def test_a_head_is_one_line_of_json(path):
     fields, check = json.loads(pathlib.Path(f"{path}.head").read_text())
     with Ledger(path) as ledger:
         assert Head(*fields) == ledger.head and len(check) == 64
+
+
+def test_golden_file_of_version_2_is_intact(path):
+    for suffix in ("", ".head"):
+        shutil.copyfile(f"{GOLDEN.with_name('ledger_v2.sqlite')}{suffix}", f"{path}{suffix}")
+    with Ledger(path) as ledger:
+        assert ledger.head.spend == len(ledger.history()) > 5
+        assert {(row["who"], row["host"]) for row in ledger.history()} == {("someone", "somewhere")}

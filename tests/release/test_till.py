@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Head, Ledger, LedgerDamaged, PureDpEvent, store
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
 from jaxdp.release import till as module
@@ -184,6 +184,25 @@ def test_a_given_seed_reproduces_a_release_which_is_paid_once():
     for data in (3.0, 3.0, 4.0):
         Till(seed=bytes(16)).release(release_of(ledger, seen=seen, data=data))
     assert seen[0] == seen[1] != seen[2] and charged(ledger) == 2
+
+
+def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
+    """A restored older copy: the head beside it agrees, and the head in the workdir's notes does not."""
+    path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite"
+    with Ledger(path) as ledger:
+        ledger.register("data", adjacency="add_remove", unit="record", epsilon=10.0, delta=0.0)
+        ledger.backup(copy)
+        with Till(tmp_path / "run") as till:
+            kept = till.once(release_of(ledger))
+        assert Head(*till.notes()[-1]["head"]) == ledger.head
+    with Ledger(copy) as older, Till(tmp_path / "run") as till:
+        with pytest.raises(LedgerDamaged, match=r"has lost history: a run was charged as spend 1.*ledger accept"):
+            till.once(release_of(older))
+        assert charged(older) == 0
+    store.accept(copy)
+    with Ledger(copy) as older, Till(tmp_path / "run") as till:
+        assert till.once(release_of(older)) == kept
+        assert charged(older) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=["ctrl-c", "full"])

@@ -1,0 +1,168 @@
+"""The command `jaxdp ledger`: what it prints, that it writes nothing, and what it refuses."""
+
+import csv
+import io
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxdp.command import main
+from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent, epsilon
+from jaxdp.privacy.events import describe, parse
+
+STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path, run="run 1") as ledger:
+        ledger.register("train", adjacency="add_remove", unit="example", epsilon=2.0, delta=1e-5, records=50_000)
+        for number in range(3):
+            ledger.register(f"hospital {number}", adjacency="add_remove", unit="image", epsilon=1.0, delta=0.0)
+            with ledger.spend(f"hospital {number}", PureDpEvent(0.5), label="temperature"):
+                pass
+        with ledger.spend("train", SelfComposedDpEvent(STEP, 100), label="=cmd \x1b[31mred"):
+            pass
+    return path
+
+
+def said(capsys, *arguments):
+    main(["ledger", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_the_account_is_shown(path, capsys):
+    text = said(capsys, "show", path)
+    assert "3 datasets with equal accounts: hospital 0, hospital 1, hospital 2" in text
+    assert text.count("Pure(0.5)") == 1
+    assert "records      50000 as declared" in text and "records      not declared" in text
+    assert "run 1" in text and "who " in text and "version" in text
+    assert "\x1b" not in text and r"\x1b[31mred" in text
+    report = json.loads(said(capsys, "show", path, "--json"))
+    assert report["datasets"][-1]["runs"][0]["spends"] == 1 and report["head"]["spend"] == 4
+    hour = said(capsys, "show", path), said(capsys, "show", path, "--timezone", "Asia/Kolkata")
+    assert "times in Asia/Kolkata" in hour[1] and hour[0] != hour[1]
+
+
+def test_datasets_whose_accounts_differ_are_shown_apart(path, capsys):
+    with Ledger(path) as ledger, ledger.spend("hospital 1", PureDpEvent(0.25)):
+        pass
+    assert "2 datasets with equal accounts: hospital 0, hospital 2" in said(capsys, "show", path)
+
+
+@pytest.mark.parametrize(
+    ("event", "verdict"), [("10 * Gaussian(20)", "allows it"), ("Gaussian(0.5) x 3", "does not allow it")]
+)
+def test_what_if(path, capsys, event, verdict):
+    before = path.read_bytes()
+    text = said(capsys, "show", path, "--if", f"train: {event}")
+    with Ledger(path, read_only=True) as ledger:
+        after = ledger.would_cost("train", parse(event))
+    assert f"epsilon {after:.6g} at delta 1e-05" in text and verdict in text
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PureDpEvent(0.1),
+        SelfComposedDpEvent(STEP, 500),
+        parse("Laplace(2) + 3 * Gaussian(1.5)"),
+        parse("Unproven('nobody knows')"),
+        parse("Truncated" + "SubsampledGaussian(100, 0.1, 20, 1.5)"),
+        parse("RepeatAndSelect(Gaussian(2), 3, inf)"),
+    ],
+    ids=describe,
+)
+def test_events_are_read_as_they_are_written(event):
+    text = describe(event) if "nobody" not in describe(event) else "Unproven('nobody knows')"
+    assert parse(text) == parse(text.replace(" x ", " * ")) == event
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Gauss(1)", "cannot be read"),
+        ("Gaussian(1", "cannot be read"),
+        ("Gaussian(1, 2)", "takes 1 arguments"),
+        ("Gaussian(-1)", "cannot be read"),
+        ("__import__('os').getcwd()", "cannot be read"),
+        ("Pure(1) ** 2", "cannot be read"),
+        ("3", "Event"),
+    ],
+)
+def test_what_is_no_event_is_refused(text, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        parse(text)
+
+
+def test_every_spend_as_csv(path, capsys):
+    rows = list(csv.DictReader(io.StringIO(said(capsys, "history", path, "--csv"))))
+    assert [row["spend"] for row in rows] == ["1", "2", "3", "4"]
+    assert rows[3]["event"] == "PoissonSampled(0.01, Gaussian(1.1)) x 100"
+    assert rows[3]["label"].startswith("'=cmd")  # no formula in a table calculation
+    assert {row["run"] for row in rows} == {"run 1"} and all(len(row["link"]) == 64 for row in rows)
+    assert len(said(capsys, "history", path, "--dataset", "train").splitlines()) == 2
+
+
+def test_epsilon_by_the_day(path, capsys):
+    (row,) = csv.DictReader(io.StringIO(said(capsys, "history", path, "--by-day", "--dataset", "train", "--csv")))
+    assert float(row["epsilon"]) == pytest.approx(epsilon(SelfComposedDpEvent(STEP, 100), delta=1e-5), rel=1e-5)
+    assert len(said(capsys, "history", path, "--by-day").splitlines()) == 5
+
+
+def test_days_and_parts(path):
+    """Two days, two parts: epsilon at a day's end is that of the worst part until then."""
+    with Ledger(path) as ledger:
+        ledger.register("parts", adjacency="add_remove", unit="image", delta=0.0)
+        for part, cost in (("a", 0.5), ("b", 0.25), ("b", 0.5)):
+            ledger.spend("parts", PureDpEvent(cost), partition=part)
+        # What the file says of the time is edited in memory only.
+        ledger._store.db.execute("UPDATE spends SET reserved_at = '2026-01-01T23:30:00.000+00:00' WHERE id < 7")
+        ledger._store.db.execute("UPDATE spends SET reserved_at = '2026-01-02T00:30:00.000+00:00' WHERE id >= 7")
+        days = ledger.by_day("parts")
+    assert [(day["day"], day["spends"], day["epsilon"]) for day in days] == [
+        ("2026-01-01", 2, 0.5),
+        ("2026-01-02", 1, 0.75),
+    ]
+
+
+def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
+    text = said(capsys, "verify", path)
+    assert "4 spend(s)" in text and "head beside it agrees" in text
+    assert "4 spend(s), verified" in said(capsys, "backup", path, tmp_path / "copy.sqlite")
+    alone = tmp_path / "alone.sqlite"
+    shutil.copyfile(path, alone)
+    assert "No head lies beside it" in said(capsys, "verify", alone)
+    assert "valid up to its spend 4" in said(capsys, "accept", alone)
+    Ledger(alone).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "{folder}/missing.sqlite"], "is not a file"),
+        (["verify", "{folder}/missing.sqlite"], "is not a file"),
+        (["accept", "{folder}/missing.sqlite"], "cannot be opened as a ledger"),
+        (["show", "{path}", "--if", "Gaussian(1)"], "--if takes"),
+        (["show", "{path}", "--if", "nobody: Gaussian(1)"], "not registered"),
+        (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),
+        (["history", "{path}", "--dataset", "nobody"], "not registered"),
+    ],
+)
+def test_mistakes_are_sentences(path, tmp_path, arguments, words):
+    with pytest.raises(SystemExit, match=words):
+        main(["ledger", *(argument.format(path=path, folder=tmp_path) for argument in arguments)])
+    assert not (tmp_path / "missing.sqlite").exists()
+
+
+def test_the_command_is_installed(path):
+    command = pathlib.Path(sys.executable).with_name("jaxdp")
+    start = [str(command)] if command.exists() else [sys.executable, "-m", "jaxdp.command"]
+    done = subprocess.run([*start, "ledger", "verify", str(path)], capture_output=True, text=True, check=True)
+    assert "4 spend(s)" in done.stdout
