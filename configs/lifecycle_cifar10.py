@@ -24,6 +24,7 @@ def get_config() -> ConfigDict:
             "private": "cifar10/train[:40000]",
             "sources": "cifar10/train[40000:45000]",
             "stream": "cifar10/test[:4096]",
+            "client": "cifar10/train[45000:45500]",
             "test": "cifar10/test[5000:]",
         },
         "sources": 50,
@@ -62,6 +63,5 @@ def get_config() -> ConfigDict:
     )
     config.adapt.update({"batch_size": 64, "learning_rate": 1e-2})
     config.predict.update({"queries": 100, "epsilon": 8.0, "dimensions": 32, "max_distance": 400})
-    config.audit_finetune.canaries = 5000
     config.audit_adapt.trials = 1000
     return config

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags, logging
@@ -25,6 +25,16 @@ def main(experiment: Callable[[Any, str], Any]) -> None:
     except KeyboardInterrupt as error:
         print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
         sys.exit(130)
+
+
+def limits(given: Sequence[str]) -> Any:
+    """The `jaxdp.files.Limits` of NAME=NUMBER pairs, as a flag has them."""
+    from jaxdp.files import Limits
+
+    try:
+        return Limits(**{name: int(number) for name, _, number in (pair.partition("=") for pair in given)})
+    except (TypeError, ValueError) as error:
+        raise app.UsageError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184: {error}") from error
 
 
 def _run(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:

@@ -16,6 +16,7 @@ _EXCHANGE = flags.DEFINE_string(
     "exchange", None, "Folder that both parties reach and nobody else writes to.", required=True
 )
 _TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the server.", lower_bound=0.0)
+_LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages of the server.")
 _LEDGER = flags.DEFINE_string("ledger", None, "Ledger of the client's images; by default ledger.sqlite in the workdir.")
 _QUERIES = flags.DEFINE_bool(
     "queries", None, "Have the test images classified, which no guarantee covers; by default not in the private mode."
@@ -45,6 +46,7 @@ def experiment(config: Any, workdir: str) -> None:
         ledger_path=_LEDGER.value,
         queries=_QUERIES.value,
         timeout=_TIMEOUT.value,
+        limits=frame.limits(_LIMITS.value),
     )
 
 

@@ -15,13 +15,16 @@ _EXCHANGE = flags.DEFINE_string(
     "exchange", None, "Folder that both parties reach and nobody else writes to.", required=True
 )
 _TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the client.", lower_bound=0.0)
+_LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages of the client.")
 
 
 def experiment(config: Any, workdir: str) -> None:
     """Plays the server."""
     from jaxdp.split import roles
 
-    roles.run_server(config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value)
+    roles.run_server(
+        config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value, limits=frame.limits(_LIMITS.value)
+    )
 
 
 if __name__ == "__main__":

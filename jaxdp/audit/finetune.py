@@ -1,17 +1,25 @@
-"""Canaries for private training: what a trained model tells about examples that were, or were not, in its data.
+"""Attacks on private training: on one step, on the sampling of its batches, and on a whole run.
 
-In one run many canaries are in or out by the toss of a coin each; in many runs one canary is in every other run. Either
-way a canary's score is by how much its loss fell, which for the worst case, `worst_case`, is what the released
-gradients say about it:
+A step is charged as a Gaussian on a Poisson sample. Its two parts are audited apart, since an attack on both together
+sees the canary in few batches only and finds little:
 
-    trainer = dp_sgd(canaries.loss, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
+* `audit_step` attacks the Gaussian, on a batch that the canary is in. It sees the noisy sum, not the trained model:
+  all that follows is post-processing.
+* `audit_sampling` attacks the sampling, by whether the canary is in a batch. It sees the batch.
+* `one_run` attacks whole runs, by many canaries in one run. Its ceiling is low: a claim above a few units of epsilon is
+  out of its reach.
+
+    trainer = dp_sgd(loss_fn, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
                      noise_multiplier=1.0, physical_batch_size=256)
-    print(canaries.one_run(trainer, *canaries.worst_case(2000, norm=10.0), steps=100, delta=1e-5).describe())
+    print(audit_step(trainer, params, public_examples, trials=1000, delta=1e-5).describe())
 
-Any trainer, parameters and examples will do, mislabelled examples of one's own model for instance.
+Any trainer, parameters and examples will do, mislabelled examples of one's own model for instance. `worst_case` makes
+some for a trainer of its own `loss`.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +29,152 @@ import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.data import Source, from_arrays
-from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.events import composition
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
+from jaxdp.transforms.noise import PrivatizeState
+
+# Runs of one compiled call; and the draws from which the attack learns what the noise is like.
+_RUNS = 256
+# Relative to the mean square of a tensor's noise: what is left of noise that another one foretells is rounding.
+_LEAST_VARIANCE = 1e-12
+
+
+def audit_step(
+    trainer: PrivateTrainer,
+    params: Any,
+    source: Source,
+    *,
+    trials: int,
+    delta: float,
+    rows: Sequence[int] | np.ndarray | None = None,
+    others: Sequence[int] | np.ndarray = (),
+    step: int = 1,
+    adjacency: Adjacency = "add_remove",
+    confidence: float = 0.95,
+    seed: bytes | None = None,
+) -> bounds.Audit:
+    """Audits the Gaussian of one step: many noisy sums over a batch with a canary, as many over one without it.
+
+    The batch is given, so that the claim is that of the inner Gaussian, larger than that of the sampled step: the audit
+    says nothing about the sampling, which is `audit_sampling`'s. Sums and noise are the trainer's own. Every run has a
+    key of its own.
+
+    Args:
+      trainer: of `dp_sgd` or another method.
+      params: at which training starts.
+      source: examples that the trainer takes; public or made up, since the audit charges nothing.
+      trials: runs of either kind, at least 2.
+      delta: of both bounds, in (0, 1).
+      rows: which examples of `source` may be the canary; by default all. Each is tried without noise. At least 2 for
+        "replace_one".
+      others: which examples are in every batch.
+      step: which step is audited, >= 1. Those before it are made on the batch without the canary.
+      adjacency: under "add_remove" the canary's neighbour is no example, under "replace_one" another candidate.
+      confidence: in (0.5, 1).
+      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+
+    Returns:
+      The `Audit` of 2 `trials` runs, with the ledger's epsilon of `trainer.privatizer.event_at(step)`.
+
+    Formal guarantees:
+      As `bounds.multi_run` with the Gaussian claim: scores of runs with keys of their own are independent, and the
+      attack, which canary and how it weighs what it sees, is fixed before them. It is fixed by what the candidates add
+      to the sum, and by other draws of the noise, which show the variance of the noise of every tensor and how far the
+      noise of the step before foretells it: tensors with little noise count more, and noise that is used twice is
+      subtracted. For noise of one variance it is the likelihood ratio of the two sums.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    rows = np.arange(len(source)) if rows is None else np.asarray(rows)
+    if len(rows) < (least := 2 if adjacency == "replace_one" else 1):
+        raise ValueError(f"rows must name at least {least} examples under {adjacency!r}, got {len(rows)}.")
+    if adjacency not in ("add_remove", "replace_one"):
+        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}.")
+    if trials < 2 or step < 1:
+        raise ValueError(f"trials must be at least 2 and step at least 1, got {trials} and {step}.")
+    upper = claimed(trainer.privatizer.event_at(step), adjacency=adjacency, delta=delta)
+    bounds.check(upper, delta, confidence, "gaussian")
+    seed = new_seed() if seed is None else seed
+
+    state = trainer.init(params)
+    noise = state.noise._replace(key=stream(seed, "steps before"))
+    state = state._replace(noise=noise, key=stream(seed, "views", impl="threefry2x32"))
+    others = np.asarray(others, np.int64)
+    for _ in range(step):
+        state = trainer.refreshed(state)
+        state, _ = trainer.update(state, trainer.sums(state, source, others))
+    state = trainer.refreshed(state)
+    base = trainer.sums(state, source, others)
+    tried = [trainer.sums(state, source, np.append(others, row)) for row in rows]
+
+    privatizer = trainer.privatizer
+    observe = functools.partial(_observe, privatizer.update, privatizer.divisor, state.noise.step, base)
+    variances, foretold = _noise(observe, base, stream(seed, "what the noise is like"))
+    neighbours = tried if adjacency == "replace_one" else [base]
+    present, absent = max(itertools.product(tried, neighbours), key=lambda pair: _distance(pair, variances))
+    if not _distance((present, absent), variances) > 0:
+        raise ValueError(
+            "rows must name an example that changes the sum; the gradients of all these are equal or zero."
+        )
+    weights = [(x - y) / v for x, y, v in zip(_leaves(present), _leaves(absent), variances, strict=True)]
+    largest = max((np.abs(leaf).max(initial=0) for leaf in weights), default=0) or 1.0
+    weights = [np.float32(leaf / largest) for leaf in weights]
+    scores = [
+        _runs(observe, sums, weights, foretold, stream(seed, purpose), trials)[0]
+        for sums, purpose in ((present, "with the canary"), (absent, "without the canary"))
+    ]
+    return bounds.multi_run(*scores, upper=upper, delta=delta, confidence=confidence, claim="gaussian")
+
+
+def audit_sampling(
+    trainer: PrivateTrainer, *, trials: int, confidence: float = 0.95, seed: bytes | None = None
+) -> bounds.Audit:
+    """Audits the sampling of batches: a step that showed its batch would be (0, q)-DP for one example added or removed.
+
+    A canary is in a batch with probability q, and without it in the data it is in none: the distance of the two
+    is q, the delta at epsilon 0. This is what amplification by sampling rests on.
+
+    Args:
+      trainer: of `dp_sgd` or another method, with a sampling probability below 1.
+      trials: canaries that are looked for in batches, at least 2.
+      confidence: in (0.5, 1).
+      seed: 16 secret bytes of the batches; drawn from the operating system unless given for tests.
+
+    Returns:
+      The `Audit` of 2 `trials` scores at delta q, with upper = 0.
+
+    Formal guarantees:
+      As `bounds.multi_run`. In each of several steps of one run about q n examples are looked for, those of the batch
+      before it first: which ones depends on earlier batches only, so that under the claim the scores are independent
+      and each is 1 with probability q. Batches that are used twice show.
+
+    Raises:
+      ValueError: an argument is out of range.
+    """
+    delta = trainer.sampler.sampling_probability
+    if delta == 1:
+        raise ValueError("trainer must sample its batches to be audited for it, got a sampling probability of 1.")
+    if trials < 2:
+        raise ValueError(f"trials must be at least 2, got {trials}.")
+    bounds.check(0.0, delta, confidence)
+    key = stream(new_seed() if seed is None else seed, "batches")
+    everybody = np.arange(trainer.sampler.num_examples)
+    before, scores = everybody[:0], np.zeros(0)
+    for step in itertools.count():
+        at = jnp.int32(step)
+        batch = trainer.drawn(TrainState(at, None, None, None, None, None, PrivatizeState(key, at), key))
+        wanted = np.append(before, np.setdiff1d(everybody, before))[: max(1, int(trainer.sampler.expected_batch_size))]
+        scores = np.append(scores, np.isin(wanted, batch))
+        if len(scores) >= trials:
+            break
+        before = batch
+    scores = scores[:trials]
+    return bounds.multi_run(scores, np.zeros_like(scores), upper=0.0, delta=delta, confidence=confidence)
 
 
 def loss(params: Any, example: Any) -> jax.Array:
@@ -88,48 +237,69 @@ def one_run(
     return bounds.one_run(scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
-def multi_run(
-    trainer: PrivateTrainer,
-    params: Any,
-    source: Source,
-    *,
-    steps: int,
-    trials: int,
-    delta: float,
-    row: int = 0,
-    confidence: float = 0.95,
-    claim: bounds.Claim = "approximate",
-    seed: bytes | None = None,
-) -> bounds.Audit:
-    """Audits private training by many runs with one canary and as many without it.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _observe(
+    update: Callable[..., Any],
+    divisor: float,
+    step: jax.Array,
+    base: Any,
+    sums: Any,
+    weights: list[jax.Array],
+    foretold: jax.Array,
+    keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """For every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of their noise.
 
-    Args:
-      row: which example of `source` is the canary.
-      trials: runs of either kind, at least 2.
-      trainer, params, source, steps, delta, confidence, claim, seed: as in `one_run`.
-
-    Returns:
-      The `Audit`, as of `one_run`.
-
-    Raises:
-      ValueError: an argument is out of range.
+    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. Moments are the
+    means of the squares of either noise and of their product.
     """
-    upper = _charged(trainer, steps, delta, claim)
-    seed = new_seed() if seed is None else seed
-    present = _training(trainer, params, source, steps, seed)
-    absent = _training(trainer, params, source.take(np.delete(np.arange(len(source)), row)), steps, seed)
-    canary, loss_fn = source[row], jax.jit(trainer.query.gradient.loss_fn)
-    before = loss_fn(params, canary)
-    return bounds.audit_mechanism(
-        lambda i: present(f"with the canary, {i}"),
-        lambda i: absent(f"without the canary, {i}"),
-        lambda trained: before - loss_fn(trained, canary),
-        trials=trials,
-        upper=upper,
-        delta=delta,
-        confidence=confidence,
-        claim=claim,
-    )
+
+    def release(noise: PrivatizeState, sums: Any) -> tuple[PrivatizeState, Any]:
+        noisy, noise = update(sums, noise)
+        return noise, jax.tree.map(lambda seen, known: divisor * seen - known, noisy, base)
+
+    def one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A scan compiles the noise once for both steps.
+        both = jax.tree.map(lambda x, y: jnp.stack([x, y]), base, sums)
+        _, seen = jax.lax.scan(release, PrivatizeState(key, step - 1), both)
+        first, second = zip(*jax.tree.leaves(seen), strict=True)
+        parts = list(zip(weights, first, second, foretold, strict=True))
+        score = jnp.stack([jnp.vdot(w, b - share * a) for w, a, b, share in parts]).sum()
+        moments = [jnp.stack([jnp.mean(a * a), jnp.mean(b * b), jnp.mean(a * b)]) for _, a, b, _ in parts]
+        return score, jnp.stack(moments)
+
+    return jax.lax.map(one, keys)
+
+
+def _runs(
+    observe: Any, sums: Any, weights: list[np.ndarray], foretold: np.ndarray, key: jax.Array, runs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Scores [runs] and mean moments [leaves, 3]."""
+    parts = range(0, runs, _RUNS)
+    found = [observe(sums, weights, foretold, jax.random.split(jax.random.fold_in(key, i), _RUNS)) for i in parts]
+    scores, moments = (np.concatenate(part).astype(np.float64) for part in zip(*jax.device_get(found), strict=True))
+    mean: np.ndarray = moments.sum(0) / len(moments)
+    return scores[:runs], mean
+
+
+def _noise(observe: Any, base: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(variance [leaves] of what the step before does not foretell of a tensor's noise, by what factor [leaves])."""
+    leaves = _leaves(base)
+    nothing = [np.zeros(leaf.shape, np.float32) for leaf in leaves], np.zeros(len(leaves), np.float32)
+    before, now, both = _runs(observe, base, *nothing, key, _RUNS)[1].T
+    foretold = np.divide(both, before, out=np.zeros_like(both), where=before > 0)
+    variances = np.maximum(now - foretold * both, _LEAST_VARIANCE * now)
+    return np.where(variances > 0, variances, np.finfo(np.float32).tiny), foretold.astype(np.float32)
+
+
+def _distance(pair: tuple[Any, Any], variances: np.ndarray) -> float:
+    """The square of the distance of two sums, in standard deviations of the noise."""
+    parts = zip(*map(_leaves, pair), variances, strict=True)
+    return float(sum(np.square(x - y).sum() / v for x, y, v in parts))
+
+
+def _leaves(sums: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums)]
 
 
 def _training(trainer: PrivateTrainer, params: Any, source: Source, steps: int, seed: bytes) -> Callable[[str], Any]:

@@ -1,9 +1,9 @@
-"""Canaries for recalibration: what a source's answers tell about one of its records.
+"""Audits of recalibration: what a source's answers tell about one of its records.
 
-    print(canaries.audit_source(AccT(), logits, labels, epsilon=1.0, trials=1000).describe())
+    print(audit_source(AccT(), logits, labels, epsilon=1.0, trials=1000).describe())
 
 A trial is a conversation of the source, with a record or with its neighbour, and a calibrator who keeps the answers.
-Which two records, is found by trying all without noise: those whose answers are farthest apart.
+All pairs of records are tried without noise. The pair whose answers are farthest apart is the canary and its neighbour.
 """
 
 import dataclasses
@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.recalibration.protocol import Method, Records, Source
-from jaxdp.recalibration.recalibrate import converse, recalibrate
+from jaxdp.recalibration.protocol import Method, Records, Source, event
+from jaxdp.recalibration.recalibrate import converse
 from jaxdp.release import claim, new_seed, stream
 
 
@@ -98,7 +97,12 @@ def audit_source(
       seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
 
     Returns:
-      The `Audit` at delta 0, for one record, with the ledger's epsilon of one conversation.
+      The `Audit` at delta 0 of 2 `trials` conversations, for one record, with the ledger's epsilon of one conversation.
+
+    Formal guarantees:
+      As `jaxdp.audit.multi_run`. Every conversation has a key of its own, so that scores are independent. The score is
+      the log likelihood ratio of Laplace noise, but for its scale; it is fixed before any noise is drawn. The keys are
+      of the kind "threefry2x32", which are independent under `jax.vmap`; `recalibrate` draws keys of the kind "rbg".
 
     Raises:
       ValueError, TypeError: as `recalibrate`.
@@ -109,36 +113,37 @@ def audit_source(
     canaries = _extremes(logits.shape[1]) if candidates is None else list(zip(*candidates, strict=True))
     invalid = np.zeros(logits.shape[1], np.float32), -1
     others: dict[str, list[Any]] = {"add_remove": [None], "zero_out": [invalid], "replace_one": canaries}
+    if trials < 2:
+        raise ValueError(f"trials must be at least 2, got {trials}.")
     calibrator, seed = Transcript(method, temperature), new_seed() if seed is None else seed
 
-    def source(record: Any, account: Account | None = None) -> Source:
+    def source(record: Any) -> Source:
         if record is None:
-            return Source(logits, labels, account=account)
-        return Source(np.vstack([logits, record[0]]), np.append(labels, record[1]), account=account)
+            return Source(logits, labels)
+        return Source(np.vstack([logits, record[0]]), np.append(labels, record[1]))
 
-    def charge(account: Account) -> None:
-        recalibrate(calibrator, [source(canaries[0], account)], epsilon=epsilon, adjacency=adjacency)
+    def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
+        """All answers of each of `count` conversations, float64 [count, numbers]."""
+        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), count)
+        parties = [source(record)]
+        talks = jax.vmap(lambda key: converse(calibrator, parties, key, epsilon=epsilon, adjacency=adjacency))
+        return np.asarray(talks(keys), np.float64)
 
-    def answers(record: Any, epsilon: float, purpose: str) -> np.ndarray:
-        return converse(calibrator, [source(record)], stream(seed, purpose), epsilon=epsilon, adjacency=adjacency)
-
-    upper = claim(charge, adjacency=adjacency, delta=0.0)
+    upper = claim(event(epsilon), adjacency=adjacency, delta=0.0)
+    bounds.check(upper, 0.0, confidence)
     exact = [
-        [(answers(record, math.inf, "no noise"), record) for record in records]
+        [(answers(record, math.inf, "no noise", 1)[0], record) for record in records]
         for records in (canaries, others[adjacency])
     ]
     pairs = itertools.product(*exact)
     (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
-    return bounds.audit_mechanism(
-        lambda i: answers(canary, epsilon, f"with the canary, {i}"),
-        lambda i: answers(neighbour, epsilon, f"without the canary, {i}"),
-        # The likelihood ratio of Laplace noise, but for its scale.
-        lambda heard: np.abs(heard - other).sum() - np.abs(heard - one).sum(),
-        trials=trials,
-        upper=upper,
-        delta=0.0,
-        confidence=confidence,
-    )
+
+    def scores(record: Any, purpose: str) -> np.ndarray:
+        heard = answers(record, epsilon, purpose, trials)
+        return np.abs(heard - other).sum(1) - np.abs(heard - one).sum(1)
+
+    present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
+    return bounds.multi_run(present, absent, upper=upper, delta=0.0, confidence=confidence)
 
 
 def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxdp.files import Limits, check_image
+
 Example = dict[str, np.ndarray]
 
 _CHUNK_ROWS = 4096
@@ -175,6 +177,10 @@ def from_arrays(
 ) -> Source:
     """Wraps local NumPy arrays; exactly one of `image` and `features` is given.
 
+    Single records with NaN are accepted: private training zeroes their gradients. Records of which no number is finite
+    are refused, since training on them spends the budget and learns nothing. That error is for the owner who loads the
+    data, before any mechanism runs, and it is no release: it stays with the owner, like every error about the records.
+
     Args:
       label: integers [n] in [0, num_classes).
       num_classes: public declaration; it is not read off the labels.
@@ -183,8 +189,8 @@ def from_arrays(
       name: name of the source.
 
     Raises:
-      ValueError: for shapes that do not match, labels or pixels outside their range. The message never holds
-        a value.
+      ValueError: for shapes that do not match, labels or pixels outside their range, or records none of which has a
+        finite number. The message never holds a value.
       TypeError: for a dtype that has no meaning here.
     """
     if (image is None) == (features is None):
@@ -201,6 +207,8 @@ def from_arrays(
     key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
     if len(values) != len(labels):
         raise ValueError(f"{key} and label must have one length, got {len(values)} and {len(labels)}")
+    if values.size and values.dtype.kind == "f" and not np.isfinite(values).any():
+        raise ValueError(f"{key} of source {name!r} has no finite number; the file is damaged: get or make it again")
     columns = {key: values, "label": labels.astype(np.int32)}
     for column in columns.values():
         column.flags.writeable = False
@@ -321,6 +329,7 @@ def from_tfds(
     data_dir: str | None = None,
     download: bool = False,
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
+    limits: Limits | None = None,
 ) -> Source:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
@@ -336,11 +345,13 @@ def from_tfds(
         many of its image sets, never to read them. The default never touches the network.
       prepare: for images of differing sizes: `prepare(images) -> floats in [0, 1] of one shape`, such as
         `jaxdp.models.Preprocessing.prepare`; kept as uint8.
+      limits: on the pixels of an image, compared with its header before it is decoded; `Limits()` by default.
 
     Raises:
       FileNotFoundError: if the data set is not prepared there in a random-access format; the message says
         what was looked for and how to prepare it.
-      ValueError: for an unknown split, or for features that are not handled.
+      ValueError: for an unknown split, for features that are not handled, or for an image that is damaged, of
+        another size than is declared, or larger than the limit. It names the record, to the owner who reads the data.
     """
     import tensorflow_datasets as tfds
 
@@ -351,13 +362,22 @@ def from_tfds(
         builder = _prepared_builder(tfds, name, data_dir)
         info = builder.info
         kinds = _check_features(tfds, name, dict(info.features.items()), any_shape=prepare is not None)
+        image, decode = info.features["image"] if "image" in kinds else None, None
+        if image is not None:
+
+            def decode(data: bytes, record: int) -> np.ndarray:
+                what = f"image {record} of {name}/{split} in {builder.data_dir}"
+                check_image(data, shape=image.shape, what=what, limits=limits or Limits())
+                return image.decode_example_np(data)
+
         try:
-            records = builder.as_data_source(split=split)
+            decoders = None if image is None else {"image": tfds.decode.SkipDecoding()}
+            records = builder.as_data_source(split=split, decoders=decoders)
         except NotImplementedError as error:
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
             raise ValueError(_unreadable(name, split, info)) from error
-        columns = _read_columns(records, kinds, prepare)
+        columns = _read_columns(records, kinds, prepare, decode)
     if (columns["label"] < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
     num_classes = info.features["label"].num_classes
@@ -464,7 +484,10 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_sh
 
 
 def _read_columns(
-    records: Any, keys: list[str], prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+    records: Any,
+    keys: list[str],
+    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None,
+    decode: Callable[[bytes, int], np.ndarray] | None,
 ) -> dict[str, np.ndarray]:
     """Reads all records, a chunk at a time, so that decoded Python objects never pile up."""
     columns: dict[str, np.ndarray] = {}
@@ -473,6 +496,8 @@ def _read_columns(
         rows = records.__getitems__(list(range(start, min(len(records), start + rows_at_once))))
         for key in keys:
             values = [row[key] for row in rows]
+            if decode is not None and key == "image":
+                values = [decode(value, start + place) for place, value in enumerate(values)]
             if prepare is not None and key == "image":
                 chunk = np.rint(255 * np.asarray(prepare(values))).astype(np.uint8)
             else:

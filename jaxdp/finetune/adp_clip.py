@@ -27,7 +27,6 @@ from jaxdp.finetune.trainer import (
     Options,
     PrivateTrainer,
     Query,
-    check_clip_norm,
     make_trainer,
     moving_params,
 )
@@ -127,7 +126,6 @@ def adp_clip(
       C_0 only. Under replace-one gradient and count move by twice as much, both, as the accountant assumes.
     """
     batch_size = sampler.expected_batch_size
-    check_clip_norm("clip_norm", clip_norm)
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be a positive finite number, got {noise_multiplier}.")
     if not 0 <= quantile <= 1:

@@ -24,7 +24,8 @@ def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.
     return ((predict(params, inputs).argmax(-1) == batch["label"]) & mask).sum()
 
 
-def _count_correct(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
+def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
+    """The number of examples whose largest logit is at their label; not private. Arguments and errors as `accuracy`."""
     if not len(source):
         raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
     return sum(int(_correct(predict, params, *batch)) for batch in _batches(source, batch_size))
@@ -50,7 +51,13 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
     Raises:
       ValueError: source is empty.
     """
-    return _count_correct(predict, params, source, batch_size) / len(source)
+    return count_correct(predict, params, source, batch_size=batch_size) / len(source)
+
+
+def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
+    """What `charged_accuracy` releases of a count: (count + noise) / total, clipped to [0, 1]; float32 []."""
+    exact = jnp.float32(count)
+    return jnp.clip((exact + noise.gaussian(key, exact, noise_multiplier)) / total, 0.0, 1.0)
 
 
 def charged_accuracy(
@@ -91,9 +98,9 @@ def charged_accuracy(
         )
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
-        count = jnp.float32(_count_correct(predict, params, source, batch_size))
-        noisy = count + noise.gaussian(stream(secret, "accuracy"), count, noise_multiplier)
-        return {"accuracy": np.clip(np.asarray(noisy) / len(source), 0.0, 1.0)}
+        count = count_correct(predict, params, source, batch_size=batch_size)
+        key = stream(secret, "accuracy")
+        return {"accuracy": np.asarray(noisy_fraction(key, count, len(source), noise_multiplier))}
 
     what = Release(
         label="accuracy",

@@ -5,7 +5,6 @@ The config is an `ml_collections.ConfigDict` as in `configs/digits_dpsgd.py`, wh
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -16,13 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp import data, models
+from jaxdp.files import read_json, write_json
 from jaxdp.finetune.configured import configured_trainer
 from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.training import train_without_privacy
 from jaxdp.privacy import Account, Ledger
-from jaxdp.release import alone, bind, finished_result, write_json
+from jaxdp.release import alone, bind, finished_result
 from jaxdp.report import format_table, plot_training, read_metrics
 from jaxdp.transforms import losses
 
@@ -53,8 +53,13 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
         return result
     task = _Task.of(config)
     trainer = _trainer(config, task)
-    with alone(root):
-        bind(config, root)
+    if config.pretrain.weights:
+        models.load_params(config.pretrain.weights)  # raises now rather than after the workdir is bound
+    elif task.public is not None and not config.pretrain.steps:
+        raise ValueError(
+            "config.pretrain.steps must be at least 1 with public examples, got 0; name no public examples."
+        )
+    with alone(root), bind(config, root):
         print(task.describe(), flush=True)
         result = _run(config, task, trainer, root)
         write_json(root / "result.json", result)
@@ -112,7 +117,7 @@ def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) 
     if backbone is not None:
         start = models.merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
 
-    account = _account(root / "ledger.sqlite", task.private.name, config.private, label="private")
+    account = _account(root / "ledger.sqlite", task.private, config.private, label="private")
     train = functools.partial(_finetune, config, task, trainer)
     params = train(start, root / "private", account)
     models.save_params(root / "params.safetensors", params)
@@ -122,7 +127,7 @@ def _run(config: Any, task: _Task, trainer: PrivateTrainer, root: pathlib.Path) 
         references["no privacy"] = _reference_without_privacy(config, task, start, root / "references")
         if backbone is not None:
             apart = root / "references" / "ledger.sqlite"
-            apart_account = _account(apart, task.private.name, config.private, label="no pre-training")
+            apart_account = _account(apart, task.private, config.private, label="no pre-training")
             scratch = train(fresh, root / "references" / "no_pretraining", apart_account)
             references["no pre-training"] = accuracy(task.logits, scratch, task.test)
     rows = read_metrics(root / "private" / "metrics.jsonl")
@@ -214,14 +219,15 @@ def _reference_without_privacy(config: Any, task: _Task, start: Params, folder: 
     if not path.exists():
         trained = _without_privacy(config, task, start, task.private, config.no_privacy, "no privacy")
         write_json(path, {"accuracy": accuracy(task.logits, trained, task.test)})
-    return json.loads(path.read_text())["accuracy"]
+    return read_json(path, keys=["accuracy"])["accuracy"]
 
 
-def _account(path: pathlib.Path, name: str, private: Any, *, label: str) -> Account:
+def _account(path: pathlib.Path, source: data.Source, private: Any, *, label: str) -> Account:
     path.parent.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path)
-    ledger.register(name, adjacency="add_remove", unit="example", epsilon=private.epsilon, delta=private.delta)
-    return ledger.account(name, label=label)
+    terms: Any = {"adjacency": "add_remove", "unit": "example", "records": len(source)}
+    ledger.register(source.name, **terms, epsilon=private.epsilon, delta=private.delta)
+    return ledger.account(source.name, label=label)
 
 
 def _sources(config: Any) -> tuple[data.Source | None, data.Source, data.Source]:

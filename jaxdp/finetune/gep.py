@@ -340,7 +340,6 @@ def gep(
             f"anchors must be public examples with a leading axis [m], m >= 1, the same for all leaves; got shapes "
             f"{shapes}. Without public data use dp_sgd."
         )
-    check_clip_norm("clip_norm", clip_norm)
     check_clip_norm("residual_clip_norm", residual_clip_norm)
     counts = {"basis_size": basis_size, "power_iterations": power_iterations, "basis_every": basis_every}
     if not callable(groups):

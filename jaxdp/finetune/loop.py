@@ -22,7 +22,7 @@ from tqdm import tqdm
 from jaxdp.data import Source
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Account
-from jaxdp.release import Release, Till, stream
+from jaxdp.release import Checkpoints, Release, Till, stream
 from jaxdp.report import MetricsWriter
 from jaxdp.transforms.noise import PrivatizeState
 
@@ -68,7 +68,7 @@ def fit(
       BudgetExceeded: before the first chunk, if the rest of the run does not fit. Nothing is computed or charged. What
         an earlier call has done stays in the workdir.
       ValueError: source and sampler differ in size, the workdir holds a run with more steps than asked for or is in
-        use by another process, or neither the account nor the caller has a delta.
+        use by another process, its newest checkpoint is damaged, or neither the account nor the caller has a delta.
 
     Formal guarantees:
       At any instant, whatever the process has computed on private data was reserved in the ledger before. On one
@@ -146,19 +146,13 @@ class _Files:
     """What a run keeps in its workdir beside what the till keeps: checkpoints and metrics."""
 
     def __init__(self, workdir: pathlib.Path | None):
-        self._manager: Any = None
+        self._checkpoints: Checkpoints | None = None
         self._opened = contextlib.ExitStack()
         if workdir is None:
             return
-        import orbax.checkpoint as ocp
-
         with self._opened as opened:  # closes what is open if the rest fails
             self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
-            self._manager = ocp.CheckpointManager(
-                (workdir / "checkpoints").absolute(),
-                options=ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False),
-            )
-            opened.callback(self._manager.close)
+            self._checkpoints = opened.enter_context(contextlib.closing(Checkpoints(workdir, keep=2)))
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -167,28 +161,20 @@ class _Files:
 
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
         """The newest checkpoint, or `state`; and the number of steps done."""
-        if self._manager is None:
+        if self._checkpoints is None:
             return state, 0
-        import orbax.checkpoint as ocp
-
-        step = self._manager.latest_step() or 0
+        saved, step = self._checkpoints.restore(_resumable(state))
         self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
-        if step:
-            saved = self._manager.restore(step, args=ocp.args.StandardRestore(_resumable(state)))
-            # Orbax gives arrays that are bound to a device, which compile to another program than the first ones did.
-            state = state._replace(**jax.device_put(jax.device_get(saved)))
-        return state, step
+        return state._replace(**jax.device_put(saved)) if step else state, step
 
     def save(self, rows: list[dict[str, float]], state: TrainState) -> None:
         """Makes metrics and state after a chunk durable; its keys are derived again, never stored."""
-        if self._manager is None:
+        if self._checkpoints is None:
             return
-        import orbax.checkpoint as ocp
-
         done = int(state.step)
         for step, row in enumerate(rows, done - len(rows) + 1):
             self._metrics.write(step, **row)
-        self._manager.save(done, args=ocp.args.StandardSave(_resumable(state)))
+        self._checkpoints.save(done, _resumable(state))
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxdp.release import write_json
+from jaxdp.files import write_json
 from jaxdp.report import format_table, plot_curves, plot_points
 
 Row = Mapping[str, Any]

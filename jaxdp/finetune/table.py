@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import shutil
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxdp import data, models
+from jaxdp.files import read_json, write_json
 from jaxdp.finetune.configured import configured_trainer
 from jaxdp.finetune.evaluate import accuracy
 from jaxdp.finetune.loop import fit
@@ -29,7 +29,7 @@ from jaxdp.finetune.summary import write_summary
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.release import bind, check_same_config, locked, write_json
+from jaxdp.release import bind, check_same_config, locked
 from jaxdp.transforms import losses
 
 Pretrain = Callable[[Any, pathlib.Path], Mapping[str, Any]]
@@ -80,16 +80,15 @@ def run(config: Any, workdir: str | os.PathLike[str], *, pretrain: Pretrain) -> 
     check_same_config(cell_config, root / "config.json")
     bench = _Bench(config, root, pretrain)
     cells = bench.cells()
-    bind(cell_config, root)
     missing = [cell for cell in cells if not bench.finished(cell)]
     print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
-    with tqdm(total=len(missing), desc="cells", unit="cell") as bar:
+    with bind(cell_config, root), tqdm(total=len(missing), desc="cells", unit="cell") as bar:
         for wait in (False, True):  # what another process is at comes last: it is there by then
             for cell in [cell for cell in cells if not bench.finished(cell)]:
                 with contextlib.suppress(BlockingIOError):
                     bench.compute(cell, wait=wait)
                 bar.update(sum(map(bench.finished, missing)) - bar.n)
-    results = [dataclasses.asdict(cell) | _read(root / cell.folder / "result.json") for cell in cells]
+    results = [dataclasses.asdict(cell) | read_json(root / cell.folder / "result.json") for cell in cells]
     with locked(root / "summary.lock", wait=True):
         print(write_summary(config, root, results, bench.upstream_results()))
     return results
@@ -163,9 +162,8 @@ class _Bench:
         trainer = self.trainer(cell.method, cell.epsilon, cell.dataset)
         began = time.monotonic()
         with Ledger(folder / "ledger.sqlite") as ledger:
-            ledger.register(
-                cell.dataset, adjacency="add_remove", unit="example", epsilon=cell.epsilon, delta=private.delta
-            )
+            terms: Any = {"adjacency": "add_remove", "unit": "example", "records": len(source)}
+            ledger.register(cell.dataset, **terms, epsilon=cell.epsilon, delta=private.delta)
             state = fit(
                 trainer,
                 start,
@@ -207,7 +205,7 @@ class _Bench:
         if not finished.exists():
             with locked(folder.with_suffix(".lock"), wait=wait):
                 self._pretrain(config, folder)
-        return models.load_params(folder / "params.safetensors"), _read(finished)
+        return models.load_params(folder / "params.safetensors"), read_json(finished)
 
     def _private(self, method: str, epsilon: float, num_examples: int) -> Any:
         """The `private` part of a fine-tuning experiment's config."""
@@ -282,7 +280,3 @@ def _check(field: str, names: Sequence[Any], known: Any) -> None:
 
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text())

@@ -179,16 +179,24 @@ class PrivateTrainer:
           ValueError: as `check`.
         """
         self.check(source)
+        state = self.refreshed(state)
+        return self.update(state, self.sums(state, source, self.drawn(state)))
+
+    def refreshed(self, state: TrainState) -> TrainState:
+        """The state as a step sees it: what the query carries is renewed if that is due."""
         every = self.query.refresh_every
-        if every and int(jax.device_get(state.step)) % every == 0:
-            carried = self.query.refresh(state.params, state.carried, state.step, self.query.public)
-            state = state._replace(carried=carried)
-        indices, masks = pad_to_physical(self.drawn(state), self.physical_batch_size)
+        if not every or int(jax.device_get(state.step)) % every:
+            return state
+        return state._replace(carried=self.query.refresh(state.params, state.carried, state.step, self.query.public))
+
+    def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:
+        """The sum of the contributions of some examples, [B >= 0] indices into `source`; private, without noise."""
+        indices, masks = pad_to_physical(rows, self.physical_batch_size)
         sums = self.zeros(state.params)
-        for part, (rows, mask) in enumerate(zip(indices, masks, strict=True)):
-            batch = jax.device_put((source.gather(rows), mask, np.uint32(part)))
+        for part, (physical, mask) in enumerate(zip(indices, masks, strict=True)):
+            batch = jax.device_put((source.gather(physical), mask, np.uint32(part)))
             sums = self.accumulate(state, sums, *batch)
-        return self.update(state, sums)
+        return sums
 
     def event(self, first: int, last: int) -> DpEvent:
         """The privacy event of steps first, ..., last - 1."""
@@ -282,8 +290,7 @@ def make_trainer(
         raise ValueError(f"ema_decay must be in [0, 1) or None, got {ema_decay}.")
     if not 0 <= ascent_radius < math.inf:
         raise ValueError(f"ascent_radius must be at least 0 and finite, got {ascent_radius}; 0 turns the ascent off.")
-    if not math.isfinite(clip_norm):
-        raise ValueError(f"clip_norm must be finite, got {clip_norm}: noise cannot hide an unbounded gradient.")
+    check_clip_norm("clip_norm", clip_norm)
     gradient = clipped_grad(loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None)
     query = make_query(gradient)
     privatizer = privatize(query, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
@@ -306,7 +313,8 @@ def check_clip_norm(name: str, value: float) -> None:
     least, most = CLIP_NORMS
     if not least <= value <= most:
         raise ValueError(
-            f"{name} must be between {least:g} and {most:g}, got {value}: float32 squares must not overflow."
+            f"{name} must be between {least:g} and {most:g}, got {value}: noise cannot hide an unbounded gradient, and "
+            "float32 squares must neither overflow nor underflow."
         )
 
 

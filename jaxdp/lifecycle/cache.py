@@ -17,10 +17,11 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdp.files import read_json, write_json
 from jaxdp.lifecycle.parts import Parts
 from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, from_json
-from jaxdp.release import notes, write_json
+from jaxdp.release import notes
 from jaxdp.release import settle as settle_notes
 from jaxdp.version import __version__
 
@@ -95,11 +96,15 @@ class Stage:
 
 
 def find(folder: pathlib.Path) -> Done | None:
-    """The finished stage in a folder; None if there is none, a file is missing, or parameters are not what it left."""
+    """The finished stage in a folder; None if there is none, a file is missing, or parameters are not what it left.
+
+    Raises:
+      ValueError: its stage.json is damaged.
+    """
     path = folder / "stage.json"
     if not path.exists():
         return None
-    kept = json.loads(path.read_text())
+    kept = read_json(path, keys=("result", "content"))
     whole = all((folder / name).exists() for name in kept.get("files", ()))
     if not whole or _content(folder, kept["result"]) != kept["content"]:
         return None

@@ -1,9 +1,11 @@
 """The report of a lifecycle: one HTML file without scripts or links, made from what is in the workdir alone.
 
+What is read from a file is of the type that `_SHAPES` states. What enters a page is escaped, unless it is `_Html`.
 What reads private images without noise is never in it: `certificates.html` is a file of its own.
 """
 
 import base64
+import hashlib
 import html
 import json
 import math
@@ -12,9 +14,9 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxdp.files import read_json, understood, write_durably, write_json
 from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import from_json
-from jaxdp.release import write_json
 from jaxdp.report import format_table
 
 # What a neighbouring data set differs in, and what somebody would like to know.
@@ -22,6 +24,56 @@ _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
     "replace_one": ("replacing one {} by another", "which of two possible {}s was in it"),
     "zero_out": ("blanking out one {}", "whether a certain {} was blank"),
+}
+_REMEDY = "Restore it from a copy, or delete it and run launch.lifecycle again: what it paid for is not paid again."
+_BOTH = {"before": float, "after": float}
+# What is read of each file: types by name; `{str: ...}` is any name, a list any number, a tuple one or the other.
+_SHAPES: Mapping[str, Any] = {
+    "lifecycle": {
+        "version": str,
+        "config": {"ledger": str, "data": {"name": str}},
+        "accounts": [str],
+        "stages": {str: {"status": str, "message": str, "folder": str}},
+    },
+    "ledger": [
+        {
+            **dict.fromkeys(("name", "adjacency", "unit", "headline"), str),
+            "delta": float,
+            **dict.fromkeys(("budget", "proven_epsilon"), (float, type(None))),
+            "open": list,
+            "spends": [
+                {
+                    **{"event": object, "spends": int, "description": str, "first_at": str, "open": object},
+                    **dict.fromkeys(("first_label", "last_label"), (str, type(None))),
+                }
+            ],
+        }
+    ],
+    "pretrain": {"images": int, "accuracy": float, "judged_on_test": bool},
+    "finetune": {
+        **dict.fromkeys(("before", "accuracy", "noise_multiplier", "epsilon", "delta"), float),
+        **{"steps": int, "method": str},
+    },
+    "recalibrate": {
+        **{"shift": str, "sources": int, "epsilon": float, "accuracy": float},
+        **{"ece": _BOTH, "brier": _BOTH},
+    },
+    "adapt": {"images": int, "epsilon": float, "delta": float, "accuracy": {str: _BOTH}},
+    "split": {
+        **dict.fromkeys(("images", "directions", "bytes"), int),
+        **dict.fromkeys(("epsilon", "delta"), float),
+    },
+    "deploy": {"ece": {str: _BOTH}},
+    "predict": {"queries": int, **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float)},
+    "certificates": {"without_noise": float, "shares": [[float]]},
+    "audit": {
+        "audits": [
+            {
+                **dict.fromkeys(("lower", "upper", "ceiling", "delta", "confidence"), float),
+                **{"trials": int, "method": str, "verdict": str, "accounts": [str], "release": str},
+            }
+        ]
+    },
 }
 
 
@@ -38,22 +90,21 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
     Raises:
       FileNotFoundError: there is no lifecycle in the workdir.
-      ValueError: its ledger is not the one that the lifecycle used.
+      ValueError: its ledger is not the one that the lifecycle used, or a file is damaged.
     """
     root = pathlib.Path(workdir)
-    life = _Life(root)
-    apart = root / "certificates.html"
-    if found := life.result("certificates"):
-        _put(apart, _certificates(life, found))
-    else:
-        apart.unlink(missing_ok=True)
-    return _put(root / "report.html", _report(life))
+    with understood(root, _REMEDY):
+        life = _Life(root)
+        apart = root / "certificates.html"
+        if found := life.result("certificates"):
+            _put(apart, _certificates(life, found))
+        else:
+            apart.unlink(missing_ok=True)
+        return _put(root / "report.html", _report(life))
 
 
 def _put(path: pathlib.Path, text: str) -> pathlib.Path:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_durably(path, text.encode())
     return path
 
 
@@ -66,7 +117,7 @@ def summary(workdir: str | os.PathLike[str]) -> str:
             "epsilon": entry["headline"],
             "delta": entry["delta"],
             "budget": entry["budget"],
-            "audited, at least": life.audited(entry["name"]),
+            "audits": life.audited(entry["name"]),
         }
         for entry in life.accounts
     ]
@@ -80,7 +131,7 @@ class _Life:
         path = root / "lifecycle.json"
         if not path.exists():
             raise FileNotFoundError(f"there is no {path}; give the workdir that launch.lifecycle was given.")
-        found = json.loads(path.read_text())
+        found = _read(path, "lifecycle")
         self.root, self.version, self.config, self.stages = root, found["version"], found["config"], found["stages"]
         self.accounts = _accounts(root, self.config["ledger"], found["accounts"])
 
@@ -89,12 +140,18 @@ class _Life:
         state = self.stages.get(stage)
         if state is None or state["status"] != "done":
             return None
-        return json.loads((self.root / state["folder"] / "stage.json").read_text())["result"]
+        return _read(self._folder(stage) / "stage.json", stage)
 
-    def figure(self, stage: str, name: str, caption: str) -> str:
-        data = base64.b64encode((self.root / self.stages[stage]["folder"] / name).read_bytes()).decode()
+    def figure(self, stage: str, name: str, caption: str) -> "_Html":
+        data = base64.b64encode((self._folder(stage) / name).read_bytes()).decode()
         image = f'<img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">'
-        return f"<figure>{image}<figcaption>{_t(caption)}</figcaption></figure>"
+        return _Html(f"<figure>{image}<figcaption>{_t(caption)}</figcaption></figure>")
+
+    def _folder(self, stage: str) -> pathlib.Path:
+        folder = self.root / self.stages[stage]["folder"]
+        if not folder.resolve().is_relative_to(self.root.resolve()):
+            raise ValueError(f"{self.root / 'lifecycle.json'} names a folder outside of it for {stage!r}. {_REMEDY}")
+        return folder
 
     @property
     def grouped(self) -> list[tuple[str, dict[str, Any]]]:
@@ -109,11 +166,13 @@ class _Life:
     @property
     def audits(self) -> list[dict[str, Any]]:
         """Of the releases that were audited."""
-        return [found for name in self.stages if name.startswith("audit_") and (found := self.result(name))]
+        results = [self.result(name) for name in self.stages if name.startswith("audit_")]
+        return [audit for result in results if result for audit in result["audits"]]
 
-    def audited(self, account: str) -> float | None:
-        """The largest epsilon that an attack on a release about a data set proved."""
-        return max((audit["lower"] for audit in self.audits if account in audit["accounts"]), default=None)
+    def audited(self, account: str) -> str:
+        """The worst verdict on a release about a data set. Bounds of several releases are not compared."""
+        found = {audit["verdict"] for audit in self.audits if account in audit["accounts"]}
+        return next((verdict for verdict in ("VIOLATED", "cannot tell", "consistent") if verdict in found), "none")
 
 
 def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -126,7 +185,43 @@ def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dic
         if missing := [name for name in names if name not in entries]:
             raise ValueError(f"{path} knows no {', '.join(missing)}: it is not the ledger of this lifecycle.")
         write_json(copy, [entries[name] for name in names])
-    return json.loads(copy.read_text())
+    return _read(copy, "ledger")
+
+
+def _read(path: pathlib.Path, what: str) -> Any:
+    """What a file of the workdir says, of the shape that `_SHAPES` states; of a stage its result, {} for none."""
+    stage = path.name == "stage.json"
+    shape = _SHAPES["audit" if what.startswith("audit_") else what]
+    found = read_json(path, remedy=_REMEDY, kind=type(shape), keys=("result",) if stage else ())
+    with understood(path, _REMEDY):
+        if stage and not (found := found["result"]):
+            return {}
+        _check(found, shape, what)
+        for entry in found if what == "ledger" else ():
+            _check(_NEIGHBOURS.get(entry["adjacency"]), tuple, "the adjacency")
+            for row in entry["spends"]:
+                from_json(json.dumps(row["event"]))
+    return found
+
+
+def _check(value: Any, shape: Any, name: str) -> None:
+    """Raises TypeError for a value that is not of a shape; fields that the shape does not name are not looked at."""
+    if isinstance(shape, dict):
+        _check(value, dict, name)
+        for field, inner in shape.items():
+            for key in value if field is str else (field,):
+                if key not in value:
+                    raise TypeError(f"{name} lacks {key!r}")
+                _check(value[key], inner, f"{name}.{key}")
+    elif isinstance(shape, list):
+        _check(value, list, name)
+        for item in value:
+            _check(item, shape[0], f"an entry of {name}")
+    else:
+        kinds = shape if isinstance(shape, tuple) else (shape,)
+        allowed = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds and object not in kinds):
+            raise TypeError(f"{name} is a {type(value).__name__}, not a {kinds[0].__name__}")
 
 
 # --- The pages ------------------------------------------------------------------------------------------------------
@@ -135,8 +230,8 @@ def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dic
 def _report(life: _Life) -> str:
     title = f"A private model's life: {life.config['data']['name']}"
     parts = [
-        f"<h1>{_t(title)}</h1>",
-        f'<p class="small">Written by jaxdp {_t(life.version)} from the workdir of one lifecycle.</p>',
+        _tag("h1", title),
+        _small(f"Written by jaxdp {life.version} from the workdir of one lifecycle."),
         _section("In plain words", *_plain_words(life)),
         _section("What each data set paid", *_budgets(life)),
         _section("What spent it", *_spends(life)),
@@ -166,19 +261,22 @@ def _certificates(life: _Life, found: Mapping[str, Any]) -> str:
         else f"For half of them no {half} changed training images alter the answer."
     )
     parts = [
-        f"<p><strong>{_t(warning)}</strong></p>",
-        f"<h1>{_t(title)}</h1>",
-        f"<p>{_t(words)}</p>",
+        _tag("p", _tag("strong", warning)),
+        _tag("h1", title),
+        _tag("p", words),
         life.figure("certificates", "certified.png", "Certified share of answers over k. Not private."),
     ]
     return _page(title, parts)
 
 
 def _page(title: str, parts: Sequence[str]) -> str:
+    style = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{_t(title)}</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(map(_t, parts)) + "\n</body>\n</html>\n"
     )
 
 
@@ -192,11 +290,14 @@ def _plain_words(life: _Life) -> list[str]:
     )
     items = []
     for audit in life.audits:
-        if audit["violated"]:
-            text = f"An attack on {audit['release']} told more than it should. Do not rely on what is said here of it."
-            items.append(f"<strong>{_t(text)}</strong>")
+        if audit["verdict"] == "VIOLATED":
+            text = (
+                f"An attack on {audit['release']} told more than it should. Do not rely on what is said here of "
+                f"{_together(audit['accounts'])}."
+            )
+            items.append(_tag("strong", text))
     for names, entry in life.grouped:
-        items.append(f"<strong>{_t(names)}:</strong> {_t(_in_words(entry, life.audited(entry['name'])))}")
+        items.append(_Html(f"{_tag('strong', f'{names}:')} {_t(_in_words(entry, life.audited(entry['name'])))}"))
     outro = (
         "These are guarantees for the worst case, against somebody who knows every other image, the program and all "
         "settings, and sees what was released. They hold for one image, not for a person with several, and not for "
@@ -204,10 +305,18 @@ def _plain_words(life: _Life) -> list[str]:
         "guarantee is weak: it hardly limits the best conceivable attack, and one has to trust that real ones, such as "
         "those under “What attacks found”, are worse."
     )
-    return [f"<p>{_t(intro)}</p>", _list(items), f"<p>{_t(outro)}</p>"]
+    return [_tag("p", intro), _list(items), _tag("p", outro)]
 
 
-def _in_words(entry: Mapping[str, Any], audited: float | None) -> str:
+_AUDITED = {
+    "none": " No release about it was audited.",
+    "consistent": " Attacks on such releases did not refute what is claimed for them, though they could have.",
+    "cannot tell": " Attacks on such releases could not have refuted all that is claimed for them: they say little.",
+    "VIOLATED": " An attack refuted what is claimed for such a release: the guarantee does not hold.",
+}
+
+
+def _in_words(entry: Mapping[str, Any], audited: str) -> str:
     spent = entry["proven_epsilon"]
     if entry["headline"] == "0":
         return "nothing was released about it yet."
@@ -220,11 +329,7 @@ def _in_words(entry: Mapping[str, Any], audited: float | None) -> str:
         f"toss a coin over {question} guesses right in at most {_ceil_percent(odds)} % of cases after seeing "
         "everything that was released about it."
     )
-    if audited == 0:
-        text += " The attacks that were tried on such releases found no leak."
-    elif audited is not None:
-        text += f" The best attack that was tried on such a release proves an epsilon of at least {_floor(audited)}."
-    return text
+    return text + _AUDITED[audited]
 
 
 def _floor(value: float) -> str:
@@ -243,24 +348,23 @@ def _budgets(life: _Life) -> list[str]:
     for names, entry in life.grouped:
         share = 0.0 if not entry["budget"] else min((entry["proven_epsilon"] or math.inf) / entry["budget"], 1.0)
         share = 0.0 if entry["headline"] == "0" else share
-        audited = life.audited(entry["name"])
         rows.append(
             [
-                _t(names),
-                _t(f"{_NEIGHBOURS[entry['adjacency']][0].format(entry['unit'])} ({entry['adjacency']})"),
-                _t(entry["headline"]),
-                _t(f"{entry['delta']:g}"),
-                _t("none" if entry["budget"] is None else f"{entry['budget']:g}"),
-                f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>',
-                _t("not audited" if audited is None else _floor(audited)),
+                names,
+                f"{_NEIGHBOURS[entry['adjacency']][0].format(entry['unit'])} ({entry['adjacency']})",
+                entry["headline"],
+                f"{entry['delta']:g}",
+                "none" if entry["budget"] is None else f"{entry['budget']:g}",
+                _bar(share),
+                life.audited(entry["name"]),
             ]
         )
-    headings = ["data set", "protects against", "epsilon", "delta", "budget", "used", "attacks prove at least"]
+    headings = ["data set", "protects against", "epsilon", "delta", "budget", "used", "audits"]
     note = (
         "Everything that was ever reserved in the ledger for a data set counts, also by other programs that share the "
         "ledger, also if it was interrupted. A release that a budget has no room for is refused before it is made."
     )
-    return [_table(headings, rows), f'<p class="small">{_t(note)}</p>']
+    return [_table(headings, rows), _small(note)]
 
 
 def _spends(life: _Life) -> list[str]:
@@ -272,16 +376,16 @@ def _spends(life: _Life) -> list[str]:
             labels = list(dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label))
             rows.append(
                 [
-                    _t(names),
-                    _t(" … ".join(labels)),
-                    _t(f"{row['spends']} × {row['description']}"),
-                    _t(f"{alone:.6g}"),
-                    _t(f"{row['first_at'][:16].replace('T', ' ')} UTC"),
-                    _t(row["open"] or ""),
+                    names,
+                    " … ".join(labels),
+                    f"{row['spends']} × {row['description']}",
+                    f"{alone:.6g}",
+                    f"{row['first_at'][:16].replace('T', ' ')} UTC",
+                    row["open"] or "",
                 ]
             )
     if not rows:
-        return ["<p>Nothing was released yet.</p>"]
+        return [_tag("p", "Nothing was released yet.")]
     headings = ["data set", "by", "mechanism", "epsilon alone", "first", "not committed"]
     note = (
         "A mechanism is counted as often as it was used. Gaussian(s) adds normal noise of s times the most that one "
@@ -289,7 +393,7 @@ def _spends(life: _Life) -> list[str]:
         "mechanism, of epsilon e at delta 0. Epsilons of several releases do not simply add up: the ledger composes "
         "the distributions of their privacy losses, and errs upwards."
     )
-    return [_table(headings, rows), f'<p class="small">{_t(note)}</p>']
+    return [_table(headings, rows), _small(note)]
 
 
 def _attacks(life: _Life) -> list[str]:
@@ -298,88 +402,124 @@ def _attacks(life: _Life) -> list[str]:
         share = min(audit["lower"] / audit["upper"], 1.0) if audit["upper"] else 0.0
         rows.append(
             [
-                _t(audit["release"]),
-                _t(_together(audit["accounts"])),
-                _t(f"{audit['upper']:.6g}"),
-                _t(_floor(audit["lower"])),
-                f'<div class="bar"><div style="width:{100 * share:.1f}%"></div></div>',
-                _t("VIOLATED: leaks more than claimed" if audit["violated"] else "consistent"),
-                _t(f"{audit['trials']} trials, {audit['method']}, confidence {100 * audit['confidence']:g} %"),
+                audit["release"],
+                _together(audit["accounts"]),
+                f"{audit['upper']:.6g}",
+                f"{audit['delta']:g}",
+                _floor(audit["lower"]),
+                _floor(audit["ceiling"]),
+                _bar(share),
+                audit["verdict"],
+                f"{audit['trials']} trials, {audit['method']}, confidence {100 * audit['confidence']:g} %",
             ]
         )
-    headings = ["release", "data set", "claimed: at most", "attack: at least", "", "verdict", "how"]
+    columns = ["claimed: at most", "at delta", "attack: at least", "ceiling"]
+    headings = ["release", "data set", *columns, "", "verdict", "how"]
     note = (
         "For each release the same program was run on made-up or public records, some of them made to be noticed, and "
         "an attacker who knows all but one of them guessed. The guesses prove that epsilon is at least the number "
-        "shown, but for the chance that the confidence leaves. A number above the claim would refute it; that an "
-        "attack finds little proves nothing. No private image was used, so the ledger was not charged."
+        "shown, but for the chance that the confidence leaves. The claim is that of the release which was attacked, "
+        "such as one step or one answer, and not of all that a data set paid. VIOLATED: the number is above the claim, "
+        "which it refutes. Consistent: the number is not above the claim. That proves nothing, since another attack "
+        "may find more. The ceiling is the largest number that the audit could have found. Cannot tell: the ceiling "
+        "is not above the claim, so that the audit could not have refuted it. No private image was used, so the ledger "
+        "was not charged."
     )
-    table = _table(headings, rows) if rows else "<p>No release was audited yet.</p>"
-    return [table, f'<p class="small">{_t(note)}</p>']
+    table = _table(headings, rows) if rows else _tag("p", "No release was audited yet.")
+    return [table, _small(note)]
 
 
 def _quality(life: _Life) -> list[str]:
-    parts = [
-        "<p>Measured on held-out public test images with released parameters, which costs nothing, unless said "
-        "otherwise.</p>"
+    parts: list[str] = [
+        _tag(
+            "p",
+            "Measured on held-out public test images with released parameters, which costs nothing, unless said "
+            "otherwise.",
+        )
     ]
     if found := life.result("pretrain"):
         judge = "test images" if found["judged_on_test"] else "its own training images"
         parts += [
-            "<h3>Pre-training on public images</h3>",
-            f"<p>{found['images']} public images: accuracy {_p(found['accuracy'])} on {judge}.</p>",
+            _tag("h3", "Pre-training on public images"),
+            _tag("p", f"{found['images']} public images: accuracy {_p(found['accuracy'])} on {judge}."),
             life.figure("pretrain", "robustness.png", "Accuracy of the backbone under noise on its parameters."),
         ]
     if found := life.result("finetune"):
         parts += [
-            "<h3>Fine-tuning on private images</h3>",
-            f"<p>Accuracy {_p(found['before'])} before and {_p(found['accuracy'])} after {found['steps']} private "
-            f"steps of {_t(found['method'])} with noise multiplier {found['noise_multiplier']:.4g}: epsilon "
-            f"{found['epsilon']:.6g} at delta {found['delta']:g}.</p>",
+            _tag("h3", "Fine-tuning on private images"),
+            _tag(
+                "p",
+                f"Accuracy {_p(found['before'])} before and {_p(found['accuracy'])} after {found['steps']} private "
+                f"steps of {found['method']} with noise multiplier {found['noise_multiplier']:.4g}: epsilon "
+                f"{found['epsilon']:.6g} at delta {found['delta']:g}.",
+            ),
             life.figure("finetune", "training.png", "Accuracy and epsilon over the steps."),
         ]
     if found := life.result("recalibrate"):
         rows = [
-            [_t(label), *(f"{found[score][when]:.3f}" for when in ("before", "after"))]
+            [label, *(f"{found[score][when]:.3f}" for when in ("before", "after"))]
             for score, label in (("ece", "expected calibration error (ECE)"), ("brier", "Brier score"))
         ]
         parts += [
-            "<h3>Recalibration by private sources</h3>",
-            f"<p>{found['sources']} sources whose images are under {_t(_words(found['shift']))} answered with noise, "
-            f"at epsilon {found['epsilon']:g} each. The model is right on {_p(found['accuracy'])} of such images.</p>",
+            _tag("h3", "Recalibration by private sources"),
+            _tag(
+                "p",
+                f"{found['sources']} sources whose images are under {_words(found['shift'])} answered with noise, "
+                f"at epsilon {found['epsilon']:g} each. The model is right on {_p(found['accuracy'])} of such images.",
+            ),
             _table(["confidence", "before", "after"], rows),
             life.figure("recalibrate", "reliability.png", "How often the model is right, by how sure it is."),
         ]
     if found := life.result("adapt"):
         rows = [
-            [_t(_words(shift)), *(_p(row[when]) for when in ("before", "after"))]
+            [_words(shift), *(_p(row[when]) for when in ("before", "after"))]
             for shift, row in found["accuracy"].items()
         ]
         parts += [
-            "<h3>Adaptation to a private stream</h3>",
-            f"<p>{found['images']} unlabelled images, each in one noisy update: epsilon {found['epsilon']:.6g} at "
-            f"delta {found['delta']:g}.</p>",
+            _tag("h3", "Adaptation to a private stream"),
+            _tag(
+                "p",
+                f"{found['images']} unlabelled images, each in one noisy update: epsilon {found['epsilon']:.6g} at "
+                f"delta {found['delta']:g}.",
+            ),
             _table(["shift", "accuracy before", "after"], rows),
             life.figure("adapt", "stream.png", "Accuracy over the stream."),
         ]
+    if found := life.result("split"):
+        parts += [
+            _tag("h3", "A client's upload"),
+            _tag(
+                "p",
+                f"{found['images']} images, each as {found['directions']} bounded, noisy numbers and a noisy label, "
+                f"once: epsilon {found['epsilon']:.6g} at delta {found['delta']:g}, in {found['bytes']} bytes. The "
+                "numbers are coordinates of the public backbone's outputs. Whatever a server makes of them costs no "
+                "more privacy.",
+            ),
+        ]
     if found := life.result("deploy"):
         rows = [
-            [_t(_words(shift)), *(f"{row[when]:.3f}" for when in ("before", "after"))]
+            [_words(shift), *(f"{row[when]:.3f}" for when in ("before", "after"))]
             for shift, row in found["ece"].items()
         ]
         parts += [
-            "<h3>The model in use</h3>",
-            "<p>The adapted parameters with recalibrated confidences: ECE against that of the fine-tuned model.</p>",
+            _tag("h3", "The model in use"),
+            _tag(
+                "p", "The adapted parameters with recalibrated confidences: ECE against that of the fine-tuned model."
+            ),
             _table(["shift", "ECE before", "after"], rows),
         ]
     if found := life.result("predict"):
         parts += [
-            "<h3>Certified private answers</h3>",
-            f"<p>{found['queries']} answers, pure epsilon {found['epsilon_per_query']:.4g} each and "
-            f"{found['epsilon']:.6g} together at delta {found['delta']:g}: {_p(found['accuracy'])} of them right. They "
-            "come from a linear model on the public backbone's outputs, trained without noise together with bounds on "
-            "what any change of k training images could have made of it; where no such change alters an answer, little "
-            "noise is enough. Bounds for the fine-tuned network itself would be far too loose to be of use.</p>",
+            _tag("h3", "Certified private answers"),
+            _tag(
+                "p",
+                f"{found['queries']} answers, pure epsilon {found['epsilon_per_query']:.4g} each and "
+                f"{found['epsilon']:.6g} together at delta {found['delta']:g}: {_p(found['accuracy'])} of them right. "
+                "They come from a linear model on the public backbone's outputs, trained without noise together with "
+                "bounds on what any change of k training images could have made of it; where no such change alters an "
+                "answer, little noise is enough. Bounds for the fine-tuned network itself would be far too loose to be "
+                "of use.",
+            ),
         ]
     return parts
 
@@ -412,23 +552,40 @@ def _unprotected(life: _Life) -> list[str]:
     open_spends = sum(len(entry["open"]) for entry in life.accounts)
     if open_spends:
         items.append(f"{open_spends} payment(s) for releases that did not finish: they count in full.")
-    return [_list(map(_t, items))]
+    return [_list(items)]
 
 
 def _stages(life: _Life) -> list[str]:
-    rows = [[_t(name), _t(state["status"]), _t(state["message"])] for name, state in life.stages.items()]
-    config = _t(json.dumps(life.config, indent=1))
+    rows = [[name, state["status"], state["message"]] for name, state in life.stages.items()]
+    config = _tag("pre", json.dumps(life.config, indent=1))
     return [
         _table(["stage", "state", ""], rows),
-        f"<details><summary>The config</summary><pre>{config}</pre></details>",
+        _tag("details", _tag("summary", "The config"), config),
     ]
 
 
 # --- HTML -----------------------------------------------------------------------------------------------------------
 
 
-def _t(value: Any) -> str:
-    return html.escape(str(value), quote=False)
+class _Html(str):
+    """Markup, which is not escaped again. What is put together of it and of text is text once more."""
+
+
+def _t(value: Any) -> _Html:
+    return value if isinstance(value, _Html) else _Html(html.escape(str(value), quote=False))
+
+
+def _tag(name: str, *parts: Any) -> _Html:
+    return _Html(f"<{name}>{''.join(map(_t, parts))}</{name}>")
+
+
+def _small(text: str) -> _Html:
+    return _Html(f'<p class="small">{_t(text)}</p>')
+
+
+def _bar(share: float) -> _Html:
+    # An attribute of SVG, since the policy of the page refuses style attributes.
+    return _Html(f'<svg class="bar"><rect width="{100 * share:.1f}%" height="100%"></rect></svg>')
 
 
 def _p(value: float) -> str:
@@ -445,19 +602,18 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _section(title: str, *parts: str) -> str:
-    return f"<section>\n<h2>{_t(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
+def _section(title: str, *parts: str) -> _Html:
+    return _Html(f"<section>\n<h2>{_t(title)}</h2>\n" + "\n".join(map(_t, parts)) + "\n</section>")
 
 
-def _list(items: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>"
+def _list(items: Iterable[str]) -> _Html:
+    return _tag("ul", *(_tag("li", item) for item in items))
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    head = "".join(f"<th>{_t(heading)}</th>" for heading in headings)
-    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+def _table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> _Html:
+    head = _tag("thead", _tag("tr", *(_tag("th", heading) for heading in headings)))
+    body = "\n".join(_tag("tr", *(_tag("td", cell) for cell in row)) for row in rows)
+    return _Html(f'<div class="wide"><table>\n{head}\n<tbody>\n{body}\n</tbody>\n</table></div>')
 
 
 _STYLE = """
@@ -473,7 +629,7 @@ th, td { text-align: left; vertical-align: top; padding: .35rem .7rem .35rem 0; 
 th { color: #666; font-weight: 600; }
 .bar { width: 7rem; height: .8rem; margin-top: .3rem; background: #e6e6e6; print-color-adjust: exact;
   -webkit-print-color-adjust: exact; }
-.bar div { height: 100%; background: #0072b2; }
+.bar rect { fill: #0072b2; }
 figure { margin: 1.2rem 0; break-inside: avoid; }
 img { max-width: min(100%, 44rem); }
 figcaption { color: #666; font-size: .9rem; }

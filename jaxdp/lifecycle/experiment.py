@@ -15,14 +15,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxdp.files import write_json
 from jaxdp.lifecycle import cache, document, parts
 from jaxdp.lifecycle.stages import STAGES, accounts
 from jaxdp.privacy import BudgetExceeded, DpEvent, Hold, Ledger
-from jaxdp.release import alone, write_json
+from jaxdp.release import alone, check_numbers
 from jaxdp.version import __version__
 
 # What only the owners of private images may read.
-_PRIVATE = {"private", "sources", "stream"}
+_PRIVATE = {"private", "sources", "stream", "client"}
 
 
 class Interrupted(KeyboardInterrupt):
@@ -62,10 +63,11 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       Interrupted: by Ctrl-C. The ledger counts what was reserved; another call goes on.
     """
     root = pathlib.Path(workdir)
+    check_numbers(config)
     data = parts.load(config.data)
     with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
         for name, terms in accounts(config).items():
-            ledger.register(name, **terms)
+            ledger.register(name, records=data.records(name), **terms)
         cache.settle(root, ledger, data.private.name)
         plan = _Plan(config, data, root)
         states = {stage.name: {"status": "waiting", "message": "not run yet", "folder": ""} for stage in STAGES}

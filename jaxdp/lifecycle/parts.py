@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdp import data
 
-PARTS = ("public", "private", "sources", "stream", "test")
+PARTS = ("public", "private", "sources", "stream", "client", "test")
 
 
 class Parts(NamedTuple):
@@ -20,6 +20,7 @@ class Parts(NamedTuple):
       private: the training set, "<name>/private" in the ledger.
       sources: the hospitals that recalibrate, "hospital 0", ... in the ledger; their images are under one shift.
       stream: images that come while the model is in use, "stream" in the ledger, by the shift that they are under.
+      client: images whose owner uploads noisy representations of them, "clinic" in the ledger.
       test: held out and public, which every figure of quality is measured on.
       source_test: the test images by the shift of the sources.
       stream_test: the test images by each shift of the stream.
@@ -29,9 +30,16 @@ class Parts(NamedTuple):
     private: data.Source
     sources: tuple[data.Source, ...]
     stream: dict[str, data.Source]
+    client: data.Source
     test: data.Source
     source_test: dict[str, data.Source]
     stream_test: dict[str, data.Source]
+
+    def records(self, account: str) -> int:
+        """The public number of images behind an account of the ledger."""
+        if account == "stream":
+            return sum(len(images) for images in self.stream.values())
+        return {source.name: len(source) for source in (self.private, self.client, *self.sources)}[account]
 
     def fingerprints(self, name: str) -> list[str]:
         """Of the records of one of the attributes, with their names. Of private data: to be kept beside the data."""
@@ -52,7 +60,7 @@ def load(config: Any) -> Parts:
       FileNotFoundError: the data is not there; the message says how to get it.
       ValueError: the parts do not fit the data, or two of them share a record.
     """
-    public, private, held, arriving, test = _parts(config).values()
+    public, private, held, arriving, client, test = _parts(config).values()
     side, _, channels = private.arrays["image"].shape[1:]
     shifts = tuple(config.stream_shifts)
     if not 1 <= config.sources <= len(held) or not 1 <= len(shifts) <= len(arriving):
@@ -68,6 +76,7 @@ def load(config: Any) -> Parts:
         private=dataclasses.replace(private, name=f"{config.name}/private"),
         sources=tuple(corrupted(images, config.source_shift, name=name) for name, images in hospitals.items()),
         stream={shift: corrupted(images, shift, name="stream") for shift, images in stream.items()},
+        client=dataclasses.replace(client, name="clinic"),
         test=test,
         source_test={config.source_shift: corrupted(test, config.source_shift)},
         stream_test={shift: corrupted(test, shift) for shift in shifts},

@@ -6,7 +6,6 @@ file. The table is complete: a tensor that is missing, superfluous or of another
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxdp.files import Limits, check_finite, read_json, read_npz
 from jaxdp.models.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -27,7 +27,9 @@ from jaxdp.models.preprocessing import (
     from_hugging_face,
     from_timm,
 )
+from jaxdp.models.pretrained import load_tensors
 
+_REMEDY = "Get it from its publisher again."
 Tensors = Mapping[str, np.ndarray]
 # For each leaf of a module of ours: how its name ends in the file, and how the array there becomes ours.
 Leaves = Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]
@@ -318,6 +320,7 @@ def load_checkpoint(
     model: nn.Module,
     naming: str = "auto",
     preprocessing: Preprocessing | None = None,
+    limits: Limits | None = None,
 ) -> Pretrained:
     """Reads a public checkpoint into a model of this package.
 
@@ -336,6 +339,7 @@ def load_checkpoint(
       preprocessing: normalisation and size the checkpoint was trained with. None takes what the file says: augreg
         files are normalised by 0.5, others have Hugging Face's preprocessor_config.json or timm's config.json beside
         them.
+      limits: on the bytes of its arrays; `Limits()` by default.
 
     Returns:
       Model, parameters, preprocessing and constants.
@@ -345,35 +349,36 @@ def load_checkpoint(
       ValueError: if its format or naming is unknown; if tensors are missing, superfluous or of another shape (all are
         listed), images of another size than the position embeddings are for included (no interpolation); if the
         model's attributes or the given normalisation contradict what the file says; if nothing says what the
-        normalisation is.
+        normalisation is; if the file is damaged, exceeds a limit, or has a value that is NaN or infinite.
     """
     path = Path(path)
-    tensors = _read(path)
-    naming = _recognise(naming, tensors)
-    _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
-    preprocessing = _choose(preprocessing, path, naming, tensors)
-    variables = _translate(naming, tensors, model, preprocessing)
+    tensors = _read(path, limits)
+    try:
+        naming = _recognise(naming, tensors)
+        _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
+        preprocessing = _choose(preprocessing, path, naming, tensors)
+        variables = _translate(naming, tensors, model, preprocessing)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return Pretrained(model, variables.pop("params"), preprocessing, constants=variables)
 
 
-def _read(path: Path) -> Tensors:
+def _read(path: Path, limits: Limits | None) -> Tensors:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)!r}")
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
+        tensors = read_npz(path, remedy=_REMEDY, limits=limits)
+        check_finite(tensors, path, _REMEDY)
+        return tensors
     if path.suffix == ".safetensors":
-        from safetensors.flax import load_file
-
-        # Through JAX, since NumPy alone has no bfloat16.
-        return {name: np.asarray(array) for name, array in load_file(os.fspath(path)).items()}
+        return {name: np.asarray(x) for name, x in load_tensors(path, remedy=_REMEDY, limits=limits).items()}
     raise ValueError(
         f"path must end in .safetensors or .npz, got {path.name!r}; convert other formats, which are pickles"
     )
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(path, remedy=_REMEDY) if path.exists() else {}
 
 
 def _recognise(naming: str, tensors: Tensors) -> str:
@@ -409,7 +414,7 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
 
 
 def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
-    """What the files say; raises KeyError or ValueError where they say something unusual."""
+    """What the files say; raises an error of some kind where they say something unusual."""
     timm = _read_json(path.with_name("config.json")).get("pretrained_cfg")
     hugging_face = _read_json(path.with_name("preprocessor_config.json"))
     if timm:
@@ -427,7 +432,7 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
     """What the caller gives, as long as it does not contradict the checkpoint; else what the checkpoint states."""
     try:
         stated = _stated_preprocessing(path, naming, tensors)
-    except (KeyError, ValueError) as error:
+    except Exception as error:
         if given is None:
             raise ValueError(f"preprocessing must be given, since what is beside {path.name!r} says {error}") from error
         stated = None

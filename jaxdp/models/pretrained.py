@@ -1,11 +1,14 @@
 """Parameters on disk (safetensors, never pickle) and from a public backbone into a fresh model."""
 
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxdp.files import Limits, check_finite, understood, write_durably
 
 Params = Mapping[str, Any]
 
@@ -39,8 +42,8 @@ def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 def save_params(path: str | os.PathLike[str], params: Params) -> None:
     """Writes parameters to one safetensors file, each under its path such as "conv/kernel".
 
-    The file appears whole or not at all. Collections are just another level: {"params": ..., "batch_stats":
-    ...} works.
+    The file appears whole or not at all, and is on the disk when this returns. Collections are just another level:
+    {"params": ..., "batch_stats": ...} works.
 
     Args:
       path: the file.
@@ -49,29 +52,40 @@ def save_params(path: str | os.PathLike[str], params: Params) -> None:
     Raises:
       TypeError, ValueError: if params is not nested dicts of arrays with string keys without "/".
     """
-    from safetensors.flax import save_file
+    from safetensors.flax import save
 
     flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
-    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    try:
-        save_file(flat, temporary)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+    write_durably(pathlib.Path(path), save(flat))
 
 
-def load_params(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_params(path: str | os.PathLike[str], *, limits: Limits | None = None) -> dict[str, Any]:
     """Reads a safetensors file as nested dicts of JAX arrays; names are split at "/".
+
+    Args:
+      path: the file.
+      limits: on its bytes; `Limits()` by default.
 
     Raises:
       FileNotFoundError: if there is no such file.
+      ValueError: if it is damaged or larger than the limit, or a value is NaN or infinite.
     """
-    from safetensors.flax import load_file
-
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no parameter file at {os.fspath(path)!r}")
-    return _unflatten(load_file(os.fspath(path)))
+    remedy = "Restore it from a copy, or have whoever made it make it again."
+    tensors = load_tensors(path, remedy=remedy, limits=limits)
+    with understood(path, remedy):
+        return _unflatten(tensors)
+
+
+def load_tensors(path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None) -> dict[str, jax.Array]:
+    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats; errors as `load_params`."""
+    from safetensors.flax import load_file
+
+    with understood(path, remedy):
+        (limits or Limits()).check("bytes", os.path.getsize(path), os.fspath(path))
+        tensors = load_file(os.fspath(path))
+    check_finite(tensors, path, remedy)
+    return tensors
 
 
 def merge_pretrained(params: Params, pretrained: Params, *, exclude: Sequence[str] = ("head",)) -> dict[str, Any]:

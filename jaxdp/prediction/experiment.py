@@ -22,9 +22,10 @@ import numpy as np
 import optax
 
 from jaxdp import data, models
+from jaxdp.files import read_npz, write_durably, write_json
 from jaxdp.prediction import agt, ensembles, mechanisms, private, tasks
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
-from jaxdp.release import Release, Till, alone, bind, derive, finished_result, stream, write_json
+from jaxdp.release import Release, Till, alone, bind, derive, finished_result, stream
 from jaxdp.report import format_table, plot_curves
 from jaxdp.transforms import losses, noise
 from jaxdp.transforms.clipping import clipped_grad
@@ -61,8 +62,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     task = tasks.load(config.data)
     model = _Model.of(config.model, task)
     _check(config, task)
-    with alone(root):
-        bind(config, root)
+    with alone(root), bind(config, root):
         print(
             f"{config.training.records} private records ({task.train.name}), {len(task.test)} test inputs "
             f"({task.test.name}). Features: {task.provenance}.",
@@ -187,7 +187,7 @@ def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> di
     # The release: Q answers and the student that learns from them.
     asked = _choose(len(test["label"]), plan.queries, seed=config.query_seed)
     queries = test["features"][asked]
-    with _ledger(root / "ledger.sqlite", dataset, plan) as ledger:
+    with _ledger(root / "ledger.sqlite", task.train, plan) as ledger:
         if not (root / "answers.npz").exists():
             account = ledger.account(dataset, label="answers")
             given = private.private_predict(
@@ -195,7 +195,7 @@ def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> di
             )
             _write_answers(root / "answers.npz", asked, given)
         epsilon = ledger.epsilon(dataset, delta=plan.delta)
-    answers = np.load(root / "answers.npz")["answers"]
+    answers = read_npz(root / "answers.npz", ["answers"])["answers"]
     student = _student(config, model, queries, answers)
     models.save_params(root / "student.safetensors", student)
     if task.network is not None:
@@ -214,7 +214,7 @@ def _run(config: Any, task: tasks.Task, model: _Model, root: pathlib.Path) -> di
         },
     }
     if config.references:
-        with _ledger(root / "references" / "ledger.sqlite", dataset, None) as apart:
+        with _ledger(root / "references" / "ledger.sqlite", task.train, None) as apart:
             result |= _compare(config, task, model, bounds, apart.account(dataset), root)
     return result
 
@@ -569,15 +569,13 @@ def _choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     return np.sort(np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen])
 
 
-def _ledger(path: pathlib.Path, dataset: str, budget: Any) -> Ledger:
+def _ledger(path: pathlib.Path, train: data.Source, budget: Any) -> Ledger:
     path.parent.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(path)
     terms = {} if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta}
-    ledger.register(dataset, adjacency="add_remove", unit="example", **terms)
+    ledger.register(train.name, adjacency="add_remove", unit="example", records=len(train), **terms)
     return ledger
 
 
 def _write_answers(path: pathlib.Path, rows: np.ndarray, answers: np.ndarray) -> None:
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, rows=rows, answers=answers)
-    os.replace(temporary, path)
+    write_durably(path, lambda file: np.savez(file, rows=rows, answers=answers))

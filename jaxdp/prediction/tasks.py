@@ -25,6 +25,7 @@ import optax
 
 from jaxdp import data
 from jaxdp.data import sources
+from jaxdp.files import Limits, read_npz
 from jaxdp.transforms import losses
 
 _BATCH = 500  # images that go through the frozen network at a time
@@ -240,7 +241,7 @@ def _image_splits(config: Any) -> tuple[_Labelled, _Labelled, _Labelled, int, st
     elif config.source == "npz":
         wanted = (config.public_split, config.private_split, config.test_split)
         keys = [f"{split}_{what}" for split in wanted for what in ("images", "labels")]
-        arrays = [*_read_npz(config.path, keys, "as MedMNIST distributes it").values()]
+        arrays = [*_read_npz(config, config.path, keys, "as MedMNIST distributes it").values()]
         splits = [
             (_all(data.from_arrays(image=image, label=label.reshape(-1), num_classes=config.num_classes)))
             for image, label in zip(arrays[::2], arrays[1::2], strict=True)
@@ -372,7 +373,10 @@ def text(config: Any) -> Task:
     2002 mark such words). The linear map is fitted to the weighted word vectors under the public word counts.
     """
     words, vectors, counts = _read_npz(
-        config.word_vectors, ["words", "vectors", "counts"], "public word vectors, most frequent words first or not"
+        config,
+        config.word_vectors,
+        ["words", "vectors", "counts"],
+        "public word vectors, most frequent words first or not",
     ).values()
     frequency = counts.astype(np.float64) / counts.sum()
     table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
@@ -444,7 +448,7 @@ def embeddings(config: Any) -> Task:
     test_labels, and public_features [m, d]: embeddings of public texts of the kind, without labels.
     """
     keys = ["train_features", "train_labels", "test_features", "test_labels", "public_features"]
-    arrays = _read_npz(config.path, keys, "embeddings of texts")
+    arrays = _read_npz(config, config.path, keys, "embeddings of texts")
     project = _fit(config, arrays["public_features"])
     return _task(
         (project(arrays["train_features"]), arrays["train_labels"].reshape(-1)),
@@ -455,15 +459,16 @@ def embeddings(config: Any) -> Task:
     )
 
 
-def _read_npz(path: str, keys: Sequence[str], what: str) -> dict[str, np.ndarray]:
-    """Returns the arrays `keys` of a file, in this order."""
+def _read_npz(config: Any, path: str, keys: Sequence[str], what: str) -> dict[str, np.ndarray]:
+    """Returns the arrays `keys` of a file, in this order; a field `limits` of the config may change `Limits`."""
     if not path or not os.path.exists(path):
         raise FileNotFoundError(
             f"there is no file at {path!r}; it should be an .npz file ({what}) with the arrays {', '.join(keys)}. "
             "Give its path with --config.data..., or run configs/predict/digits.py, which needs no file."
         )
-    with np.load(path, allow_pickle=False) as file:
-        missing = [key for key in keys if key not in file.files]
-        if missing:
-            raise ValueError(f"{path} has no array {', '.join(missing)}; it should hold {', '.join(keys)} ({what}).")
-        return {key: file[key] for key in keys}
+    return read_npz(
+        path,
+        keys,
+        remedy=f"It should hold {', '.join(keys)} ({what}); make it again.",
+        limits=Limits(**config.get("limits", {})),
+    )

@@ -19,10 +19,11 @@ import numpy as np
 import optax
 
 from jaxdp import data, models
+from jaxdp.files import write_json
 from jaxdp.models.robustness import parameter_robustness, robust_accuracy
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
 from jaxdp.pretrain.loop import Plan, fit
-from jaxdp.release import bind, finished_result, write_json
+from jaxdp.release import bind, finished_result
 from jaxdp.report import format_table, plot_panels, read_metrics
 from jaxdp.transforms import losses
 from jaxdp.version import __version__
@@ -60,9 +61,9 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     task = _Task.of(config)
     trainer, plan = _trainer(config, task), _plan(config, task)
     plan.check_microbatches(trainer)
-    bind(config, root)
-    print(f"{config.method.name}: {task.describe()}", flush=True)
-    state = _train(config, task, trainer, plan, root / "training")
+    with bind(config, root):
+        print(f"{config.method.name}: {task.describe()}", flush=True)
+        state = _train(config, task, trainer, plan, root / "training")
     models.save_params(root / "params.safetensors", state.params)
     result = _measure(config, task, state, root)
     _figure(result, root / "robustness.png")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from jaxdp.data import FixedBatchSampler, Source
+from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
-from jaxdp.release import alone, derive, stream, write_json
+from jaxdp.release import Checkpoints, alone, derive, stream
 from jaxdp.report import MetricsWriter
 
 
@@ -185,7 +185,7 @@ class _Run:
     """What a run keeps on disk, if it has a workdir: what it is, checkpoints, metrics."""
 
     def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Plan, source: Source):
-        self._manager: Any = None
+        self._checkpoints: Checkpoints | None = None
         self._opened = contextlib.ExitStack()
         if workdir is None:
             return
@@ -196,8 +196,6 @@ class _Run:
     def _open(
         self, root: pathlib.Path, opened: contextlib.ExitStack, trainer: SharpnessTrainer, plan: Plan, source: Source
     ) -> None:
-        import orbax.checkpoint as ocp
-
         opened.enter_context(alone(root))
         options = ("gamma", "ascent_rate", "ascent_steps", "ball", "rule", "microbatch_size", "stateful")
         identity = {
@@ -207,18 +205,14 @@ class _Run:
             "data": source.fingerprint,
         }
         path = root / "run.json"
-        stored = json.loads(path.read_text()) if path.exists() else identity
+        stored = read_json(path, remedy="Restore it from a copy, or use a new workdir.") if path.exists() else identity
         if stored != identity:
             names = sorted(name for name in identity if stored.get(name) != identity[name])
             raise ValueError(f"{root} holds a run with another {', '.join(names)}; use a new workdir.")
         write_json(path, identity)
         self._steps = plan.steps
         self._metrics = opened.enter_context(MetricsWriter(root / "metrics.jsonl"))
-        self._manager = ocp.CheckpointManager(
-            (root / "checkpoints").absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False),
-        )
-        opened.callback(self._manager.close)
+        self._checkpoints = opened.enter_context(contextlib.closing(Checkpoints(root, keep=1)))
 
     def __enter__(self) -> "_Run":
         return self
@@ -228,26 +222,20 @@ class _Run:
 
     def restore(self, state: SharpnessState, copied: Any) -> tuple[SharpnessState, int]:
         """The newest checkpoint, placed as `copied` says, or `state`; and the number of steps done."""
-        if self._manager is None:
+        if self._checkpoints is None:
             return state, 0
-        import orbax.checkpoint as ocp
-
-        step = self._manager.latest_step() or 0
+        saved, step = self._checkpoints.restore(state._asdict())
         if step > self._steps:
             raise ValueError(f"workdir holds a run of {step} steps, more than steps={self._steps}; use a new workdir.")
         self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
         if not step:
             return state, 0
-        saved = self._manager.restore(step, args=ocp.args.StandardRestore(state._asdict()))
-        # To the host and back: Orbax binds arrays to a device, and the steps would compile anew.
-        return SharpnessState(**jax.device_put(jax.device_get(saved), copied)), step
+        return SharpnessState(**jax.device_put(saved, copied)), step
 
     def save(self, step: int, rows: list[dict[str, Any]], state: SharpnessState) -> None:
         """Makes metrics and state after `step` steps durable."""
-        if self._manager is None:
+        if self._checkpoints is None:
             return
-        import orbax.checkpoint as ocp
-
         for number, row in enumerate(rows, step + 1 - len(rows)):
             self._metrics.write(number, **row)
-        self._manager.save(step, args=ocp.args.StandardSave(state._asdict()))
+        self._checkpoints.save(step, state._asdict())

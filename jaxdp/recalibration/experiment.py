@@ -7,7 +7,6 @@ Tables 1 and 4, Figures 1 to 3.
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Source
 from jaxdp.data.shifts import CLEAN, clean_images, shifted_images
+from jaxdp.files import read_json, read_npz, write_durably, write_json
 from jaxdp.models import Pretrained
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import Ledger
@@ -40,7 +40,7 @@ from jaxdp.recalibration.protocol import Method, Records, noise_scale
 from jaxdp.recalibration.protocol import Source as Party
 from jaxdp.recalibration.recalibrate import none, recalibrate
 from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
-from jaxdp.release import alone, bind, finished_result, stream, write_json
+from jaxdp.release import alone, bind, finished_result, stream
 from jaxdp.report import format_table, plot_panels, plot_reliability
 
 _KINDS: Mapping[str, Any] = {
@@ -90,8 +90,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     prepare = model.preprocessing.prepare
     images = len(shifted_images(config.data, plan.shifts[0], prepare))
     order = Order.draw(config.sweep.seed, records=images, trials=plan.trials, settings=plan.settings)
-    with alone(root):
-        bind(config, root)
+    with alone(root), bind(config, root):
         print(plan.describe(images), flush=True)
         if not config.model.checkpoint:
             model = trained(model, clean_images(config.data, prepare), config.train, root / "source.safetensors")
@@ -162,8 +161,6 @@ class _Plan:
         _named("figures.reliability_methods", self.example[1], askable)
         if not 1 <= len(self.example[1]) <= 3:
             raise ValueError(f"config.figures.reliability_methods must be one to three, got {len(self.example[1])}.")
-        if self.trials < 1:
-            raise ValueError(f"config.sweep.trials must be at least 1, got {self.trials!r}.")
         for name, setting in itertools.product(askable, self.settings):
             self.scale(name, setting.epsilon, config.model.num_classes)
 
@@ -249,10 +246,7 @@ def _keep_logits(config: Any, model: Pretrained, shift: str, root: pathlib.Path)
         raise ValueError(f"the classifier has logits that are not finite, {shift}; train or choose another one.")
     labels = images.arrays["label"] if images.rows is None else images.arrays["label"][images.rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        np.savez(file, logits=logits, labels=labels)
-    os.replace(temporary, path)
+    write_durably(path, lambda file: np.savez(file, logits=logits, labels=labels))
 
 
 def _batches(config: Any, images: Source) -> Iterator[Mapping[str, np.ndarray]]:
@@ -262,8 +256,8 @@ def _batches(config: Any, images: Source) -> Iterator[Mapping[str, np.ndarray]]:
 
 
 def _records(root: pathlib.Path, shift: str) -> Records:
-    with np.load(_file(root / "logits", shift, ".npz")) as file:
-        return Records(jnp.asarray(file["logits"]), jnp.asarray(file["labels"]))
+    found = read_npz(_file(root / "logits", shift, ".npz"), ["logits", "labels"])
+    return Records(jnp.asarray(found["logits"]), jnp.asarray(found["labels"]))
 
 
 def _file(folder: pathlib.Path, name: str, suffix: str) -> pathlib.Path:
@@ -301,7 +295,7 @@ def _example(plan: _Plan, order: Order, root: pathlib.Path) -> dict[str, Any]:
     """The first trial at the centre as real sources that pay, judged on the records that are nobody's."""
     path = root / "example.json"
     if path.exists():
-        return json.loads(path.read_text())
+        return read_json(path)
     shift, names = plan.example
     records, (count, size, epsilon) = _records(root, shift), plan.centre
     rows = np.asarray(order.rows[0])[: count * size]
@@ -313,7 +307,8 @@ def _example(plan: _Plan, order: Order, root: pathlib.Path) -> dict[str, Any]:
     with Ledger(root / "ledger.sqlite") as ledger:
         sources = []
         for i, owned in enumerate(np.split(rows, count)):
-            ledger.register(f"source {i}", adjacency=plan.adjacency, unit="example", delta=0.0)
+            terms: Any = {"adjacency": plan.adjacency, "unit": "example", "records": len(owned), "delta": 0.0}
+            ledger.register(f"source {i}", **terms)
             sources.append(Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
         for name in names:
             method: Any = plan.methods[name]
@@ -347,7 +342,7 @@ def _result(plan: _Plan, images: int, example: Mapping[str, Any], root: pathlib.
         "settings": {part: [list(s) for s in points] for part, points in plan.parts.items() if part != _NO_PRIVACY},
         "accuracy": accuracy,
         "cells": {
-            shift: {name: json.loads(_file(root / "sweep" / shift, name, ".json").read_text()) for name in plan.methods}
+            shift: {name: read_json(_file(root / "sweep" / shift, name, ".json")) for name in plan.methods}
             for shift in plan.shifts
         },
         "costs": [_cost(plan, name, method, classes) for name, method in plan.methods.items()],

@@ -147,7 +147,7 @@ def recalibrate(
 
     def compute(secret: bytes) -> dict[str, Any]:
         found = converse(method, parties, stream(secret, "recalibration"), epsilon=epsilon, adjacency=adjacency)
-        return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(found))}
+        return {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(found))}
 
     what = Release(
         label=type(method).__name__,
@@ -205,7 +205,7 @@ def converse(method: Method, parties: Sequence[Source], key: jax.Array, *, epsil
     """Returns the parameters that a method finds, without a payment: what `recalibrate` releases and audits attack."""
     num_classes = parties[0].logits.shape[1]
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
-    return jax.tree.map(np.asarray, _play(*_inputs(method, parties, key, scale)))
+    return _play(*_inputs(method, parties, key, scale))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

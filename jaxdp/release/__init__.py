@@ -1,26 +1,22 @@
 """The till: one protocol by which everything private is released, and what it rests on."""
 
+from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
-from jaxdp.release.till import Payment, Release, Till, load_arrays, notes, release, settle
-from jaxdp.release.workdir import (
-    alone,
-    bind,
-    check_same_config,
-    finished_result,
-    locked,
-    sync_folder,
-    write_durably,
-    write_json,
-)
+from jaxdp.release.settings import check_numbers
+from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, release, settle
+from jaxdp.release.workdir import alone, bind, check_same_config, finished_result, locked
 
 __all__ = [
+    "Checkpoints",
     "Payment",
     "Release",
     "Till",
     "alone",
     "bind",
+    "check_history",
+    "check_numbers",
     "check_same_config",
     "claim",
     "derive",
@@ -34,7 +30,4 @@ __all__ = [
     "release",
     "settle",
     "stream",
-    "sync_folder",
-    "write_durably",
-    "write_json",
 ]

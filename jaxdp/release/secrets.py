@@ -4,7 +4,7 @@ import contextlib
 import hmac
 import pathlib
 
-from jaxdp.release.workdir import sync_folder, write_durably
+from jaxdp.files import sync_folder, write_durably
 from jaxdp.transforms.noise import new_seed, stream
 
 __all__ = ["FILE", "check_seed", "derive", "forget", "new_seed", "stored", "stream"]

@@ -3,25 +3,32 @@
 import contextlib
 import fcntl
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxdp.files import read_json, understood, write_json
+from jaxdp.release.settings import check_numbers
+
+_LOCK = "lock"
+_REMEDY = "Restore it from a copy, or use a new workdir."
+
 
 def check_same_config(config: Any, path: pathlib.Path) -> None:
-    """Refuses to mix two experiments in one workdir.
+    """Refuses a config with a mistake in its numbers, and to mix two experiments in one workdir.
 
     Args:
         config: an `ml_collections.ConfigDict`.
         path: where the config of the workdir's experiment is, if it has one yet.
 
     Raises:
-        ValueError: the two differ; the message names the fields.
+        ValueError: a number is out of its range (`check_numbers`); the two differ, and the message names the fields;
+            or the file is damaged.
     """
+    check_numbers(config)
     if not path.exists():
         return
-    stored, given = _flat(json.loads(path.read_text())), _flat(json.loads(config.to_json()))
+    stored, given = _flat(read_json(path, remedy=_REMEDY)), _flat(json.loads(config.to_json()))
     if stored != given:
         names = sorted(name for name in {*stored, *given} if stored.get(name) != given.get(name))
         raise ValueError(f"{path.parent} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
@@ -36,49 +43,35 @@ def finished_result(config: Any, root: pathlib.Path, summary: Callable[[Any], st
         summary: of a result, for the terminal.
 
     Raises:
-        ValueError: the workdir belongs to an experiment with another config.
+        ValueError: as `check_same_config`, or the result is damaged.
     """
     check_same_config(config, root / "config.json")
-    if not (root / "result.json").exists():
+    path = root / "result.json"
+    if not path.exists():
         return None
-    result = json.loads((root / "result.json").read_text())
-    print(f"{root} holds a finished run: nothing to do.\n\n{summary(result)}")
+    remedy = "Delete it: the command then makes it again from what else the workdir keeps, which costs nothing twice."
+    result = read_json(path, remedy=remedy)
+    with understood(path, remedy):
+        text = summary(result)
+    print(f"{root} holds a finished run: nothing to do.\n\n{text}")
     return result
 
 
-def bind(config: Any, root: pathlib.Path) -> None:
-    """Makes a workdir that of an experiment: once the config is checked, since a mistake in it could not be mended."""
-    write_json(root / "config.json", json.loads(config.to_json()))
+@contextlib.contextmanager
+def bind(config: Any, root: pathlib.Path) -> Iterator[None]:
+    """Makes a workdir that of an experiment, for the body; it stays so, unless the body fails before it makes a file.
 
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes `value` as indented JSON, making the folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
-
-
-def write_durably(path: pathlib.Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Puts a whole new file in the place of `path`, on the disk when this returns; `mode` is as `os.open` takes it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # of a process that died; it may have another mode
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes new and deleted names in a folder durable, where the system has such a thing."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    So a mistake that is found late, such as a model that does not fit the images, can be mended in the same workdir.
+    """
+    path = root / "config.json"
+    fresh = not path.exists()
+    write_json(path, json.loads(config.to_json()))
+    try:
+        yield
+    except BaseException:
+        if fresh and not any(other.is_file() for other in root.rglob("*") if other not in (path, root / _LOCK)):
+            path.unlink()
+        raise
 
 
 @contextlib.contextmanager
@@ -107,7 +100,7 @@ def alone(workdir: pathlib.Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(workdir / "lock"))
+            stack.enter_context(locked(workdir / _LOCK))
         except BlockingIOError as error:
             raise ValueError(f"another process is running in {workdir}; wait for it or use a new workdir.") from error
         yield

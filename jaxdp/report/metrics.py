@@ -16,6 +16,8 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from jaxdp.files import sync_folder, write_durably
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -46,6 +48,8 @@ class MetricsWriter:
         whole = sum(len(line) for line, _ in _lines(self.path))
         self._file = self._open()
         self._file.truncate(whole)
+        if fsync:
+            sync_folder(self.path.parent)
 
     def write(self, step: int, /, **metrics: Any) -> None:
         """Append one line.
@@ -80,13 +84,8 @@ class MetricsWriter:
         kept = [line for line, record in lines if record["step"] <= step]
         if len(kept) == len(lines):
             return 0
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
         self._file.close()
-        os.replace(temporary, self.path)
+        write_durably(self.path, b"".join(kept))
         self._file = self._open()
         return len(lines) - len(kept)
 

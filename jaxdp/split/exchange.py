@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from jaxdp.files import Limits
 from jaxdp.models import Preprocessing
 from jaxdp.models.layers import gelu
 from jaxdp.models.swin import Swin
@@ -128,29 +129,37 @@ def send_frontend(folder: str | os.PathLike[str], shipment: Shipment) -> None:
         "clip_norm": shipment.clip_norm,
     }
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    _shipment(Package(fields, arrays))
+    _shipment(Package(fields, arrays), Limits())
     write_package(folder, "frontend", fields=fields, arrays=arrays)
 
 
-def receive_frontend(folder: str | os.PathLike[str]) -> Shipment:
+def receive_frontend(folder: str | os.PathLike[str], *, limits: Limits | None = None) -> Shipment:
     """Reads what `send_frontend` wrote.
+
+    Args:
+      folder: the package.
+      limits: on what it declares; `Limits()` by default. Nothing of the model is traced before they are checked.
 
     Raises:
       FileNotFoundError: there is no package, or a file of it is missing.
-      ValueError: it is damaged, or describes no frontend: an unknown model, attribute or activation, arrays that are
-        missing, superfluous, of another shape or dtype, scales that are not positive.
+      ValueError: it is damaged, exceeds a limit, or describes no frontend: an unknown model, attribute or activation,
+        arrays that are missing, superfluous, of another shape or dtype, scales that are not positive.
     """
+    limits = limits or Limits()
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    package = read_package(folder, "frontend", fields=fields, arrays=["output"])
-    return _understood(folder, _shipment, package)
+    package = read_package(folder, "frontend", fields=fields, arrays=["output"], limits=limits)
+    return _understood(folder, lambda p: _shipment(p, limits), package)
 
 
-def _shipment(package: Package) -> Shipment:
+def _shipment(package: Package, limits: Limits) -> Shipment:
     fields, arrays = package
-    backbone = Backbone(_read_model(fields["model"]), _read_preprocessing(fields["preprocessing"]), fields["cut"])
+    model = _read_model(fields["model"], limits)
+    backbone = Backbone(model, _read_preprocessing(fields["preprocessing"]), fields["cut"])
+    _check_declared(backbone, arrays, limits)
     bits, copies, n_patches, clip_norm = (fields[name] for name in ("bits", "copies", "n_patches", "clip_norm"))
     if type(bits) is not int or not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}")
+    limits.check("copies", copies if type(copies) is int else 0, "the frontend")
     (tokens, width), shapes, products = _frontend(backbone)
     check_augmentation(backbone, copies=copies, n_patches=n_patches)
     expected: dict[str, _Expected] = {"output": ((), np.float32)}
@@ -171,8 +180,8 @@ def _shipment(package: Package) -> Shipment:
         _check_positive("clip_norm", clip_norm)
     _check_arrays(arrays, expected)
     for name in scales:
-        if not (np.isfinite(arrays[name]).all() and (arrays[name] > 0).all()):
-            raise ValueError(f"scale {name!r} must be finite and positive, and is not")
+        if not (arrays[name] > 0).all():
+            raise ValueError(f"scale {name!r} must be positive, and is not")
 
     def under(prefix: str) -> dict[str, jax.Array]:
         return {name.removeprefix(prefix): jnp.asarray(x) for name, x in arrays.items() if name.startswith(prefix)}
@@ -183,6 +192,20 @@ def _shipment(package: Package) -> Shipment:
     projection = None if clip_norm is None else Projection(**under("projection/"))
     frontend = QuantizedFrontend(codes, of_codes, found, bits)
     return Shipment(backbone, frontend, copies, n_patches, projection, clip_norm)
+
+
+def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
+    """Refuses numbers that the arrays do not bear out, before the model is traced: that takes time for every block."""
+    limits.check("blocks", backbone.model.num_blocks, "the frontend")
+    codes = sum(name.startswith("codes/") for name in arrays)
+    if backbone.cut > codes:
+        raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes")
+    size, resize = backbone.preprocessing.size, backbone.preprocessing.resize or backbone.preprocessing.size
+    pixels = math.prod(resize) if isinstance(resize, tuple) else resize**2
+    limits.check("pixels", pixels, "the preprocessing of the frontend")
+    if isinstance(backbone.model, Swin):  # its masks are arrays of every token and the tokens of its window
+        side = size // backbone.model.patch_size
+        limits.check("pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend")
 
 
 @functools.lru_cache
@@ -245,7 +268,7 @@ def _told_model(model: Any) -> dict[str, Any]:
     return {"class": name, "attributes": {**attributes, "activation": activation}}
 
 
-def _read_model(described: Any) -> Any:
+def _read_model(described: Any, limits: Limits) -> Any:
     if not isinstance(described, dict) or set(described) != {"class", "attributes"}:
         raise ValueError("model must have the fields 'class' and 'attributes'")
     name, given = described["class"], described["attributes"]
@@ -256,6 +279,9 @@ def _read_model(described: Any) -> Any:
         wrong = sorted(set(given) ^ set(defaults)) if isinstance(given, dict) else [given]
         raise ValueError(f"attributes of {name} must be {', '.join(defaults)}; missing or unknown: {wrong}")
     values = {key: _read_attribute(key, value, defaults[key]) for key, value in given.items()}
+    for key, value in values.items():  # no width or side of a real model comes near; products of two stay exact
+        for number in value if isinstance(value, tuple) else (value,):
+            limits.check("pixels", number if type(number) is int else 0, f"the attribute {key!r} of the frontend")
     return _MODELS[name](num_classes=2, **values)
 
 
@@ -387,27 +413,34 @@ def send_upload(folder: str | os.PathLike[str], upload: Upload, shipment: Shipme
             arrays = upload.released._asdict()
     fields |= {"mode": mode_of(upload), "frontend": shipment.fingerprint}
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    _upload(Package(fields, arrays), shipment)
+    _upload(Package(fields, arrays), shipment, Limits())
     write_package(folder, "upload", fields=fields, arrays=arrays)
 
 
-def receive_upload(folder: str | os.PathLike[str], shipment: Shipment) -> Upload:
+def receive_upload(folder: str | os.PathLike[str], shipment: Shipment, *, limits: Limits | None = None) -> Upload:
     """Reads what `send_upload` wrote, for the same shipment.
+
+    Args:
+      folder: the package.
+      shipment: for which it was made.
+      limits: on what it declares; `Limits()` by default.
 
     Raises:
       FileNotFoundError: there is no package, or a file of it is missing.
-      ValueError: it is damaged, or does not fit the frontend.
+      ValueError: it is damaged, exceeds a limit, or does not fit the frontend.
     """
-    package = read_package(folder, "upload", fields=["frontend", "mode", "num_classes"])
-    return _understood(folder, lambda p: _upload(p, shipment), package)
+    limits = limits or Limits()
+    package = read_package(folder, "upload", fields=["frontend", "mode", "num_classes"], limits=limits)
+    return _understood(folder, lambda p: _upload(p, shipment, limits), package)
 
 
-def _upload(package: Package, shipment: Shipment) -> Upload:
+def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     fields, arrays = package
     _check_made_with(fields["frontend"], shipment)
     tokens, mode, num_classes = _frontend(shipment.backbone)[0], fields["mode"], fields["num_classes"]
     if type(num_classes) is not int or num_classes < 2:
         raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}")
+    limits.check("num_classes", num_classes, "the upload")
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     main, axis = {"published": ("copies", 1), "noise_once": ("representations", 0), "private": ("features", 0)}[mode]
@@ -425,8 +458,6 @@ def _upload(package: Package, shipment: Shipment) -> Upload:
         expected = {"features": ((count, k), np.float32), "labels": ((count,), np.int32)}
     _check_arrays(arrays, expected)
     shipment.check_count(count)
-    if not np.isfinite(arrays[main]).all():
-        raise ValueError(f"{main!r} must be finite, and has NaN or infinite entries")
     if mode == "published":
         return Uploaded(arrays["copies"], num_classes)  # type: ignore[arg-type]
     if mode == "noise_once":
@@ -557,9 +588,9 @@ def send_queries(folder: str | os.PathLike[str], representations: Any, shipment:
     write_package(folder, "queries", fields=fields, arrays=arrays)
 
 
-def receive_queries(folder: str | os.PathLike[str], shipment: Shipment) -> np.ndarray:
-    """Reads representations [m, T, D]; errors as `receive_upload`."""
-    package = read_package(folder, "queries", fields=["frontend"])
+def receive_queries(folder: str | os.PathLike[str], shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
+    """Reads finite representations [m, T, D]; arguments and errors as `receive_upload`."""
+    package = read_package(folder, "queries", fields=["frontend"], limits=limits)
     return _understood(folder, lambda p: _queries(p, shipment), package)
 
 
@@ -652,7 +683,7 @@ def _remove(folder: Path) -> None:
 def _understood(folder: Any, read: Callable[[Package], Any], package: Package) -> Any:
     try:
         return read(package)
-    except ValueError as error:
+    except Exception as error:  # whatever a model with such attributes raises when it is traced
         raise ValueError(f"{folder} is whole but of no use; its sender must make another one: {error}") from error
 
 
@@ -671,9 +702,6 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, _Expe
             raise ValueError(
                 f"array {name!r} must be {np.dtype(dtype)} of shape {shape}, got {array.dtype} {array.shape}"
             )
-    for name, array in arrays.items():
-        if name.startswith("projection/") and not np.isfinite(array).all():
-            raise ValueError(f"array {name!r} must be finite, and has NaN or infinite entries")
 
 
 def _check_positive(name: str, value: Any) -> None:

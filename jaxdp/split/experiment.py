@@ -5,9 +5,9 @@ Tables and figures are those of Wang et al. (CVPR 2025, arXiv:2503.00441), with 
 is the mean over draws of the client's images, with the standard error.
 """
 
+import contextlib
 import functools
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxdp.files import read_json, read_npz, write_durably, write_json
 from jaxdp.privacy import Account, Ledger
-from jaxdp.release import alone, bind, finished_result, write_json
+from jaxdp.release import alone, bind, finished_result
 from jaxdp.report import format_table, plot_curves, plot_images
 from jaxdp.split.study import ONCE, PUBLISHED, Study, Variant
 from jaxdp.split.tasks import Labelled, Task
@@ -93,10 +94,10 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
             "that no ledger pays for. A client with private images uses launch/split_client.py."
         )
     _check(config)
-    with alone(root):
+    with alone(root), contextlib.ExitStack() as bound:
         if (result := finished_result(config, root, _summary)) is not None:
             return result
-        bind(config, root)
+        bound.enter_context(bind(config, root))
         with Ledger(root / "ledger.sqlite") as ledger:
             result = _results(_Runs(Study(config, root), root, ledger))
         (root / "tables.md").write_text(_tables(config, result))
@@ -168,7 +169,7 @@ def _kept(path: pathlib.Path, make: Callable[[], Any]) -> Any:
     """What `path` holds, made first if it is not there yet."""
     if not path.exists():
         write_json(path, make())
-    return json.loads(path.read_text())
+    return read_json(path, kind=object)
 
 
 class _Runs:
@@ -231,7 +232,8 @@ class _Runs:
             found = reconstruct(few, seed)
             shown = np.linspace(0, len(few.images) - 1, _SHOWN).astype(int)
             path.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(path, truth=few.images[shown], **{name: r.images[shown] for name, r in found.items()})
+            arrays = {"truth": few.images[shown], **{name: r.images[shown] for name, r in found.items()}}
+            write_durably(path, lambda file: np.savez(file, **arrays))
             return {
                 name: {score: estimate._asdict() for score, estimate in r.summary().items()}
                 for name, r in found.items()
@@ -485,13 +487,14 @@ def _figures(config: Any, result: Mapping[str, Any], root: pathlib.Path) -> None
     rows: dict[str, Any] = {}
     notes: dict[str, str] = {}
     for upload, attackers in result["attacks"].items():
-        with np.load(root / "runs" / f"attack, {upload}.npz") as file:
-            rows.setdefault("truth", file["truth"])
-            for name in [name for name in ("noise-aware", "aggregating") if name in attackers]:
-                label = f"{upload}: {name}"
-                rows[label] = file[name]
-                ssim = next(score for score in attackers[name] if score.startswith("ssim"))
-                notes[label] = f"SSIM {attackers[name][ssim]['mean']:.2f}, PSNR {attackers[name]['psnr']['mean']:.1f}"
+        shown = [name for name in ("noise-aware", "aggregating") if name in attackers]
+        images = read_npz(root / "runs" / f"attack, {upload}.npz", ["truth", *shown])
+        rows.setdefault("truth", images["truth"])
+        for name in shown:
+            label = f"{upload}: {name}"
+            rows[label] = images[name]
+            ssim = next(score for score in attackers[name] if score.startswith("ssim"))
+            notes[label] = f"SSIM {attackers[name][ssim]['mean']:.2f}, PSNR {attackers[name]['psnr']['mean']:.1f}"
     plot_images(
         root / "reconstructions.png",
         rows,

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.release import sync_folder
+from jaxdp.files import Limits, check_finite, read_npy, sync_folder, to_disk
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
 # What every NumPy reads: no objects, no text, no bfloat16, no floats whose width depends on the machine.
 _WIDE = ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8")
 _DTYPES = frozenset({"|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)})
+_MANIFEST_BYTES = 2**26
 _KEYS = {"format", "kind", "fields", "arrays", "sha256"}
 _ENTRY = {"name": str, "file": str, "dtype": str, "shape": list, "sha256": str}
 
@@ -61,13 +62,14 @@ def write_package(
     Raises:
       FileExistsError: there is something at `folder` already; it is left as it is.
       TypeError: an array has another dtype.
-      ValueError: fields are not JSON-able, or a name is not a string, or empty.
+      ValueError: fields are not JSON-able, a name is not a string, or empty, or an array has a NaN or an infinity.
     """
     target = Path(folder)
     _check_name("kind", kind)
     for name in fields:
         _check_name("every name in fields", name)
     converted = {name: _plain(name, array) for name, array in arrays.items()}
+    check_finite(converted, target, "Nothing is written; leave out what made them.")
     try:
         plain_fields = json.loads(json.dumps(dict(fields), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -83,14 +85,14 @@ def write_package(
             path = partial / _file(index)
             with path.open("wb") as file:
                 np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
-                _to_disk(file)
+                to_disk(file)
             entry = {"name": name, "file": path.name, "dtype": array.dtype.str, "shape": list(array.shape)}
             entries.append({**entry, "sha256": _digest(path)})
         manifest = {"format": FORMAT, "kind": kind, "fields": plain_fields, "arrays": entries}
         with (partial / _MANIFEST).open("w", encoding="utf-8") as manifest_file:
             json.dump({**manifest, "sha256": _seal(manifest)}, manifest_file, indent=2, allow_nan=False)
             manifest_file.write("\n")
-            _to_disk(manifest_file)
+            to_disk(manifest_file)
         sync_folder(partial)
         os.rename(partial, target)
     except BaseException:
@@ -100,34 +102,47 @@ def write_package(
 
 
 def read_package(
-    folder: str | os.PathLike[str], kind: str, *, fields: Iterable[str] = (), arrays: Iterable[str] = ()
+    folder: str | os.PathLike[str],
+    kind: str,
+    *,
+    fields: Iterable[str] = (),
+    arrays: Iterable[str] = (),
+    limits: Limits | None = None,
 ) -> Package:
     """Reads a folder that `write_package` made, after checking all of it.
+
+    The sizes that the manifest declares are compared with the limits and with the files before any array is read.
 
     Args:
       folder: the package.
       kind: what it must be.
       fields: names that its fields must have; others may be there too.
       arrays: names of arrays that it must have; others may be there too.
+      limits: on the number of its arrays and their bytes; `Limits()` by default.
 
     Raises:
       FileNotFoundError: no package at `folder`, or a file of it is missing.
-      ValueError: it is damaged, of another kind, from a newer jaxdp, or lacks a required field or array; the message
-        names the file and what to do.
+      ValueError: it is damaged, of another kind, from a newer jaxdp, exceeds a limit, has a NaN or an infinity, or
+        lacks a required field or array; the message names the file and what to do.
     """
-    root = Path(folder)
+    root, limits = Path(folder), limits or Limits()
     manifest = _read_manifest(root)
     if (stated := manifest["kind"]) != kind:
         raise ValueError(f"{root / _MANIFEST} is of kind {stated!r}, not {kind!r}; give the folder of that kind")
     entries = manifest["arrays"]
+    limits.check("arrays", len(entries), str(root / _MANIFEST))
+    declared = sum(math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize for entry in entries)
+    limits.check("bytes", declared, str(root / _MANIFEST))
     _check_listing(root, [entry["file"] for entry in entries])
-    found = {entry["name"]: _read_array(root / entry["file"], entry) for entry in entries}
-    for what, required, present in (("field", fields, manifest["fields"]), ("array", arrays, found)):
+    names = [entry["name"] for entry in entries]
+    for what, required, present in (("field", fields, manifest["fields"]), ("array", arrays, names)):
         if missing := sorted(set(required) - set(present)):
             raise ValueError(
                 f"{root / _MANIFEST} is whole, but a package of kind {kind!r} needs the {what} "
                 f"{', '.join(map(repr, missing))}; its writer must make it again"
             )
+    found = {entry["name"]: _read_array(root / entry["file"], entry) for entry in entries}
+    check_finite(found, root, "Its writer must make it again.")
     return Package(manifest["fields"], found)
 
 
@@ -179,11 +194,6 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +202,8 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         raise _absent(root)
     _check_regular(path)
+    if path.stat().st_size > _MANIFEST_BYTES:
+        raise _damaged(path, f"has more than the {_MANIFEST_BYTES} bytes of a manifest")
     try:
         manifest = json.loads(path.read_bytes())
         seal = _seal(manifest) if isinstance(manifest, dict) else ""
@@ -237,15 +249,7 @@ def _read_array(path: Path, entry: Mapping[str, Any]) -> np.ndarray:
         raise _damaged(path, "does not have the SHA-256 of the manifest")
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     try:
-        with path.open("rb") as file:
-            if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError("another version of .npy")
-            found = np.lib.format.read_array_header_1_0(file)
-            size = path.stat().st_size - file.tell()
-        # Checked before anything is allocated or, with dtype object, unpickled.
-        if found[0] != shape or found[2] != dtype or size != math.prod(shape) * dtype.itemsize:
-            raise ValueError("another array")
-        return np.load(path, allow_pickle=False)
+        return read_npy(path, shape=shape, dtype=dtype)
     except (ValueError, SyntaxError, tokenize.TokenError) as error:  # The last two from headers that are no Python.
         raise _damaged(path, f"is not the {dtype} array of shape {shape} that the manifest states") from error
 

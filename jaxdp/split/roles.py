@@ -6,10 +6,10 @@ of `jaxdp.split.exchange` in a folder. A party that is started again goes on whe
 what was paid for is kept and not paid again.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import os
 import pathlib
@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.files import Limits, read_json, read_npz, write_durably, write_json
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import Account, Ledger
-from jaxdp.release import Release, Till, alone, bind, check_same_config, stream, write_json
+from jaxdp.release import Release, Till, alone, bind, check_same_config, stream
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import check_images, perturb_params, represent
 from jaxdp.split.copies import augment_then_noise, plan_copies, plan_noisy
@@ -81,7 +82,12 @@ _MOST = 1000  # images by which the projection is fitted
 
 
 def run_server(
-    config: Any, workdir: str | os.PathLike[str], exchange: str | os.PathLike[str], *, timeout: float = 3600.0
+    config: Any,
+    workdir: str | os.PathLike[str],
+    exchange: str | os.PathLike[str],
+    *,
+    timeout: float = 3600.0,
+    limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Plays the server: sends a frontend, adapts the backend to what a client uploads, answers the client's queries.
 
@@ -90,6 +96,7 @@ def run_server(
       workdir: of the server, for nobody else: the backbone (if it was trained here), the backend and the adapted one.
       exchange: the folder in which the parties exchange packages, made if needed; another one for another client.
       timeout: seconds to wait for the client.
+      limits: on what the client's packages declare; `Limits()` by default.
 
     Returns:
       What is in result.json: mode and bytes of the upload, and the number of queries.
@@ -101,19 +108,19 @@ def run_server(
       FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
-    with alone(root):
+    with alone(root), contextlib.ExitStack() as bound:
         check_same_config(config, root / "config.json")
         model = public_model(config.model)
         backbone = Backbone(model.model, model.preprocessing, config.cut or two_thirds(model.model))
         check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
-        bind(config, root)
+        bound.enter_context(bind(config, root))
         own = root / "frontend"
         if not own.exists():
             _make_frontend(config, backbone, root)
         shipment = receive_frontend(own)
         share(own, shared / "frontend", "frontend")
         wait_for(shared / "upload", timeout=timeout, sender="the client")
-        upload = receive_upload(shared / "upload", shipment)
+        upload = receive_upload(shared / "upload", shipment, limits=limits)
         name = manifest_sum(shared / "upload")
         kept, done = root / f"adapted-{name}.safetensors", shared / "adapted"
         if done.exists() and (not kept.exists() or read_package(done, "adapted").fields != {"upload": name}):
@@ -131,7 +138,7 @@ def run_server(
         result = {
             "mode": mode_of(upload),
             "bytes": package_bytes(shared / "upload"),
-            "queries": _answer(adapted, shipment, shared),
+            "queries": _answer(adapted, shipment, shared, limits),
         }
         write_json(root / "result.json", result)
         labels = "" if isinstance(upload, Private) else " and the loss gradients, which tell the labels"
@@ -193,11 +200,11 @@ def _adapt(
     return adapt_by_client(key, backbone, back, jax.device_put(made), gradients, **options).back
 
 
-def _answer(adapted: Adapted, shipment: Shipment, shared: pathlib.Path) -> int:
+def _answer(adapted: Adapted, shipment: Shipment, shared: pathlib.Path, limits: Limits | None) -> int:
     """Answers the queries, if there are any without answers; returns how many there are."""
     if not (shared / "queries").exists():
         return 0
-    queries = receive_queries(shared / "queries", shipment)
+    queries = receive_queries(shared / "queries", shipment, limits=limits)
     path = shared / "answers"
     if path.exists():
         receive_answers(path, queries=shared / "queries", num_classes=adapted.backbone.num_classes)
@@ -218,6 +225,7 @@ def run_client(
     ledger_path: str | os.PathLike[str] | None = None,
     queries: bool | None = None,
     timeout: float = 3600.0,
+    limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Plays the client: uploads representations of its few images, and has its test images classified.
 
@@ -232,6 +240,7 @@ def run_client(
         are sent without Laplace noise unless `config.query_laplace_scale` says otherwise. No guarantee covers them in
         any mode: the ledger gets a release without proof on "client/queries".
       timeout: seconds to wait for the server.
+      limits: on what the server's packages and the file of images declare; `Limits()` by default.
 
     A client that died is started again in the same workdir: it pays nothing twice and sends the same values. One that
     is started again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
@@ -247,11 +256,15 @@ def run_client(
       TimeoutError: the server does not answer.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
-    with Till(root, forget="run") as till, Ledger(ledger_path or root / "ledger.sqlite") as ledger:
+    with (
+        Till(root, forget="run") as till,
+        Ledger(ledger_path or root / "ledger.sqlite") as ledger,
+        contextlib.ExitStack() as bound,
+    ):
         check_same_config(config, root / "config.json")
         wait_for(shared / "frontend", timeout=timeout, sender="the server")
-        shipment = receive_frontend(shared / "frontend")
-        few, test = _client_images(config, shipment.backbone.preprocessing)
+        shipment = receive_frontend(shared / "frontend", limits=limits)
+        few, test = _client_images(config, shipment.backbone.preprocessing, limits)
         _check_client(config, shipment, few, test)
         _check_same_images({**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json")
         for name in ("upload", "queries"):
@@ -271,7 +284,7 @@ def run_client(
                 "Ask from the start of a run: use a new workdir, which pays for an upload of its own, and exchange "
                 "through another folder"
             )
-        bind(config, root)
+        bound.enter_context(bind(config, root))
         images = _account(ledger, DATASET, **_terms(config))
         others = [_account(ledger, QUERIES, delta=config.delta, allow_unproven=True)] if asks else []
         till.settle([images, *others])
@@ -325,9 +338,6 @@ def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: di
         check_labels(test["label"], len(test["image"]), config.num_classes)
     if config.mode == "private":
         _private_release(config, shipment)
-    for name in ("alpha", "laplace_scale", "query_laplace_scale"):
-        if not 0 <= config[name] < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {config[name]!r}")
 
 
 def _planned_upload(
@@ -365,8 +375,6 @@ def _sent(what: Release[Any], keep: Callable[[Any], None]) -> Release[Any]:
 
 
 def _private_release(config: Any, shipment: Shipment) -> PrivateRelease:
-    if not 0 < config.epsilon < math.inf:
-        raise ValueError(f"epsilon must be positive and finite, got {config.epsilon!r}")
     assert shipment.clip_norm is not None  # it comes with the projection
     return PrivateRelease.calibrated(
         epsilon=config.epsilon,
@@ -397,7 +405,7 @@ def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: path
     """Keeps the predicted classes; accuracy if the test images have labels."""
     logits = receive_answers(shared / "answers", queries=root / "queries", num_classes=config.num_classes)
     predicted = logits.argmax(1)
-    np.save(root / "predictions.npy", predicted)
+    write_durably(root / "predictions.npy", lambda file: np.save(file, predicted))
     return float(np.mean(predicted == test["label"])) if "label" in test else None
 
 
@@ -419,13 +427,13 @@ def _statement(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _client_images(config: Any, preprocessing: Preprocessing) -> tuple[dict[str, Any], dict[str, Any]]:
+def _client_images(
+    config: Any, preprocessing: Preprocessing, limits: Limits | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The client's few images with labels, and its test images, with labels if there are any."""
     if config.images:
-        with np.load(config.images, allow_pickle=False) as file:
-            arrays = dict(file)
-        if not {"image", "label"} <= set(arrays):
-            raise ValueError(f"{config.images} must have the arrays 'image' and 'label', it has {sorted(arrays)}")
+        optional, remedy = ("test_image", "test_label"), "Make it again; it must have the arrays 'image' and 'label'."
+        arrays = read_npz(config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits)
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
         if "test_label" in arrays:
@@ -443,7 +451,7 @@ def _client_images(config: Any, preprocessing: Preprocessing) -> tuple[dict[str,
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     """Refuses other images than those of the upload that the workdir may hold."""
     sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
-    if path.exists() and json.loads(path.read_text()) != sums:
+    if path.exists() and read_json(path) != sums:
         raise ValueError(
             f"{path.parent} was begun with other images or labels; use a new workdir, and another folder to exchange"
         )

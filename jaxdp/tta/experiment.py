@@ -8,7 +8,6 @@ accuracy per corruption at each epsilon, and the methods as published, with and 
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -24,10 +23,11 @@ from tqdm import tqdm
 
 from jaxdp import data
 from jaxdp.data.shifts import clean_images, shifted_images
+from jaxdp.files import read_json, write_json
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.release import alone, bind, finished_result, write_json
+from jaxdp.release import alone, bind, finished_result
 from jaxdp.report import format_table, plot_curves
 from jaxdp.tta.accounts import StreamAccount, epsilons
 from jaxdp.tta.adapter import Adapter
@@ -43,6 +43,7 @@ from jaxdp.tta.tent import Tent
 
 # How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
 ORIGINAL, CLIPPED = "original", "clipped"
+_METHODS = ("Tent", "EATA", "SAR", "DeYO")
 SOURCE = "no adaptation"
 
 
@@ -72,6 +73,20 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     root = pathlib.Path(workdir)
     if (result := finished_result(config, root, _summary)) is not None:
         return result
+    _check(config)
+    with alone(root), bind(config, root):
+        task = _Task.of(config, root)
+        print(task.describe(), flush=True)
+        result = _run(config, task, root)
+        write_json(root / "result.json", result)
+    print(
+        f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon, stream, gain and stability figures, ledger.sqlite."
+    )
+    return result
+
+
+def _check(config: Any) -> None:
+    """Refuses what would fail after the source model is trained."""
     if not config.public_benchmark:
         raise ValueError(
             "config.public_benchmark must be True: accuracies are functions of the stream's records that no ledger "
@@ -82,16 +97,16 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
             f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
             "from which a record is removed has other batches from there on."
         )
-    with alone(root):
-        bind(config, root)
-        task = _Task.of(config, root)
-        print(task.describe(), flush=True)
-        result = _run(config, task, root)
-        write_json(root / "result.json", result)
-    print(
-        f"\n{_summary(result)}\n\nIn {root}: tables.md, by_epsilon, stream, gain and stability figures, ledger.sqlite."
-    )
-    return result
+    lists = {"methods": config.methods, "data.corruptions": config.data.corruptions}
+    for name, given in {**lists, "tuning.corruptions": config.tuning.corruptions}.items():
+        if not given:
+            raise ValueError(f"config.{name} must have at least one name, got none.")
+    for name in config.methods:
+        base, _, come = name.partition("-")
+        if base not in _METHODS or come not in ("", "COME"):
+            raise ValueError(f"config.methods has {name!r}; there are {', '.join(_METHODS)}, each also with -COME.")
+    for setting in _settings(config)[1:]:
+        _noise_multiplier(config, setting)  # raises where no noise meets the budget
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,8 +199,6 @@ def _methods(config: Any, task: _Task) -> dict[str, Method]:
     methods = {}
     for name in config.methods:
         base, _, come = name.partition("-")
-        if base not in makers or come not in ("", "COME"):
-            raise ValueError(f"config.methods has {name!r}; there are {', '.join(makers)}, each also with -COME.")
         methods[name] = COME(makers[base](), n) if come else makers[base]()
     return methods
 
@@ -268,7 +281,7 @@ def _choose(
             length = float(measured.length / jnp.maximum(measured.updates, 1))
             tried.append({**candidate, "length": length, "accuracy": float(np.mean(list(served.accuracy.values())))})
         write_json(path, tried)
-    best = max(json.loads(path.read_text()), key=lambda row: row["accuracy"])
+    best = max(read_json(path, kind=list), key=lambda row: row["accuracy"])
     return {key: best[key] for key in ("learning_rate", "clip_norm") if key in best}
 
 
@@ -278,7 +291,7 @@ def _tried(root: pathlib.Path, methods: Iterable[str], settings: Iterable[str]) 
     for name, setting in itertools.product(methods, settings):
         path = root / "tuning" / f"{name}_{setting}.json".replace(" ", "_")
         if path.exists():
-            rows += [{"method": name, "setting": setting, **row} for row in json.loads(path.read_text())]
+            rows += [{"method": name, "setting": setting, **row} for row in read_json(path, kind=list)]
     return rows
 
 
@@ -342,7 +355,7 @@ def _one_run(
         row = {"method": name, "setting": setting, "seed": seed, "visits": paid.worst, "accuracy": served.accuracy}
         write_json(path, row)
     shutil.rmtree(unfinished, ignore_errors=True)
-    return json.loads(path.read_text())
+    return read_json(path)
 
 
 def _without_adaptation(config: Any, task: _Task, seed: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import safetensors.numpy
 from tqdm import tqdm
 
 from jaxdp import release
+from jaxdp.files import understood, write_durably
 from jaxdp.privacy.events import NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, read_metrics
@@ -32,6 +33,7 @@ from jaxdp.tta.streams import Batch, Unit
 
 _LABEL = "test-time adaptation"
 _STATE, _ROWS = "state.safetensors", "served.jsonl"
+_DAMAGED = "Restore the workdir from a copy, or use a new one, in which batches are served, and charged, once more."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,8 +123,8 @@ def serve(
     Raises:
         ValueError: the account's event is not the method's; the account has charged for an update that was made from
             this state, or has not charged for the update that it is in; unit is unknown; reset_on_collapse without a
-            monitor; the workdir holds another stream or other settings, or is in use by another process; the account
-            has charged batches outside of the workdir.
+            monitor; the workdir holds another stream or other settings, is damaged, or is in use by another process;
+            the account has charged batches outside of the workdir.
         TypeError: a unit that cannot be noted in the workdir.
         BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
             attribute `served` of the exception.
@@ -309,6 +311,8 @@ class _Loop:
     def _recount(self) -> None:
         """Counts what the workdir's notes say, which charges a ledger that does not know of it."""
         last, entered = -1, None
+        if self.account is not None:
+            release.check_history(self.till.notes(), self.account.ledger)
         for row in self.till.notes():
             number, token = row["batch"], row["token"]
             if number != last:
@@ -377,17 +381,25 @@ class _Files:
         # Number formats that NumPy itself lacks, such as bfloat16, are stored as integers of their size.
         plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
         named = {str(number): np.asarray(array, order="C") for number, array in enumerate(plain)}
-        data = safetensors.numpy.save(named, terms | {"kind": _kind(parts)})
-        release.write_durably(self.workdir / _STATE, data, mode=0o600)
+        described = terms | {"kind": _kind(parts)}
+        data = safetensors.numpy.save(named, described | {"digest": release.digest([named, described])})
+        write_durably(self.workdir / _STATE, data, mode=0o600)
 
     def load(self, adapter: Any, terms: dict[str, str]) -> tuple[Any, str, list[dict[str, Any]]] | None:
         """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
         if self.workdir is None or not (path := self.workdir / _STATE).exists():
             return None
-        path.with_suffix(".tmp").unlink(missing_ok=True)  # of a process that died while it wrote
-        with safetensors.safe_open(path, framework="numpy") as file:
+        for unwritten in self.workdir.glob(f"{_STATE}.*.tmp"):  # of a process that died while it wrote
+            unwritten.unlink()
+        with understood(path, _DAMAGED), safetensors.safe_open(path, framework="numpy") as file:
             found = file.metadata()
-            arrays = [file.get_tensor(str(number)) for number in range(len(file.keys()))]
+            named = {str(number): file.get_tensor(str(number)) for number in range(len(file.keys()))}
+            stated = found.pop("digest", None)  # the first release had none
+            if stated not in (None, release.digest([named, found])):
+                raise ValueError("it does not hold the state that was written")
+            arrays = list(named.values())
+            if missing := [name for name in (*terms, "kind", "run", "batches", "step") if name not in found]:
+                raise ValueError(f"it lacks {', '.join(missing)}")
         unfinished = int(found["step"]) % adapter.accumulate != 0
         different = [name for name in terms if terms[name] != found[name] and (name != "clip_norm" or unfinished)]
         if different:
@@ -398,8 +410,13 @@ class _Files:
             raise ValueError(f"{path} holds the state of another adapter; use a new workdir.")
         arrays = [jax.device_put(array.view(leaf.dtype)) for array, leaf in zip(arrays, leaves, strict=True)]
         self._rows.truncate_after(int(found["batches"]))
+        rows = read_metrics(self.workdir / _ROWS)
+        if len(rows) != int(found["batches"]):
+            raise ValueError(
+                f"{self.workdir / _ROWS} is damaged: it has {len(rows)} of {found['batches']} rows. {_DAMAGED}"
+            )
         state = adapter.whole(jax.tree.unflatten(structure, arrays), empty.key)
-        return state, found["run"], read_metrics(self.workdir / _ROWS)
+        return state, found["run"], rows
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:

@@ -41,12 +41,6 @@ def one_run(trainer, *, confidence=0.999, steps=1, delta=1e-5, **options):
     return canaries.one_run(trainer, params, source, **terms)
 
 
-def multi_run(trainer, *, trials=240, steps=1, delta=1e-5, **options):
-    params, source = canaries.worst_case(2, norm=10 * CLIP)
-    terms = {"steps": steps, "trials": trials, "delta": delta, "confidence": 0.999, "seed": SEED, **options}
-    return canaries.multi_run(trainer, params, source, **terms)
-
-
 class Unclipped(GradientSum):
     """Sums raw gradients, but says that they are clipped."""
 
@@ -90,23 +84,6 @@ def test_one_run_of_sampled_steps_and_its_forgotten_clip(broken):
     assert audit.lower > 0 and audit.violated == broken
 
 
-def test_multi_run_passes_and_finds_most_of_epsilon():
-    audit = multi_run(trainer_of(2, optimizer=optax.sgd(0.1, momentum=0.9), sigma=0.5), claim="gaussian")
-    assert 0.35 * audit.upper < audit.lower <= audit.upper
-    assert audit.trials == 480 and audit.upper == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=1e-5))
-
-
-def test_multi_run_catches_half_the_noise(half_the_noise):
-    audit = multi_run(trainer_of(2, sigma=0.5), claim="gaussian")
-    assert audit.violated and audit.upper == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=1e-5))
-
-
-def test_multi_run_of_sampled_steps_catches_a_forgotten_clip():
-    audit = multi_run(without_clip(trainer_of(2, probability=0.5)), steps=2, delta=0.01, confidence=0.95)
-    event = SelfComposedDpEvent(PoissonSampledDpEvent(0.5, GaussianDpEvent(1.0)), 2)
-    assert audit.violated and audit.upper == pytest.approx(epsilon(event, delta=0.01))
-
-
 def recording(released):
     """Plain gradient descent that keeps what it is given."""
 
@@ -130,24 +107,124 @@ def test_canaries_among_other_examples():
     assert audit.trials == 200 and 1 < audit.lower <= audit.upper
 
 
-def test_runs_have_noise_and_batches_of_their_own():
-    released = []
-    multi_run(trainer_of(2, optimizer=recording(released)), trials=5, delta=0.1)
-    jax.effects_barrier()
-    assert len({g.tobytes() for g in released}) == len(released) == 10
-
-
 def test_bad_arguments_are_refused_before_anything_runs():
     trainer = trainer_of(2)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
-        multi_run(trainer, steps=0)
-    with pytest.raises(ValueError, match="trials must be an integer >= 2, got 1"):
-        multi_run(trainer, trials=1)
+        one_run(trainer, steps=0)
     with pytest.raises(ValueError, match="trainer must not be stochastic"):
-        multi_run(trainer_of(2, loss=lambda params, example, key: 0.0, stochastic=True))
+        one_run(trainer_of(2, loss=lambda params, example, key: 0.0, stochastic=True))
     with pytest.raises(ValueError, match=r"delta must be in \[0, 1\)"):
         one_run(trainer, delta=1.0)
     with pytest.raises(ValueError, match=r"confidence must be in \(0.5, 1\), got 0.4"):
         one_run(trainer, confidence=0.4)
     with pytest.raises(ValueError, match="claim='gaussian' needs noise and a sampling probability of 1"):
         one_run(trainer_of(2, probability=0.5), claim="gaussian")
+
+
+# --- One step ---------------------------------------------------------------------------------------------------------
+
+
+def two_tensors(params, example):
+    """A loss whose gradient is the example: its first feature in `one`, the others in `two`."""
+    return params["one"] @ example["features"][:1] + params["two"] @ example["features"][1:]
+
+
+PARAMS = {"one": np.zeros(1, np.float32), "two": np.zeros(3, np.float32)}
+
+
+def audit_step(trainer, *features, **options):
+    """Of candidates with these gradients."""
+    label = np.zeros(len(features), int)
+    source = data.from_arrays(features=np.asarray(features, np.float32), label=label, num_classes=2)
+    terms = {"trials": 500, "delta": 1e-5, "confidence": 0.999, "seed": SEED, **options}
+    return canaries.audit_step(trainer, PARAMS, source, **terms)
+
+
+def silent_in(trainer, name):
+    """The trainer whose noise leaves out one tensor."""
+    honest = trainer.privatizer
+
+    def update(sums, state, params=None):
+        noisy, state = honest.update(sums, state)
+        return {**noisy, name: sums[name] / honest.divisor}, state
+
+    broken = noise.Privatizer(honest.init, update)
+    broken._mechanism = honest._mechanism
+    return dataclasses.replace(trainer, privatizer=broken)
+
+
+SMALL, LARGE, OTHER = (0.0, 0.01, 0.0, 0.0), (0.0, 0.0, 5.0, 0.0), (0.01, 0.0, 0.0, -5.0)
+
+
+def test_a_step_shows_the_canary_that_changes_it_most():
+    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
+    audit = audit_step(trainer, SMALL, LARGE)
+    assert audit.verdict == "consistent" and audit.trials == 1000
+    assert audit.upper == pytest.approx(FULL) and audit.ceiling > 2 * FULL
+    assert 0.35 * FULL < audit.lower <= FULL
+    assert audit_step(trainer, SMALL).lower < 0.1 * FULL
+
+
+def test_a_step_under_replace_one_is_charged_for_both_records():
+    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
+    audit = audit_step(trainer, LARGE, SMALL, [-x for x in LARGE], adjacency="replace_one")
+    assert audit.upper == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=1e-5))
+    assert audit.verdict == "consistent" and audit.lower > FULL
+
+
+def test_a_tensor_without_noise_is_found_by_the_canary_that_hits_it():
+    """The two candidates change the sum by the same norm; one of them in the tensor that has no noise as well."""
+    audit = audit_step(silent_in(trainer_of(100, probability=0.1, loss=two_tensors), "one"), LARGE, OTHER)
+    assert audit.verdict == "VIOLATED" and audit.lower > 0.9 * audit.ceiling
+
+
+def test_others_in_the_batch_and_steps_before_change_nothing():
+    trainer = trainer_of(100, probability=0.1, loss=two_tensors, optimizer=optax.adam(0.1))
+    audit = audit_step(trainer, LARGE, OTHER, SMALL, rows=[0], others=[1, 2], step=3)
+    assert audit.verdict == "consistent" and audit.lower > 0.35 * FULL
+
+
+def test_runs_of_a_step_have_noise_of_their_own_and_repeat_from_a_seed():
+    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
+    found = [audit_step(trainer, LARGE, seed=seed) for seed in (SEED, SEED, SEED[::-1])]
+    assert found[0] == found[1] != found[2]
+
+
+def test_bad_arguments_of_a_step_are_refused():
+    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
+    with pytest.raises(ValueError, match="rows must name at least 2 examples under 'replace_one', got 1"):
+        audit_step(trainer, LARGE, adjacency="replace_one")
+    with pytest.raises(ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"):
+        audit_step(trainer, LARGE, adjacency="zero_out")
+    with pytest.raises(ValueError, match="trials must be at least 2 and step at least 1, got 500 and 0"):
+        audit_step(trainer, LARGE, step=0)
+    with pytest.raises(ValueError, match="claim='gaussian' needs delta > 0"):
+        audit_step(trainer, LARGE, delta=0.0)
+    with pytest.raises(ValueError, match="rows must name an example that changes the sum"):
+        audit_step(trainer, (0.0, 0.0, 0.0, 0.0))
+
+
+# --- The batches ------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_is_worth_what_it_says():
+    trainer = trainer_of(200, probability=0.1)
+    audit = canaries.audit_sampling(trainer, trials=2000, confidence=0.999, seed=SEED)
+    assert (audit.verdict, audit.lower, audit.upper, audit.delta, audit.trials) == ("consistent", 0, 0, 0.1, 4000)
+
+
+def test_sampling_that_is_larger_than_it_says_is_caught():
+    class Larger(data.PoissonSampler):
+        def batch(self, step):
+            return data.PoissonSampler(self.num_examples, 0.15, seed=self.seed).batch(step)
+
+    trainer = dataclasses.replace(trainer_of(200), sampler=Larger(200, 0.1))
+    audit = canaries.audit_sampling(trainer, trials=2000, confidence=0.999, seed=SEED)
+    assert audit.verdict == "VIOLATED"
+
+
+def test_bad_arguments_of_sampling_are_refused():
+    with pytest.raises(ValueError, match="got a sampling probability of 1"):
+        canaries.audit_sampling(trainer_of(2), trials=10)
+    with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
+        canaries.audit_sampling(trainer_of(2, probability=0.5), trials=1)

@@ -13,7 +13,8 @@ import pytest
 
 from jaxdp import losses
 from jaxdp.audit import prediction as canaries
-from jaxdp.prediction import certify, mechanisms, private, train_with_bounds
+from jaxdp.prediction import ConfidentGNMax, certify, mechanisms, private, train_with_bounds
+from jaxdp.privacy import epsilon
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED, ROWS, CLIP = bytes(range(16)), 24, 0.1
@@ -49,7 +50,7 @@ def train(data, *, ks=(0, 1, 2), clip=CLIP):
     )
 
 
-def audit(data, *, train=train, epsilon=1.0, trials=10_000, **options):
+def audit(data, *, train=train, apply_fn=apply_fn, epsilon=1.0, trials=10_000, **options):
     options = {"confidence": 0.999, "seed": SEED, **options}
     return canaries.audit_answers(train, apply_fn, QUERY, data, CANDIDATES, epsilon=epsilon, trials=trials, **options)
 
@@ -119,6 +120,61 @@ def test_an_ensemble_is_audited_by_its_vote():
 def test_a_replaced_record_is_two_changes():
     found = audit(records(10, 10), adjacency="replace_one", epsilon=2.0)
     assert 1.4 < found.lower <= found.upper == pytest.approx(2.0, rel=1e-12)
+
+
+@pytest.mark.parametrize(("mechanism", "least"), [("cauchy_values", 0.5), ("laplace_values", 0.3)])
+def test_values_are_audited_by_the_ranges_in_which_they_are_heard(mechanism, least):
+    found = audit(records(10, 10), mechanism=mechanism, apply_fn=surplus, output_range=(-1.0, 1.0))
+    assert found.upper == pytest.approx(1.0, rel=1e-12)
+    assert least * found.upper < found.lower <= found.upper
+
+
+def surplus(params, query):
+    return params["w"] * query * ROWS / CLIP
+
+
+def test_canary_and_score_are_learnt_from_other_answers_than_those_that_are_judged(monkeypatch):
+    """Answers are numbered by when they were heard: the first half of each model's is never judged."""
+    heard = []
+
+    def asked(trained, apply_fn, queries, **terms):
+        heard.append(np.arange(len(queries)) + 1000 * len(heard))
+        return heard[-1]
+
+    judged = []
+    monkeypatch.setattr(canaries, "private_predict", asked)
+    monkeypatch.setattr(canaries, "_RANGES", 10**6)
+    monkeypatch.setattr(canaries.bounds, "multi_run", lambda *kinds, **terms: judged.extend(kinds))
+    audit(records(10, 10), trials=100)
+    assert [len(answers) for answers in heard] == [200, 200, 200] and [len(kind) for kind in judged] == [100, 100]
+    # What was heard first has its own score; all later answers are beyond it, and share a score.
+    assert all(len(np.unique(kind)) == 1 for kind in judged)
+
+
+def pate_audit(*, sigma=1.0, **options):
+    def train(data):
+        parts = [{name: leaf[i::3] for name, leaf in data.items()} for i in range(3)]
+        return [{"w": np.float32((2 * part["y"] - 1).sum())} for part in parts]
+
+    # The parts vote for a tie, for 1 and for 0; the canary joins the first.
+    undecided = {"x": np.ones(6, np.float32), "y": np.array([0, 1, 0, 1, 1, 0], np.float32)}
+    options = {"confidence": 0.999, "seed": SEED, "trials": 2000, "delta": 1e-5, **options}
+    mechanism = ConfidentGNMax(threshold=-20.0, sigma_threshold=10.0, sigma_votes=sigma)
+    return canaries.audit_pate(train, apply_fn, QUERY, undecided, CANDIDATES, mechanism=mechanism, **options)
+
+
+def test_pate_passes_and_much_of_mu_is_found():
+    found = pate_audit()
+    claimed = ConfidentGNMax(threshold=-20.0, sigma_threshold=10.0, sigma_votes=1.0).event(1, max_answers=1)
+    assert found.upper == pytest.approx(epsilon(claimed, delta=1e-5)) and found.trials == 4000
+    assert 0.6 * found.upper < found.lower <= found.upper < found.ceiling
+
+
+def test_pate_with_half_the_noise_is_caught():
+    found = dataclasses.replace(pate_audit(sigma=0.5), upper=pate_audit(trials=2).upper)
+    assert found.verdict == "VIOLATED"
+    with pytest.raises(ValueError, match="claim='gaussian' needs delta > 0"):
+        pate_audit(delta=0.0)
 
 
 def test_arguments_are_checked():

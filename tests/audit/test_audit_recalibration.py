@@ -7,12 +7,13 @@ of the bounds; that broken ones are caught and that much is found fails with pro
 import dataclasses
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxdp.audit import recalibration as canaries
-from jaxdp.recalibration import AccT, HistogramBinning, NllT
+from jaxdp.recalibration import AccT, HistogramBinning, NllT, Source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
@@ -81,6 +82,16 @@ def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
     assert audit(NllT(bound=10.0, iterations=1), candidates=sure, **terms).lower > 1.0
 
 
+def test_conversations_of_one_call_are_those_of_single_calls_each_with_noise_of_its_own():
+    """The claim is of one conversation; a call makes many."""
+    terms = {"epsilon": 2.0, "adjacency": "add_remove"}
+    calibrator, sources = canaries.Transcript(AccT(iterations=1), 1.0), [Source(LOGITS, LABELS)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    together = jax.vmap(lambda key: canaries.converse(calibrator, sources, key, **terms))(keys)
+    np.testing.assert_array_equal(together, [canaries.converse(calibrator, sources, key, **terms) for key in keys])
+    assert len(np.unique(together)) == together.size
+
+
 def test_the_calibrator_asks_at_the_temperature_and_keeps_every_answer():
     calibrator = canaries.Transcript(AccT(iterations=2), 0.7)
     state = calibrator.init(0.0)
@@ -97,5 +108,5 @@ def test_arguments_are_checked_before_anything_runs():
         audit(AccT(), adjacency="user")
     with pytest.raises(ValueError, match="epsilon must be > 0"):
         audit(AccT(), epsilon=0.0)
-    with pytest.raises(ValueError, match="trials must be an integer >= 2, got 1"):
+    with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
         audit(HistogramBinning(bins=2), trials=1)

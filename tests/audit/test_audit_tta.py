@@ -108,6 +108,40 @@ def test_canaries_in_accumulated_batches():
     assert 0 < found.lower <= found.upper
 
 
+def test_updates_of_one_call_are_those_of_single_calls_each_with_noise_of_its_own():
+    """The claim is of one update; a call makes many, and fills up its last part."""
+    adapter, keys = adapter_of(), jax.random.split(jax.random.key(0), 3)
+    together = jax.vmap(lambda key: canaries._end(adapter, BATCH, CANDIDATES[0], key))(keys)
+    alone = [canaries._end(adapter, BATCH, CANDIDATES[0], key) for key in keys]
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+def scores_of(monkeypatch, *args, **kwargs):
+    heard = []
+    monkeypatch.setattr(canaries.bounds, "multi_run", lambda *scores, **terms: heard.extend(scores))
+    audit(*args, **kwargs)
+    return heard
+
+
+@pytest.mark.parametrize("trials", [2, 257, 300])
+def test_every_trial_has_noise_of_its_own(trials, monkeypatch):
+    scores = scores_of(monkeypatch, adapter_of(), trials=trials)
+    assert [len(kind) for kind in scores] == [trials, trials]
+    assert len(np.unique(scores)) == 2 * trials
+
+
+def test_scores_have_the_noise_of_the_method_and_other_scales_are_rejected(monkeypatch):
+    present, absent = scores_of(monkeypatch, adapter_of(), trials=600)
+    # The canary moves the update by at most C / B along the score's direction, the noise is sigma C / B.
+    moved = present.mean() - absent.mean()
+    noise = np.concatenate([present - present.mean(), absent - absent.mean()]) / (moved * SIGMA)
+
+    def accepted(sample):
+        return abs((sample**2).mean() - 1) < 4.9 * np.sqrt(2 / len(sample)) + 0.05
+
+    assert accepted(noise) and not accepted(0.7 * noise) and not accepted(1.4 * noise)
+
+
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match=r"adapter must have a private method, got Tent; use tta.private\(\)"):
         audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.Tent(), optax.sgd(1.0)))
@@ -116,5 +150,7 @@ def test_arguments_are_checked():
         canaries.audit_stream(adapter, BATCH, IMAGES[:, :2], trials=2, delta=DELTA)
     with pytest.raises(ValueError, match="candidates must hold at least 2 images under 'replace_one', got 1"):
         canaries.audit_stream(adapter, BATCH, IMAGES[:1], trials=2, delta=DELTA)
+    with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
+        audit(adapter, trials=1)
     with pytest.raises(ValueError, match="adjacency 'add_remove', which a stream of batches cannot satisfy"):
         audit(adapter, adjacency="add_remove")

@@ -259,3 +259,13 @@ def test_classes_are_selected_and_renumbered():
 def test_classes_that_are_not_there_are_refused(classes):
     with pytest.raises(ValueError, match="classes must be"):
         pixels().of_classes(classes)
+
+
+@pytest.mark.parametrize(("key", "shape"), [("image", (3, 2, 2, 1)), ("features", (3, 2))])
+def test_records_without_a_finite_number_are_refused_and_single_ones_are_not(key, shape):
+    values = np.full(shape, np.nan, np.float32)
+    with pytest.raises(ValueError, match=f"{key} of source 'mine' has no finite number; the file is damaged"):
+        from_arrays(**{key: values}, label=np.zeros(3, int), num_classes=2, name="mine")
+    values[0] = 0.5  # private training zeroes the gradients of the others
+    assert len(from_arrays(**{key: values}, label=np.zeros(3, int), num_classes=2)) == 3
+    assert len(from_arrays(**{key: values[:0]}, label=np.zeros(0, int), num_classes=2)) == 0

@@ -1,9 +1,11 @@
 """TFDS sources: a tiny data set prepared on the spot, and the real ones where a directory is given."""
 
+import io
 import logging
 import os
 import socket
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp.data import check_disjoint, from_tfds, shifts, sources
+from jaxdp.files import Limits
 from jaxdp.lifecycle import parts as lifecycle
 from jaxdp.prediction import tasks
 from jaxdp.split import tasks as split_tasks
@@ -74,6 +77,19 @@ def data_dir(tmp_path_factory) -> str:
         {"image": ragged, "label": label},
         [{"image": picture(2 + k, 5, 0), "label": 0} for k in range(2)],
     )
+
+    def bomb():
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (9000, 9000)).save(file, "PNG")  # 240 kB, which decode to 243 MB
+        return io.BytesIO(file.getvalue())
+
+    prepare(
+        "tiny_bomb",
+        {"image": image, "label": label},
+        [{"image": picture(4, 5, 0), "label": 0}, {"image": bomb(), "label": 0}],
+    )
+    prepare("tiny_large", {"image": ragged, "label": label}, [{"image": bomb(), "label": 0}])
+    prepare("tiny_damaged", {"image": image, "label": label}, [{"image": io.BytesIO(b"no picture"), "label": 0}])
     return directory
 
 
@@ -231,6 +247,22 @@ def test_images_of_differing_sizes_are_prepared(data_dir):
     cut = from_tfds("tiny_image", "train", data_dir=data_dir, prepare=corners)
     np.testing.assert_array_equal(cut.arrays["image"], whole.arrays["image"][:, :2, :2])
     np.testing.assert_array_equal(cut.arrays["label"], whole.arrays["label"])
+
+
+def test_the_size_of_an_image_is_read_before_it_is_decoded(data_dir):
+    tracemalloc.start()
+    with pytest.raises(
+        ValueError, match=r"image 1 of tiny_bomb/train in .*1\.0\.0 is 9000x9000, declared 4x5; prepare"
+    ):
+        from_tfds("tiny_bomb", "train", data_dir=data_dir)
+    limited = {"prepare": lambda images: np.zeros((len(images), 2, 2, 3)), "limits": Limits(pixels=10**6)}
+    with pytest.raises(ValueError, match=r"image 0 of tiny_large/train in .* declares 81000000 pixels, more than the"):
+        from_tfds("tiny_large", "train", data_dir=data_dir, **limited)
+    with pytest.raises(ValueError, match=r"image 0 of tiny_damaged/train in .* is damaged: UnidentifiedImageError"):
+        from_tfds("tiny_damaged", "train", data_dir=data_dir)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e7
 
 
 def test_harmless_log_lines_are_dropped_and_others_kept(caplog):

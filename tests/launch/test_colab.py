@@ -51,15 +51,25 @@ def test_every_stage_is_run_and_shown_with_its_figures(executed):
     _, cells = executed
     assert "is installed, with jax" in printed(cells["install"])
     done = re.findall(r"^(\w+): done$", printed(cells["life"]), flags=re.MULTILINE)
-    audits = ["audit_finetune", "audit_recalibrate", "audit_adapt", "audit_predict"]
-    assert done == ["pretrain", "finetune", "recalibrate", "adapt", "deploy", "predict", "certificates", *audits]
+    audits = [f"audit_{name}" for name in ("finetune", "recalibrate", "adapt", "split", "predict")]
+    assert done == [
+        "pretrain",
+        "finetune",
+        "recalibrate",
+        "adapt",
+        "split",
+        "deploy",
+        "predict",
+        "certificates",
+        *audits,
+    ]
     figures = {"training": 2, "use": 2, "answers": 0, "audits": 0}
     for name, count in figures.items():
         pieces = "".join(shown(cells[name], "text/html"))
         images = re.findall('src="data:image/png;base64,([^"]+)"', pieces)
         assert len(images) == count and all(len(image) > 10_000 for image in images), name
     [attacks] = shown(cells["audits"], "text/html")
-    assert attacks.count('class="bar"') == 4
+    assert attacks.count('class="bar"') == 7
     assert len(shown(cells["split-attack"], "image/png")) == 1
 
 

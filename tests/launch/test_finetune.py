@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import signal
@@ -204,7 +205,14 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
     [
         ({"private__schedule": "linear"}, "config.private.schedule must be one of"),
         ({"private__batch_size": "2000"}, "sampling_probability must be in"),
-        ({"private__clip_norm": "-1.0"}, "clip_norm must be at least 0"),
+        ({"private__clip_norm": "-1.0"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__clip_norm": "0.0"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__clip_norm": "1e-300"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__learning_rate": math.nan}, "config.private.learning_rate must be positive"),
+        ({"private__learning_rate": math.inf}, "config.private.learning_rate must be positive"),
+        ({"private__checkpoint_every": "0"}, "config.private.checkpoint_every must be an integer of at least 1"),
+        ({"private__epsilon": math.nan}, "config.private.epsilon must be positive"),
+        ({"pretrain__steps": "0"}, "config.pretrain.steps must be at least 1 with public examples"),
         ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds'"),
         ({"data__name": "breast_cancer"}, "must name a data set of images"),
         ({"data__crop_padding": "0"}, "augmult must be at least 1, and 1 without augment; got 2"),
@@ -226,7 +234,7 @@ def digits_config(**overrides):
 
 def convert(text):
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text) if isinstance(text, str) else text
     except ValueError:
         return text
 

@@ -169,3 +169,15 @@ def test_the_jail_is_one(tmp_path):
         command = [sys.executable, "-c", JAILED, "launch.ledger", str(forbidden), str(tmp_path / "ledger.sqlite")]
         process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert process.returncode == code and ("PermissionError" in process.stderr) == bool(code), process.stderr
+
+
+def test_limits_come_from_the_command_line():
+    from absl import app
+
+    from jaxdp.files import Limits
+    from launch import frame
+
+    assert frame.limits([]) == Limits() and frame.limits(["bytes=5", "copies=7"]) == Limits(bytes=5, copies=7)
+    for wrong in ("bytes", "bytes=x", "byts=5", "bytes=0"):
+        with pytest.raises(app.UsageError, match="--limits must be NAME=NUMBER pairs, for example bytes=17179869184"):
+            frame.limits([wrong])

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxdp.files import write_json
 from jaxdp.lifecycle import document
 from jaxdp.privacy import GaussianDpEvent, Ledger
-from jaxdp.release.workdir import write_json
 from jaxdp.report import plot_curves
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -154,7 +154,7 @@ def test_images_can_be_fitted_to_another_shape():
     ("changes", "message"),
     [
         ({"method__name": "dp"}, "config.method.name must be one of standard, sam, amp, dpadapter, got 'dp'"),
-        ({"method__dpadapter__gamma": -1.0}, "gamma must be at least 0, got -1.0"),
+        ({"method__dpadapter__gamma": -1.0}, "gamma must be at least 0 and at most 1e.30, got -1.0"),
         ({"train__schedule": "linear"}, "config.train.schedule must be one of cosine, steps, got 'linear'"),
         ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds', got 'web'"),
         ({"ascent__batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from jaxdp.files import Limits
 from jaxdp.models import Preprocessing, Swin, ViT
 from jaxdp.privacy import Ledger
-from jaxdp.split import exchange
+from jaxdp.split import exchange, package
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.client import represent
 from jaxdp.split.copies import Copies, augment_then_noise
@@ -209,6 +210,15 @@ def prepared(**changes):
         (prepared(mean=[], std=[]), {}, "preprocessing must have channels"),
         (prepared(std=[-1.0]), {}, "std must be positive"),
         (lambda f: {"preprocessing": {"size": 8}}, {}, "preprocessing must have the fields"),
+        (
+            lambda f: attributes(depth=3000)(f) | {"cut": 2999},
+            {},
+            "the frontend declares 3000 blocks, more than the limit",
+        ),
+        (lambda f: attributes(depth=900)(f) | {"cut": 899}, {}, "cut=899 blocks cannot have only .* arrays of codes"),
+        (attributes(width=10**12), {}, "attribute 'width' of the frontend declares 1000000000000 pixels"),
+        (prepared(size=10**6), {}, "preprocessing of the frontend declares 1000000000000 pixels"),
+        (lambda f: {"copies": 10**9}, {}, "the frontend declares 1000000000 copies, more than the limit of 10000"),
         (lambda f: {"cut": 3}, {}, r"cut must be in \[1, 2\] for a model of 3 blocks, got 3"),
         (lambda f: {"bits": 16}, {}, r"bits must be an integer in \[2, 8\], got 16"),
         (lambda f: {"n_patches": 17}, {}, "n_patches=17 is more than the 16 patches"),
@@ -218,19 +228,40 @@ def prepared(**changes):
         (None, {"more": np.zeros(2)}, "array 'more' does not belong there"),
         (None, {"codes/embed/bias": np.zeros(8, np.int16)}, "must be int8 of shape .8,., got int16"),
         (None, {"units/embed/bias": np.zeros(8, np.float32)}, r"must be float32 of shape \(\), got float32 \(8,\)"),
-        (None, {"output": np.float32(np.inf)}, "scale 'output' must be finite and positive"),
-        (None, {"first/block_1/attention/scores": np.float32([1, 0])}, "scores' must be finite and positive"),
-        (None, {"projection/mean": np.full((17, 8), np.nan, np.float32)}, "'projection/mean' must be finite"),
+        (None, {"first/block_1/attention/scores": np.float32([1, 0])}, "scores' must be positive"),
         (None, {"projection/directions": np.zeros((136, 0), np.float32)}, "'projection/directions' must be float32"),
     ],
 )
-def test_what_describes_no_frontend_is_refused(sent, tmp_path, fields, arrays, match):
+def test_what_describes_no_frontend_is_refused(sent, tmp_path, monkeypatch, fields, arrays, match):
+    if "declares" in match or "cannot have" in match:  # before anything is traced
+        monkeypatch.setattr(exchange, "_frontend", None)
     fields = fields(read_package(sent, "frontend").fields) if fields else {}
     changed(sent, tmp_path / "frontend", "frontend", fields, arrays)
     with pytest.raises(
         ValueError, match=rf"frontend is whole but of no use; its sender must make another one: .*{match}"
     ):
         receive_frontend(tmp_path / "frontend")
+
+
+def test_limits_are_the_readers(sent):
+    assert receive_frontend(sent, limits=Limits(copies=COPIES, blocks=3)).copies == COPIES
+    for low in ({"copies": COPIES - 1}, {"blocks": 2}, {"bytes": 1000}, {"arrays": 3}, {"pixels": 63}):
+        with pytest.raises(ValueError, match=rf"declares \d+ {next(iter(low))}, more than the limit of"):
+            receive_frontend(sent, limits=Limits(**low))
+
+
+def test_queries_with_nan_are_neither_sent_nor_read(shipment, representations, tmp_path):
+    x = np.array(representations)
+    send_queries(tmp_path / "queries", x, shipment)
+    fields, arrays = read_package(tmp_path / "queries", "queries")
+    x[0, 0, 0] = np.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite values in 'representations'\. Nothing is written"):
+        send_queries(tmp_path / "others", x, shipment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "check_finite", lambda *given: None)
+        write_package(tmp_path / "others", "queries", fields=fields, arrays={**arrays, "representations": x})
+    with pytest.raises(ValueError, match=r"others has NaN or infinite values in 'representations'\. Its writer"):
+        receive_queries(tmp_path / "others", shipment)
 
 
 def test_a_changed_byte_is_noticed(shipment, sent, tmp_path):
@@ -339,11 +370,12 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
     refused("one image has no neighbours, from which 4 patches of its copies could come", NoisyOnce(x[:1], 3))
     refused("the client has no image", NoisyOnce(x[:0], 3))
     refused("num_classes must be an integer of at least 2, got 1", NoisyOnce(x, 1))
+    refused("the upload declares 1000000000000 num_classes, more than the limit of 1000000", NoisyOnce(x, 10**12))
     refused(
         r"'representations' must be float32 of shape \(9, 17, 8\), got float32 \(9, 16, 8\)", NoisyOnce(x[:, 1:], 3)
     )
     refused(r"'copies' must be float32 of shape \(3, 9, 17, 8\)", Uploaded(published.copies[1:], 3))
-    refused("'representations' must be finite", NoisyOnce(np.where(x == x[0, 0, 0], np.nan, x), 3))
+    refused("NaN or infinite values in 'representations'", NoisyOnce(np.where(x == x[0, 0, 0], np.nan, x), 3))
     refused(
         "mode='private' needs a frontend with a projection", private, shipment._replace(projection=None, clip_norm=None)
     )

@@ -542,3 +542,24 @@ def test_a_plan_reads_no_image(monkeypatch):
     monkeypatch.setattr(type(stream.domains["d0"]), "gather", None)
     assert tta.stream_event(EVENT, stream) == EVENT
     assert tta.stream_event(EVENT, []) == NoOpDpEvent()
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+def test_a_damaged_workdir_is_named_and_charges_nothing(tmp_path):
+    """Bits and lengths of the state and of the rows, each in turn."""
+    adapter, stream, ledger = adapter_of(), stream_of(8, 8), new_ledger()
+    expected = tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
+    before, rng = charged(ledger), np.random.default_rng(0)
+    for name in ("state.safetensors", "served.jsonl") * 8:
+        path = tmp_path / name
+        content = path.read_bytes()
+        place = int(rng.integers(len(content)))
+        flipped = content[:place] + bytes([content[place] ^ 1 << int(rng.integers(7))]) + content[place + 1 :]
+        path.write_bytes(content[:place] if rng.integers(2) or name == "served.jsonl" else flipped)
+        with pytest.raises(ValueError, match=rf"{tmp_path}.* (is damaged|not a metrics line|holds a stream)"):
+            tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
+        path.write_bytes(content)
+    assert charged(ledger) == before
+    same_served(tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED), expected)

@@ -1,0 +1,81 @@
+"""The audit of a charged accuracy: what a noisy count of right answers tells about one example.
+
+    print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000, delta=1e-5).describe())
+
+A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that changes the count.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.audit import bounds
+from jaxdp.data import Source
+from jaxdp.finetune.evaluate import Predict, count_correct, noisy_fraction
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release import claim, new_seed, stream
+
+
+def audit_accuracy(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    noise_multiplier: float,
+    trials: int,
+    delta: float,
+    rows: Sequence[int] | np.ndarray | None = None,
+    adjacency: Adjacency = "add_remove",
+    confidence: float = 0.95,
+    seed: bytes | None = None,
+) -> bounds.Audit:
+    """Audits `charged_accuracy` by many estimates with a canary among the examples and as many without it.
+
+    Args:
+      predict, params, noise_multiplier: as in `charged_accuracy`.
+      source: the examples, public or made up, since the audit charges nothing. An accuracy near 0 or 1 hides the noise.
+      trials: estimates of either kind, at least 2.
+      delta: of both bounds, in (0, 1).
+      rows: which examples may be the canary; by default all. At least 2 for "replace_one".
+      adjacency: under "add_remove" and "zero_out" the canary's neighbour adds nothing to the count, under
+        "replace_one" it is another candidate. The number of examples is public: both counts are divided by one number.
+      confidence: in (0.5, 1).
+      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+
+    Returns:
+      The `Audit` of 2 `trials` estimates, with the ledger's epsilon of one.
+
+    Formal guarantees:
+      As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has a key of its own, so that scores are
+      independent. An estimate is its own score: it rises with the likelihood ratio of the two counts. The keys are of
+      the kind "threefry2x32", which are independent under `jax.vmap`; `charged_accuracy` draws keys of the kind "rbg".
+
+    Raises:
+      ValueError: an argument is out of range, or no candidate changes the count.
+    """
+    rows = np.arange(len(source)) if rows is None else np.asarray(rows)
+    if len(rows) < (least := 2 if adjacency == "replace_one" else 1):
+        raise ValueError(f"rows must name at least {least} examples under {adjacency!r}, got {len(rows)}.")
+    if trials < 2:
+        raise ValueError(f"trials must be at least 2, got {trials}.")
+    upper = claim(GaussianDpEvent(noise_multiplier), adjacency=adjacency, delta=delta)
+    bounds.check(upper, delta, confidence, "gaussian")
+    # Without the one is with the other.
+    without = [count_correct(predict, params, source.take(np.delete(np.arange(len(source)), row))) for row in rows]
+    replaced = adjacency == "replace_one"
+    others = without if replaced else [count_correct(predict, params, source)]
+    more, fewer = max(itertools.product(others, without), key=lambda pair: pair[0] - pair[1])
+    if more == fewer:
+        raise ValueError("rows must name an example that changes the count; name some that are answered right.")
+    total, seed = len(source) - replaced, new_seed() if seed is None else seed
+
+    def scores(count: int, purpose: str) -> np.ndarray:
+        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), trials)
+        return np.asarray(jax.vmap(lambda key: noisy_fraction(key, count, total, noise_multiplier))(keys))
+
+    present, absent = scores(more, "with the canary"), scores(fewer, "without the canary")
+    return bounds.multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim="gaussian")

@@ -1,0 +1,64 @@
+"""Files that appear whole or not at all, and are on the disk when the function returns."""
+
+import json
+import os
+import pathlib
+import uuid
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+
+def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666) -> None:
+    """Puts a whole new file in the place of `path`; file and folder are on the disk when this returns.
+
+    A process that dies leaves the old file, and may leave a file `<name>.*.tmp` beside it.
+
+    Args:
+      path: the file; its folder must exist.
+      data: the content, or a function that writes it to an open binary file.
+      mode: of the new file, as `os.open` takes it.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                data(file)
+            to_disk(file)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes `value` durably as indented JSON, making the folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def to_disk(file: Any) -> None:
+    """Makes what was written to an open file durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes new and deleted names in a folder durable, where the system has such a thing."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_tree(folder: pathlib.Path) -> None:
+    """Makes all files and names in and below a folder durable, as another library has written them."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(pathlib.Path(root))

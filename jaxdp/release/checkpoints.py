@@ -1,0 +1,118 @@
+"""Numbered states of a run on disk, each with digests by which a damaged one is noticed.
+
+`checkpoints.json` beside the folder of checkpoints has two digests of each: of its files, which are compared before
+Orbax reads them, and of the state, which is compared after. It is written after a checkpoint is on the disk. So a
+checkpoint that it does not name is one that a crash interrupted: its steps are repeated. A checkpoint that it names and
+that is gone or differs is damaged. The run does not go on from an older one then: the secrets of the steps since are
+deleted, and the steps would be made, and charged, once more.
+"""
+
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxdp.files import read_json, sync_tree, write_json
+from jaxdp.release.identity import digest
+
+_REMEDY = "Restore the workdir from a copy, or begin again in a new one. What was charged stays charged."
+
+
+class Checkpoints:
+    """The checkpoints of one run, by Orbax.
+
+    Args:
+      workdir: of the run; it holds `checkpoints` and `checkpoints.json`.
+      keep: how many of the newest are kept.
+
+    Raises:
+      ValueError: the newest checkpoint is damaged or gone; the message has its path.
+    """
+
+    def __init__(self, workdir: pathlib.Path, *, keep: int):
+        import orbax.checkpoint as ocp
+
+        self._folder, self._list = (workdir / "checkpoints").absolute(), workdir / "checkpoints.json"
+        old = not self._list.exists()  # a run that is new, or of an earlier release
+        self._digests = {} if old else self._listed()
+        if self._digests:
+            self._check_files(max(self._digests))
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
+        )
+        if old:
+            for newest in sorted(self._manager.all_steps())[-1:]:  # taken as it is
+                self._digests[newest] = _digest_of_files(self._folder / str(newest)), ""
+            self._write(self._digests)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._manager.close()
+
+    def restore(self, like: Any) -> tuple[Any, int]:
+        """The newest state, on the host, and its number; `like` and 0 if there is none.
+
+        Args:
+          like: a pytree of arrays of the structure, shapes and dtypes of the states.
+
+        Raises:
+          ValueError: the newest one is damaged or of another structure; the message has its path.
+        """
+        import orbax.checkpoint as ocp
+
+        step = max(self._digests, default=0)
+        for unfinished in [other for other in self._manager.all_steps() if other > step]:
+            self._manager.delete(unfinished)
+        if not step:
+            return like, 0
+        path = self._folder / str(step)
+        try:
+            state = jax.device_get(self._manager.restore(step, args=ocp.args.StandardRestore(like)))
+        except Exception as error:  # Orbax has errors of many kinds
+            what = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
+        if self._digests[step][1] not in (digest(state), ""):
+            raise ValueError(f"{path} is damaged: it does not hold the state that was saved. {_REMEDY}")
+        return state, step
+
+    def save(self, step: int, state: Any) -> None:
+        """Makes a state durable."""
+        import orbax.checkpoint as ocp
+
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        sync_tree(self._folder)
+        self._digests[step] = _digest_of_files(self._folder / str(step)), digest(state)
+        self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
+
+    def _check_files(self, step: int) -> None:
+        path = self._folder / str(step)
+        if not path.is_dir():
+            raise ValueError(f"{path} is gone, which {self._list.name} names as the newest checkpoint. {_REMEDY}")
+        if self._digests[step][0] != _digest_of_files(path):
+            raise ValueError(f"{path} is damaged: its files are not those that were written. {_REMEDY}")
+
+    def _listed(self) -> dict[int, tuple[str, str]]:
+        """Digests of files and state by step."""
+        found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
+        if found["sum"] != _sum(found["digests"]):
+            raise ValueError(f"{self._list} is damaged: it does not have the sum that it states. {_REMEDY}")
+        return {int(step): tuple(both) for step, both in found["digests"].items()}
+
+    def _write(self, digests: dict[int, tuple[str, str]]) -> None:
+        named = {str(step): list(both) for step, both in digests.items()}
+        write_json(self._list, {"digests": named, "sum": _sum(named)})
+
+
+def _sum(digests: Any) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_files(folder: pathlib.Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            found.update(f"{path.relative_to(folder)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()

@@ -1,0 +1,15 @@
+"""The study of audits: which claims are audited, and which broken twins of each mechanism the audits catch.
+
+Every module here offers `CASES`, a tuple of `Case`s; `python -m launch.audit` runs them all and writes the table.
+"""
+
+import importlib
+import pkgutil
+
+from launch.audits.case import Case
+
+
+def cases() -> tuple[Case, ...]:
+    """The cases of all modules of this package, in the order of the modules' names."""
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    return tuple(case for module in modules for case in getattr(module, "CASES", ()))

@@ -1,0 +1,70 @@
+"""A case of the study of audits: one claim of one mechanism, its honest audit and its broken twins."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from jaxdp.audit import Audit
+from jaxdp.release import derive
+
+HALF_THE_NOISE = "half the noise"
+NO_CLIPPING = "no clipping"
+SENSITIVITY_OFF_BY_TWO = "sensitivity off by two"
+REUSED_KEY = "a reused key"
+ADD_REMOVE_FOR_REPLACE_ONE = "add/remove charged for replace-one"
+TWINS = (HALF_THE_NOISE, NO_CLIPPING, SENSITIVITY_OFF_BY_TWO, REUSED_KEY, ADD_REMOVE_FOR_REPLACE_ONE)
+
+# Of every bound. A page of forty honest audits has a false VIOLATED with probability below 4 %.
+CONFIDENCE = 0.999
+
+Run = Callable[[int, bytes], Audit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One claim of one mechanism, which its twins break.
+
+    A twin breaks the mechanism, or the claim that is made for it, by public arguments or by a wrapper. It is audited
+    under the claim of the honest mechanism.
+
+    Attributes:
+        mechanism: its name in the documentation, for example "DP-SGD".
+        claim: what the ledger claims, in words with numbers.
+        proof: the citation or equation, and the module whose docstring has it; one line.
+        run: `run(trials, seed) -> Audit` of the honest mechanism; `trials` runs of either kind, 16 secret bytes.
+        twins: for every name in `TWINS` the audit of the broken twin, or why the twin has no meaning here, as a string;
+            and twins of the mechanism's own.
+        trials: runs of either kind with which the honest audit has power and every twin is caught.
+
+    Raises:
+        ValueError: a standard twin is missing.
+    """
+
+    mechanism: str
+    claim: str
+    proof: str
+    run: Run
+    twins: Mapping[str, Run | str]
+    trials: int = 1000
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in TWINS if name not in self.twins]:
+            raise ValueError(
+                f"twins of {self.mechanism!r} lack {missing}; give the reason as a string where a twin has no meaning."
+            )
+
+    def honest(self, seed: bytes, trials: int | None = None) -> Audit:
+        """The audit of the mechanism as it is, with randomness of its own from `seed`."""
+        return self.run(trials or self.trials, self._seed(seed, "honest"))
+
+    def broken(self, twin: str, seed: bytes, trials: int | None = None) -> Audit | str:
+        """The audit of a broken twin, with randomness of its own from `seed`; or why there is none."""
+        run = self.twins[twin]
+        return run if isinstance(run, str) else run(trials or self.trials, self._seed(seed, twin))
+
+    def _seed(self, seed: bytes, purpose: str) -> bytes:
+        return derive(seed, f"{self.mechanism}, {self.claim}: {purpose}")
+
+
+def under(found: Audit, claimed: float) -> Audit:
+    """The audit of a twin, held against the epsilon that is claimed for the honest mechanism at the same delta."""
+    return dataclasses.replace(found, upper=claimed)

@@ -1,0 +1,250 @@
+"""Audits of private training: the Gaussian of a step of every algorithm, and the sampling of batches.
+
+The loss is linear, so that the gradient of an example is the example: two tensors of random entries, of a norm a
+hundred times the clip norm.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp import finetune
+from jaxdp.audit.finetune import audit_sampling, audit_step
+from jaxdp.data import PoissonSampler, from_arrays
+from jaxdp.finetune.adp_clip import QuantileClipping
+from jaxdp.finetune.dp_sgd import GradientSum
+from jaxdp.finetune.gep import GradientEmbedding
+from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.release import claim, stream
+from jaxdp.transforms.noise import Privatizer, PrivatizeState
+from launch.audits import case
+from launch.audits.case import Case, Run, under
+
+DELTA, CLIP, SIGMA = 1e-5, 0.5, 1.0
+SAMPLER = PoissonSampler(100, 0.2)
+FAR = 1e4  # times the clip norm: what a forgotten clip lets through
+
+_random = np.random.default_rng(0)
+EXAMPLES = from_arrays(features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2)
+PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
+COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
+
+Make = Callable[[float], PrivateTrainer]
+
+
+def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> jax.Array:
+    """Its gradient is the example."""
+    return jnp.vdot(jnp.concatenate([params["first"], params["second"]]), example["features"])
+
+
+# --- The trainers, by their noise multiplier --------------------------------------------------------------------------
+
+
+def dp_sgd(sigma: float, **options: Any) -> PrivateTrainer:
+    return finetune.dp_sgd(loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON, **options)
+
+
+def dp_sat(sigma: float) -> PrivateTrainer:
+    return dp_sgd(sigma, ascent_radius=0.05)
+
+
+def adp_alloc(sigma: float) -> PrivateTrainer:
+    schedule = finetune.exponential_noise(0.1)
+    return finetune.adp_alloc(loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **COMMON)
+
+
+def adp_clip(sigma: float) -> PrivateTrainer:
+    return finetune.adp_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON)
+
+
+def gep(sigma: float) -> PrivateTrainer:
+    anchors = EXAMPLES.gather(np.arange(6, 12))
+    options: dict[str, Any] = {"anchors": anchors, "basis_size": 4, "groups": 1, "residual_clip_norm": CLIP}
+    return finetune.gep(loss, optax.sgd(0.1), noise_multiplier=sigma, **options, **COMMON)
+
+
+# --- Their broken twins -----------------------------------------------------------------------------------------------
+
+
+class UnclippedSum(GradientSum):
+    """DP-SGD that adds up raw gradients."""
+
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+        return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
+
+
+class UnclippedQuantile(QuantileClipping):
+    """AdpClip that clips where no gradient is, and divides by the clip norm all the same."""
+
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+        found = super().sums(params, FAR * carried, batch, mask, key)
+        return found._replace(grads=jax.tree.map(lambda g: FAR * g, found.grads))
+
+
+class UnclippedEmbedding(GradientEmbedding):
+    """GEP that does so."""
+
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+        gradient = dataclasses.replace(self.gradient, clip_norm=FAR * self.gradient.clip_norm)
+        fields = _fields(self) | {"gradient": gradient, "residual_clip_norm": FAR * self.residual_clip_norm}
+        found = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
+        return jax.tree.map(lambda x: FAR * x, found)
+
+
+UNCLIPPED: Mapping[type, type] = {
+    GradientSum: UnclippedSum,
+    QuantileClipping: UnclippedQuantile,
+    GradientEmbedding: UnclippedEmbedding,
+}
+
+
+def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
+    """The trainer without its clip, with the noise of before."""
+    query = UNCLIPPED[type(trainer.query)](**_fields(trainer.query))
+    return dataclasses.replace(trainer, query=query)
+
+
+def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
+    """The trainer, each of whose examples contributes twice as much as the noise is made for."""
+
+    class Doubled(type(trainer.query)):  # type: ignore[misc]
+        def sums(self, *args: Any) -> Any:
+            return jax.tree.map(lambda x: 2 * x, super().sums(*args))
+
+    return dataclasses.replace(trainer, query=Doubled(**_fields(trainer.query)))
+
+
+def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
+    """The trainer that draws the noise of every run from one key."""
+    one = stream(bytes(16), "the only key")
+    return _with_noise(trainer, lambda state: PrivatizeState(one, state.step), lambda state: state)
+
+
+def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:
+    """The trainer that forgets that it has made a step, and adds the noise of the step before."""
+    return _with_noise(trainer, lambda state: state, lambda state: state._replace(step=state.step - 1))
+
+
+def _with_noise(trainer: PrivateTrainer, before: Callable[..., Any], after: Callable[..., Any]) -> PrivateTrainer:
+    honest = trainer.privatizer
+
+    def update(sums: Any, state: PrivatizeState, params: Any = None, **extra: Any) -> tuple[Any, PrivatizeState]:
+        noisy, new = honest.update(sums, before(state))
+        return noisy, after(new)
+
+    broken = Privatizer(honest.init, update)
+    broken._mechanism = honest._mechanism
+    return dataclasses.replace(trainer, privatizer=broken)
+
+
+class TwiceAsOften(PoissonSampler):
+    """A sampler that draws every example with twice the probability that it says."""
+
+    def batch(self, step: int) -> np.ndarray:
+        return PoissonSampler(self.num_examples, 2 * self.sampling_probability, seed=self.seed).batch(step)
+
+
+class OneBatch(PoissonSampler):
+    """A sampler that draws the batch of every step from one key."""
+
+    def batch(self, step: int) -> np.ndarray:
+        return super().batch(0)
+
+
+def _fields(query: Any) -> dict[str, Any]:
+    return {field.name: getattr(query, field.name) for field in dataclasses.fields(query)}
+
+
+# --- The cases --------------------------------------------------------------------------------------------------------
+
+
+def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
+    """The audit of a step of a trainer, and of its twins."""
+
+    def audit(trainer: PrivateTrainer, **options: Any) -> Run:
+        terms: dict[str, Any] = {"delta": DELTA, "step": step, "rows": range(6), "confidence": case.CONFIDENCE}
+        return lambda trials, seed: audit_step(trainer, PARAMS, EXAMPLES, trials=trials, seed=seed, **terms, **options)
+
+    honest = make(SIGMA)
+    claimed = claim(honest.privatizer.event_at(step), adjacency="add_remove", delta=DELTA)
+
+    def held(run: Run) -> Run:
+        """The run under the claim of the honest trainer."""
+        return lambda trials, seed: under(run(trials, seed), claimed)
+
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: held(audit(make(SIGMA / 2))),
+        case.NO_CLIPPING: held(audit(unclipped(honest))),
+        case.SENSITIVITY_OFF_BY_TWO: held(audit(doubled(honest))),
+        case.REUSED_KEY: held(audit(with_one_key(honest))),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, adjacency="replace_one")),
+        "the noise of the step before": held(audit(with_noise_used_twice(honest))),
+    }
+    return audit(honest), twins
+
+
+def sampling() -> tuple[Run, dict[str, Run | str]]:
+    """The audit of the sampling of a trainer's batches, and of its twins."""
+
+    def audit(sampler: PoissonSampler) -> Run:
+        trainer = dataclasses.replace(dp_sgd(SIGMA), sampler=sampler)
+        return lambda trials, seed: audit_sampling(trainer, trials=trials, confidence=case.CONFIDENCE, seed=seed)
+
+    public = SAMPLER.num_examples, SAMPLER.sampling_probability
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: "no noise is added to a batch",
+        case.NO_CLIPPING: "who is in a batch has no norm",
+        case.SENSITIVITY_OFF_BY_TWO: audit(TwiceAsOften(*public)),
+        case.REUSED_KEY: audit(OneBatch(*public)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: "an example and its replacement are sampled alike: the distance is q as well",
+    }
+    return audit(SAMPLER), twins
+
+
+def _cases() -> Iterator[Case]:
+    gaussian = "a Gaussian of multiplier {}, add/remove, given that the example is in the batch"
+    proofs = {
+        "DP-SGD": (dp_sgd, 1, "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`"),
+        "DP-SAT": (
+            dp_sat,
+            1,
+            "the ascent follows the gradient released before (Park et al. 2023): post-processing; "
+            "`jaxdp.finetune.dp_sgd`",
+        ),
+        "AdpAlloc": (
+            adp_alloc,
+            7,
+            "the schedule of the noise is public (Yu et al. 2019, section V); `jaxdp.finetune.adp_alloc`",
+        ),
+        "AdpClip": (
+            adp_clip,
+            1,
+            "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); `jaxdp.finetune.adp_clip`",
+        ),
+        "GEP": (
+            gep,
+            1,
+            "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); `jaxdp.finetune.gep`",
+        ),
+    }
+    for mechanism, (make, step, proof) in proofs.items():
+        multiplier = make(SIGMA).privatizer.event_at(step).noise_multiplier
+        run, twins = steps(make, step=step)
+        yield Case(mechanism, f"step {step}: {gaussian.format(f'{multiplier:.4g}')}", proof, run, twins)
+    run, twins = sampling()
+    q = SAMPLER.sampling_probability
+    yield Case(
+        "Poisson sampling",
+        f"a batch shown in the clear is (0, {q:g})-DP, add/remove",
+        "the total variation distance of the batches is q; `jaxdp.audit.finetune.audit_sampling`",
+        run,
+        twins,
+    )
+
+
+CASES = tuple(_cases())

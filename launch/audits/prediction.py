@@ -1,0 +1,458 @@
+"""Audits of private answers: one answer of every mechanism, by a linear model with one weight.
+
+A record (x, y, part) pushes the weight up for y = 1 and down for y = 0, by one unit whatever x > 0 is, since its
+gradient is clipped. The weight is the surplus of records with y = 1, in such units. The answer is whether it is
+positive, or how large it is. An ensemble trains a member for every part.
+
+Twins get the noise of the honest mechanism unless they say otherwise. Each has data that show what it breaks.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.audit import Audit
+from jaxdp.audit.prediction import audit_answers, audit_pate
+from jaxdp.prediction import certify, ensembles, mechanisms, private, train_with_bounds
+from jaxdp.prediction.agt import Bounds
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release import claim
+from jaxdp.transforms import losses, noise
+from launch.audits import case
+from launch.audits.case import Case, Run, under
+
+Data = Mapping[str, np.ndarray]
+Train = Callable[[Data], Any]
+
+ROWS, CLIP = 16, 0.1
+UNIT = CLIP / ROWS
+DELTA, TRIALS = 1e-5, 20_000
+QUERY = np.float32(1.0)
+# Keys of this kind give the same noise on all devices.
+KEY = jax.random.key(16, impl="threefry2x32")
+
+
+def records(surpluses: Sequence[int]) -> Data:
+    """In each part this surplus of y = 1 over y = 0, among `ROWS` records, or one fewer if it is odd."""
+    rows = [ROWS - surplus % 2 for surplus in surpluses]
+    ones = [(n + surplus) // 2 for n, surplus in zip(rows, surpluses, strict=True)]
+    labels = [np.repeat([1, 0], [m, n - m]) for m, n in zip(ones, rows, strict=True)]
+    return _records(np.concatenate(labels), np.repeat(np.arange(len(surpluses)), rows))
+
+
+def _records(y: Any, part: Any, x: float = 1.0) -> Data:
+    y = np.asarray(y, np.float32)
+    return {"x": np.full(len(y), x, np.float32), "y": y, "part": np.asarray(part, np.int32)}
+
+
+def loss(params: Any, example: Any) -> jax.Array:
+    return losses.sigmoid_cross_entropy(params["w"] * example["x"], example["y"])
+
+
+def label(params: Any, query: jax.Array) -> jax.Array:
+    """A logit, from the weight."""
+    return params["w"] * query
+
+
+def value(params: Any, query: jax.Array) -> jax.Array:
+    """The surplus."""
+    return params["w"] * query / UNIT
+
+
+# --- Training -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _trained(y: bytes, x: bytes, clip: float) -> Bounds:
+    data = {"x": np.frombuffer(x, np.float32), "y": np.frombuffer(y, np.float32)}
+    order = np.arange(len(data["y"]))[None]
+    options: dict[str, Any] = {"learning_rate": 1.0, "batch_size": ROWS, "epochs": 1, "order": order}
+    return train_with_bounds(loss, {"w": jnp.zeros(())}, data, ks=10, clip=clip, **options)
+
+
+def one_model(data: Data, *, clip: float = CLIP) -> Bounds:
+    """Trains on all parts together, in one step."""
+    return _trained(data["y"].tobytes(), data["x"].tobytes(), clip)
+
+
+def forgetful(data: Data) -> Bounds:
+    """Bounds for clipped gradients, moved to a model that was trained without the clip."""
+    said, done = one_model(data), one_model(data, clip=20.0)
+    lower, upper = ({"w": end["w"] - said.params["w"] + done.params["w"]} for end in (said.lower, said.upper))
+    return dataclasses.replace(said, params=done.params, lower=lower, upper=upper)
+
+
+def ensemble(parts: int, one: Train = one_model) -> Train:
+    """Trains a member on every part."""
+    return lambda data: [one(_part(data, data["part"] == t)) for t in range(parts)]
+
+
+def overlapping(parts: int, one: Train = one_model) -> Train:
+    """Trains a member on every part, and the last but one on the canary of the last part too."""
+
+    def train(data: Data) -> Any:
+        canary = (np.arange(len(data["y"])) == ROWS * parts) & (data["part"] == parts - 1)
+        return [one(_part(data, (data["part"] == t) | (canary & (t == parts - 2)))) for t in range(parts)]
+
+    return train
+
+
+def _part(data: Data, rows: np.ndarray) -> Data:
+    return {name: leaf[rows] for name, leaf in data.items()}
+
+
+def voter(data: Data) -> Any:
+    """PATE's members need no certificates."""
+    return {"w": np.float32(UNIT * (2 * data["y"] - 1).sum())}
+
+
+# --- Broken mechanisms ------------------------------------------------------------------------------------------------
+
+
+def half_the_noise(name: str) -> Any:
+    """A patch of the noise of this name."""
+    whole = getattr(noise, name)
+    return mock.patch.object(noise, name, lambda key, tree, scale: whole(key, tree, scale / 2))
+
+
+def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """A patch of a label mechanism."""
+    whole = mechanisms.LABEL_MECHANISMS[name]
+    return mock.patch.dict(mechanisms.LABEL_MECHANISMS, {name: broken(whole)})
+
+
+def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """Answers all queries of all calls with the noise of one answer, from one key.
+
+    With much noise an answer would say nothing about the votes behind it. The noise of this key is small.
+    """
+
+    def broken(key: jax.Array, *arrays: Any, **options: Any) -> np.ndarray:
+        first = [np.asarray(array)[..., :1] for array in arrays]
+        return np.repeat(whole(KEY, *first, **options), np.shape(arrays[0])[-1])
+
+    return broken
+
+
+def doubled_distances() -> Any:
+    """A patch: distances to the next flip that a record changes by two."""
+
+    def broken(*args: Any) -> Any:
+        found = certify(*args)
+        return found._replace(distance=2 * found.distance)
+
+    return mock.patch.object(private, "certify", broken)
+
+
+def replacement_as_one_step() -> Any:
+    """A patch: a replaced record counts as one change, not as one removed and one added."""
+    return mock.patch.dict(private._STEPS, {("add_remove", "replace_one"): 1})
+
+
+def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
+    """Rounded Cauchy noise of half the scale."""
+
+    def broken(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(key: jax.Array, labels: Any, distances: Any, **options: Any) -> np.ndarray:
+            flips = mechanisms.flip_probability_cauchy(distances, epsilon=epsilon)
+            halved = np.arctan(np.tan(math.pi * flips) / 2) / math.pi
+            flipped = np.asarray(jax.random.uniform(key, np.shape(labels))) < halved
+            return np.where(flipped, 1 - np.asarray(labels), labels).astype(np.int32)
+
+        return answer
+
+    return broken
+
+
+# --- The cases --------------------------------------------------------------------------------------------------------
+
+
+def answers(
+    mechanism: str,
+    *,
+    surpluses: Sequence[int],
+    candidates: Data,
+    claimed: float,
+    epsilon: float | None = None,
+    train: Train = one_model,
+    apply_fn: Any = label,
+    output_range: tuple[float, float] | None = None,
+    adjacency: Adjacency = "add_remove",
+    patch: Callable[[], Any] = contextlib.nullcontext,
+) -> Run:
+    """The audit of one answer, with something patched, under the claim of an epsilon."""
+
+    def run(trials: int, seed: bytes) -> Audit:
+        with patch():
+            found = audit_answers(
+                train,
+                apply_fn,
+                QUERY,
+                records(surpluses),
+                candidates,
+                epsilon=epsilon or claimed,
+                trials=trials,
+                mechanism=mechanism,
+                output_range=output_range,
+                adjacency=adjacency,
+                confidence=case.CONFIDENCE,
+                seed=seed,
+            )
+        return under(found, claimed)
+
+    return run
+
+
+ANY_LABEL = "any other label costs the same: there is no distance or norm to be wrong about"
+ONE_FROM, ONE_TO = _records([0, 1], [0, 0]), _records([1], [0])
+OUTLIER = _records([1], [0], x=50.0)
+
+
+def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | None = None) -> Any:
+    """Answers at certified distances: the label flips at 0, changes in the distance show further away.
+
+    `loose` says why two changes for one are within the claim.
+    """
+    audit = functools.partial(answers, mechanism, claimed=epsilon)
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: half,
+        case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
+        case.SENSITIVITY_OFF_BY_TWO: loose or audit(surpluses=[2], candidates=ONE_TO, patch=doubled_distances),
+        case.REUSED_KEY: audit(surpluses=[0], candidates=ONE_TO, patch=lambda: answered_by(mechanism, with_one_key)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: loose
+        or audit(surpluses=[4], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step),
+    }
+    return audit(surpluses=[0], candidates=ONE_TO), twins
+
+
+def certified_vote(epsilon: float) -> Any:
+    """Answers of an ensemble of three at the certified distance of its vote."""
+    train = ensemble(3)
+    audit = functools.partial(answers, "randomised_response", claimed=epsilon, train=train)
+    flip: dict[str, Any] = {"surpluses": [2, -2, 0], "candidates": _records([1], [2])}
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(**flip, epsilon=2 * epsilon),
+        case.NO_CLIPPING: audit(surpluses=[-8, 8, -8], candidates=OUTLIER, train=ensemble(3, forgetful)),
+        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, 8, -4], candidates=ONE_TO, patch=doubled_distances),
+        case.REUSED_KEY: audit(**flip, patch=lambda: answered_by("randomised_response", with_one_key)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
+            surpluses=[4, 10, -4], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step
+        ),
+    }
+    return audit(**flip), twins
+
+
+def laplace_vote(epsilon: float) -> Any:
+    """Noisy votes of an ensemble of five. The audit sees most of epsilon where the vote is clear."""
+    audit = functools.partial(answers, "global_laplace", claimed=epsilon, train=ensemble(5))
+    last = _records([1], [4])
+    clear: dict[str, Any] = {"surpluses": [2, 2, 2, 2, 0], "candidates": last}
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(**clear, patch=lambda: half_the_noise("laplace")),
+        case.NO_CLIPPING: "a member has one vote: there is no clip",
+        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, 2, 2, 0, 0], candidates=last, train=overlapping(5)),
+        case.REUSED_KEY: audit(
+            surpluses=[2, 2, -2, -2, 0],
+            candidates=last,
+            patch=lambda: mock.patch.object(ensembles, "laplace_vote", with_one_key(ensembles.laplace_vote)),
+        ),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
+            surpluses=[2, 2, 2, 1, 0],
+            candidates=_records([0, 1], [3, 4]),
+            adjacency="replace_one",
+            patch=replacement_as_one_step,
+        ),
+    }
+    return audit(**clear), twins
+
+
+def global_labels(mechanism: str, epsilon: float) -> Any:
+    """Answers that are as noisy at every distance."""
+    audit = functools.partial(answers, mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(epsilon=2 * epsilon),
+        case.NO_CLIPPING: ANY_LABEL,
+        case.SENSITIVITY_OFF_BY_TWO: ANY_LABEL,
+        case.REUSED_KEY: audit(patch=lambda: answered_by(mechanism, with_one_key)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: ANY_LABEL,
+    }
+    return audit(), twins
+
+
+def cauchy_values(epsilon: float) -> Any:
+    """Values between -1 and 1, which a record moves by half of the range."""
+    range_: dict[str, Any] = {"apply_fn": value, "output_range": (-1.0, 1.0)}
+    audit = functools.partial(answers, "cauchy_values", claimed=epsilon, **range_)
+    moved: dict[str, Any] = {"surpluses": [0], "candidates": ONE_TO}
+
+    def halved(*args: Any, whole: Any = mechanisms.smooth_sensitivity, **options: Any) -> np.ndarray:
+        return whole(*args, **options) / 2
+
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(**moved, patch=lambda: half_the_noise("cauchy")),
+        case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
+        case.SENSITIVITY_OFF_BY_TWO: audit(
+            **moved, patch=lambda: mock.patch.object(mechanisms, "smooth_sensitivity", halved)
+        ),
+        case.REUSED_KEY: audit(
+            **moved,
+            patch=lambda: mock.patch.object(mechanisms, "cauchy_values", with_one_key(mechanisms.cauchy_values)),
+        ),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
+            surpluses=[0], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step
+        ),
+    }
+    return audit(**moved), twins
+
+
+def laplace_values(epsilon: float) -> Any:
+    """Values between -1 and 1, which a record moves from end to end."""
+
+    def far(params: Any, query: jax.Array) -> jax.Array:
+        """Beyond the ends of the range."""
+        return 1000 * (value(params, query) - 0.5)
+
+    whole = mechanisms.laplace_values
+
+    def unclipped(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+        ends = 1000 * output_range[0], 1000 * output_range[1]
+        return whole(key, values, epsilon=1000 * epsilon, output_range=ends)
+
+    def halved(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
+        return whole(key, values, epsilon=2 * epsilon, output_range=output_range)
+
+    def by(broken: Callable[..., Any]) -> Run:
+        return audit(patch=lambda: mock.patch.object(mechanisms, "laplace_values", broken))
+
+    range_: dict[str, Any] = {"apply_fn": far, "output_range": (-1.0, 1.0), "surpluses": [0], "candidates": ONE_TO}
+    audit = functools.partial(answers, "laplace_values", claimed=epsilon, **range_)
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(patch=lambda: half_the_noise("laplace")),
+        case.NO_CLIPPING: by(unclipped),
+        case.SENSITIVITY_OFF_BY_TWO: by(halved),
+        case.REUSED_KEY: by(with_one_key(whole)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: "the noise hides the whole range, whatever changes in the data",
+    }
+    return audit(), twins
+
+
+def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
+    """Confident-GNMax on a vote that is nearly even, beyond a threshold that it always passes."""
+    claimed = claim(gnmax.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
+    last, voters = _records([1], [4]), ensemble(5, voter)
+
+    def audit(
+        *,
+        surpluses: Sequence[int] = (2, 2, -2, -2, 0),
+        candidates: Data = last,
+        train: Train = voters,
+        mechanism: ensembles.ConfidentGNMax = gnmax,
+        adjacency: Adjacency = "add_remove",
+        patch: Callable[[], Any] = contextlib.nullcontext,
+    ) -> Run:
+        def run(trials: int, seed: bytes) -> Audit:
+            with patch():
+                found = audit_pate(
+                    train,
+                    label,
+                    QUERY,
+                    records(surpluses),
+                    candidates,
+                    mechanism=mechanism,
+                    trials=trials,
+                    delta=DELTA,
+                    adjacency=adjacency,
+                    confidence=case.CONFIDENCE,
+                    seed=seed,
+                )
+            return under(found, claimed)
+
+        return run
+
+    whole = ensembles.ConfidentGNMax.answer
+
+    def one_key(self: Any, key: jax.Array, votes: np.ndarray, *, num_classes: int, max_answers: int) -> np.ndarray:
+        return with_one_key(functools.partial(whole, self))(key, votes, num_classes=num_classes, max_answers=1)
+
+    half = dataclasses.replace(gnmax, sigma_threshold=gnmax.sigma_threshold / 2, sigma_votes=gnmax.sigma_votes / 2)
+    twins: Mapping[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(mechanism=half),
+        case.NO_CLIPPING: "a member has one vote: there is no clip",
+        case.SENSITIVITY_OFF_BY_TWO: audit(surpluses=[2, -2, -2, 0, 0], train=overlapping(5, voter)),
+        case.REUSED_KEY: audit(patch=lambda: mock.patch.object(ensembles.ConfidentGNMax, "answer", one_key)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
+            surpluses=[2, -2, -2, 1, 0], candidates=_records([0, 1], [3, 4]), adjacency="replace_one"
+        ),
+    }
+    return audit(), twins
+
+
+def _cases() -> Iterator[Case]:
+    family = "`jaxdp.prediction.mechanisms`, proof for {}"
+    nissim = "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
+
+    half = functools.partial(answered_by, "smooth_cauchy", flips_of_half_the_noise(0.8))
+    cauchy = answers("smooth_cauchy", surpluses=[0], candidates=ONE_TO, claimed=0.8, patch=half)
+    doubled = answers("randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0)
+    pure: dict[str, tuple[float, Any, str]] = {
+        "randomised response": (
+            1.0,
+            certified("randomised_response", 1.0, half=doubled),
+            family.format("the family"),
+        ),
+        "rounded Cauchy noise": (
+            0.8,
+            certified("smooth_cauchy", 0.8, half=cauchy),
+            family.format("Cauchy noise"),
+        ),
+        "rounded Cauchy noise as published": (
+            3.0,
+            certified("paper_cauchy", 3.0, half=nissim, loose=nissim),
+            "Nissim, Raskhodnikova and Smith 2007, Corollary 2.4; `jaxdp.prediction.mechanisms`",
+        ),
+        "randomised response of a certified vote": (
+            1.0,
+            certified_vote(1.0),
+            "arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
+        ),
+        "rounded Laplace noise": (1.0, global_labels("global_laplace", 1.0), family.format("the family")),
+        "k-ary randomised response": (1.0, global_labels("global_response", 1.0), family.format("the family")),
+        "Laplace noise on votes": (
+            1.0,
+            laplace_vote(1.0),
+            "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.ensembles.laplace_vote`",
+        ),
+        "Cauchy noise on values": (
+            1.0,
+            cauchy_values(1.0),
+            "`jaxdp.prediction.mechanisms.cauchy_values`, by (**) of the module",
+        ),
+        "Laplace noise on values": (
+            1.0,
+            laplace_values(1.0),
+            "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
+        ),
+    }
+    for name, (epsilon, (run, twins), proof) in pure.items():
+        yield Case(name, f"an answer: pure epsilon {epsilon:g}, add/remove", proof, run, twins, trials=TRIALS)
+    gnmax = ensembles.ConfidentGNMax(threshold=-50.0, sigma_threshold=3 * math.sqrt(2), sigma_votes=math.sqrt(2))
+    run, twins = pate(gnmax)
+    yield Case(
+        "PATE's Confident-GNMax",
+        "a query and its answer: Gaussians of multipliers 4.243 and 1, add/remove",
+        "Papernot et al. 2018, arXiv:1802.08908, Algorithm 1; `jaxdp.prediction.ConfidentGNMax`",
+        run,
+        twins,
+        trials=TRIALS,
+    )
+
+
+CASES = tuple(_cases())

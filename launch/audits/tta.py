@@ -1,0 +1,123 @@
+"""Audits of private test-time adaptation: the Gaussian of one update of every method.
+
+The model is small and random. Its gradients are some ten times as long as the clip norm, so that every image is
+clipped. Twins get the noise of the honest method unless they say otherwise.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp import tta
+from jaxdp.audit import Audit
+from jaxdp.audit.tta import audit_stream
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release import claim
+from launch.audits import case
+from launch.audits.case import Case, Run, under
+
+DELTA, CLIP, SIGMA = 1e-5, 0.01, 1.0
+FAR = 1e4  # times the clip norm: what a forgotten clip lets through
+CLASSES, WIDTH, SIDE = 4, 6, 4
+OPTIMIZER = optax.sgd(1.0)
+
+_random = np.random.default_rng(0)
+IMAGES = _random.normal(size=(36, SIDE, SIDE, 3)).astype(np.float32)
+PARAMS: Mapping[str, Any] = {
+    "embed": jnp.asarray(_random.normal(size=(SIDE * SIDE * 3, WIDTH)) / 7, jnp.float32),
+    "head": jnp.asarray(_random.normal(size=(WIDTH, CLASSES)), jnp.float32),
+    **{f"block_{i}": {"norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}} for i in range(2)},
+}
+
+
+def apply_fn(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
+    """Logits [B, CLASSES]: two blocks, each a LayerNorm, the first with a tanh behind it."""
+    h = images.reshape(len(images), -1) @ params["embed"]
+    h = jnp.tanh(_norm(h, **params["block_0"]["norm"]))
+    return _norm(h, **params["block_1"]["norm"]) @ params["head"]
+
+
+def _norm(h: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    return h * scale[None] + bias[None]
+
+
+class OneKey(tta.Adapter):
+    """An adapter that draws the noise of every stream from one key."""
+
+    def init(self, key: jax.Array | None = None) -> tta.AdaptState:
+        assert key is not None
+        same = 0 * jax.random.key_data(key)
+        return super().init(jax.random.wrap_key_data(same, impl=jax.random.key_impl(key)))
+
+
+def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> tuple[Run, dict[str, Run | str]]:
+    """The audit of an update by the private form of a method, and of its twins."""
+    claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
+
+    def audit(
+        clip: float = CLIP,
+        sigma: float = SIGMA,
+        *,
+        adjacency: Adjacency = "zero_out",
+        kind: type[tta.Adapter] = tta.Adapter,
+    ) -> Run:
+        def run(trials: int, seed: bytes) -> Audit:
+            private = tta.private(method, clip_norm=clip, noise_multiplier=sigma, **options)
+            return audit_stream(
+                kind(apply_fn, PARAMS, private, OPTIMIZER, accumulate=accumulate),
+                IMAGES[:4],
+                IMAGES[4:],
+                trials=trials,
+                delta=DELTA,
+                adjacency=adjacency,
+                confidence=case.CONFIDENCE,
+                seed=seed,
+            )
+
+        return run
+
+    def held(run: Run) -> Run:
+        """The run under the claim of the honest method."""
+        return lambda trials, seed: under(run(trials, seed), claimed)
+
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: held(audit(sigma=SIGMA / 2)),
+        case.NO_CLIPPING: held(audit(FAR * CLIP, SIGMA / FAR)),
+        case.SENSITIVITY_OFF_BY_TWO: held(audit(2 * CLIP, SIGMA / 2)),
+        case.REUSED_KEY: held(audit(kind=OneKey)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(adjacency="replace_one")),
+    }
+    return audit(), twins
+
+
+def _cases() -> Iterator[Case]:
+    eata = tta.EATA(CLASSES, fisher=tta.fisher(apply_fn, PARAMS, [IMAGES[:4]]))
+    methods: dict[str, tuple[tta.Method, dict[str, Any]]] = {
+        "Tent": (tta.Tent(), {}),
+        "Tent, two batches an update": (tta.Tent(), {"accumulate": 2}),
+        "EATA": (eata, {}),
+        "EATA, filters kept": (eata, {"filters": "keep", "kept_fraction": 0.5}),
+        "SAR": (tta.SAR(CLASSES), {}),
+        "DeYO": (tta.DeYO(CLASSES), {}),
+        "COME over Tent": (tta.COME(tta.Tent(), CLASSES), {}),
+        "COME over DeYO": (tta.COME(tta.DeYO(CLASSES), CLASSES), {}),
+    }
+    for name, (method, options) in methods.items():
+        run, twins = updates(method, **options)
+        yield Case(
+            f"private {name}",
+            f"an update: a Gaussian of multiplier {SIGMA:g} for an image that is replaced by padding",
+            "1/sigma-GDP: the clipped sum moves by at most C, the noise is sigma C (arXiv:2606.01908); "
+            "`jaxdp.tta.private`",
+            run,
+            twins,
+        )
+
+
+CASES = tuple(_cases())

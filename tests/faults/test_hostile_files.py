@@ -1,0 +1,254 @@
+"""Files that somebody else has written, damaged at random: nothing runs, nothing stalls, and the file is named.
+
+The environment variable JAXDP_FAULTS says how many damaged files there are of all kinds together.
+"""
+
+import io
+import json
+import os
+import resource
+import sys
+import time
+import tracemalloc
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxdp import models
+from jaxdp.files import Limits, check_image, read_json, read_npz, write_json
+from jaxdp.models import Preprocessing, create, load_checkpoint
+from jaxdp.models.vit import ViT
+from jaxdp.split.backbone import Backbone
+from jaxdp.split.exchange import Shipment, receive_frontend, send_frontend
+from jaxdp.split.package import _seal, read_package, write_package
+from jaxdp.split.quantization import quantize_frontend, search_scales
+
+FILES = int(os.environ.get("JAXDP_FAULTS", "84"))
+LIMITS = Limits(bytes=2**24, pixels=2**20)
+SECONDS, BYTES = 5.0, 2**27
+# What only a reader that runs code would do.
+EXECUTED = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class", "os.fork"}
+
+
+def good_npz(path):
+    np.savez(path, image=np.zeros((8, 4, 4), np.uint8), label=np.arange(8))
+
+
+def good_tensors(path):
+    models.save_params(path, {"dense": {"kernel": jnp.ones((8, 8)), "bias": jnp.zeros(8)}})
+
+
+def good_json(path):
+    write_json(path, {"result": {"accuracy": 0.5, "rows": [1, 2, {"a": "b"}]}, "content": "abc"})
+
+
+def good_image(path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3)).astype(np.uint8)).save(path, "PNG")
+
+
+def good_package(path):
+    arrays = {f"layer/{k}": np.arange(64, dtype=np.float32).reshape(8, 8) for k in range(3)}
+    write_package(path, "upload", fields={"num_classes": 3, "mode": "published"}, arrays=arrays)
+
+
+def good_frontend(path):
+    model = ViT(num_classes=3, patch_size=4, width=8, depth=3, num_heads=2, mlp_width=8)
+    backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,) * 3, std=(0.5,) * 3), 1)
+
+    def search():
+        images = np.zeros((1, 8, 8, 3), np.float32)
+        params = model.init(jax.random.key(0), images)["params"]
+        scales = search_scales(backbone, params, images, np.zeros(1, int), metric="mse", fractions=(1.0, 2.0, 1))
+        return quantize_frontend(backbone.divide(params)[0], scales)
+
+    frontend = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(search))
+    send_frontend(path, Shipment(backbone, frontend, 1, 1))
+
+
+def read_image(path):
+    data = path.read_bytes()
+    check_image(data, shape=(28, 28, 3), what=str(path), limits=LIMITS)
+
+
+def checkpoint(path):
+    load_checkpoint(
+        path,
+        model=create("vit_tiny", num_classes=3),
+        naming="auto",
+        preprocessing=Preprocessing(size=8, mean=(0.5,) * 3, std=(0.5,) * 3),
+        limits=LIMITS,
+    )
+
+
+KINDS = {
+    "arrays.npz": (good_npz, lambda path: read_npz(path, ["image", "label"], limits=LIMITS)),
+    "params.safetensors": (good_tensors, lambda path: models.load_params(path, limits=LIMITS)),
+    "checkpoint.safetensors": (good_tensors, checkpoint),
+    "stage.json": (good_json, lambda path: read_json(path, keys=["result", "content"])),
+    "image.png": (good_image, read_image),
+    "package": (good_package, lambda path: read_package(path, "upload", limits=LIMITS)),
+    "frontend": (good_frontend, lambda path: receive_frontend(path, limits=LIMITS)),
+}
+
+
+def damaged(content, rng):
+    """The content of a file, damaged in one of six ways."""
+    place = int(rng.integers(len(content) or 1))
+    match int(rng.integers(6)):
+        case 0:
+            return content[:place]
+        case 1:
+            return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
+        case 2:  # a run of the largest numbers, where a length may be
+            return content[:place] + b"\xff" * 8 + content[place + 8 :]
+        case 3:
+            return content[:place] + rng.bytes(int(rng.integers(1, 64))) + content[place:]
+        case 4:
+            return content[:place] + content[place + int(rng.integers(1, 64)) :]
+        case _:
+            return rng.bytes(int(rng.integers(0, 256)))
+
+
+@pytest.fixture
+def watched():
+    """What was executed while the test ran."""
+    seen, on = [], [True]
+
+    def hook(event, arguments):
+        if on[0] and (event in EXECUTED or (event == "compile" and arguments[1] is None)):
+            seen.append((event, str(arguments)[:80]))
+
+    sys.addaudithook(hook)  # stays for good, so it is switched off
+    yield seen
+    on[0] = False
+
+
+def lying(content, rng):
+    """A manifest with its right sum, one of whose fields is something else."""
+    manifest = json.loads(content)
+    places = [(manifest["fields"], key) for key in manifest["fields"]]
+    for outer in (manifest["fields"]["model"]["attributes"], manifest["fields"]["preprocessing"]):
+        places += [(outer, key) for key in outer]
+    holder, key = places[rng.integers(len(places))]
+    others = [0, -1, 3000, 10**12, 2**63, 1e308, True, None, "x" * 99, [], [10**9] * 4, {"a": 1}]
+    holder[key] = others[rng.integers(len(others))]
+    manifest["sha256"] = _seal(manifest)
+    return json.dumps(manifest).encode()
+
+
+def refused(read, path):
+    """Reads a file; returns whether it was refused, after checking how."""
+    start = time.perf_counter()
+    tracemalloc.start()
+    try:
+        read(path)
+        return False
+    except (ValueError, OSError) as error:
+        assert str(path) in str(error), f"the error does not name the file: {error!r}"
+        return True
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert time.perf_counter() - start < SECONDS and peak < BYTES
+
+
+def test_every_damaged_file_is_read_or_named(tmp_path, watched):
+    rng, count = np.random.default_rng(0), 0
+    originals = {}
+    for name, (make, _) in KINDS.items():
+        (tmp_path / "good").mkdir(exist_ok=True)
+        make(tmp_path / "good" / name)
+        path = tmp_path / "good" / name
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        originals[name] = {file.name: file.read_bytes() for file in files}
+    watched.clear()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(FILES):
+        name = list(KINDS)[number % len(KINDS)]
+        path = tmp_path / str(number) / name
+        folder = path if name in ("package", "frontend") else path.parent
+        folder.mkdir(parents=True)
+        chosen = list(originals[name])[rng.integers(len(originals[name]))]
+        spoil = damaged
+        if name == "frontend" and rng.integers(3):
+            chosen, spoil = "manifest.json", lying
+        for other, content in originals[name].items():
+            (folder / other).write_bytes(spoil(content, rng) if other == chosen else content)
+        count += refused(KINDS[name][1], path)
+    assert not watched
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**29
+    assert count > FILES / 2
+
+
+def test_whole_files_are_read(tmp_path):
+    for name in set(KINDS) - {"checkpoint.safetensors"}:  # which has the names of no model
+        make, read = KINDS[name]
+        make(tmp_path / name)
+        assert not refused(read, tmp_path / name)
+
+
+# --- Files that are whole, and lie about their size ---------------------------------------------------------------
+
+
+def zipped(path, name, header, size):
+    """An .npz file with one array of `size` zero bytes behind a header."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, header)
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open(name, "w", force_zip64=True) as member,
+    ):
+        member.write(file.getvalue())
+        for start in range(0, size, 2**20):
+            member.write(bytes(min(2**20, size - start)))
+
+
+@pytest.mark.parametrize("names", [["label"], ["bomb"]])
+def test_a_small_npz_of_large_arrays_is_not_decompressed(tmp_path, names):
+    path, size = tmp_path / "bomb.npz", 2**28
+    zipped(path, "bomb.npy", {"descr": "|u1", "fortran_order": False, "shape": (size,)}, size)
+    assert path.stat().st_size < size / 500
+    with pytest.raises(
+        ValueError, match="declares 268435456 bytes, more than" if names == ["bomb"] else "has no array"
+    ):
+        read_npz(path, names, limits=LIMITS)
+    assert refused(lambda path: read_npz(path, names, limits=LIMITS), path)
+
+
+@pytest.mark.parametrize("descr", ["|O", "<f8"])
+def test_an_npz_with_objects_or_another_size_is_refused(tmp_path, descr):
+    path = tmp_path / "objects.npz"
+    zipped(path, "image.npy", {"descr": descr, "fortran_order": False, "shape": (2**40,)}, 64)
+    assert refused(lambda path: read_npz(path, limits=LIMITS), path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    for number, value in enumerate((np.nan, np.inf)):
+        path = tmp_path / f"{number}.safetensors"
+        models.save_params(path, {"a": {"kernel": jnp.full((2, 2), value, jnp.bfloat16)}, "n": jnp.arange(3)})
+        with pytest.raises(ValueError, match=r"safetensors has NaN or infinite values in 'a/kernel'\. Restore"):
+            models.load_params(path)
+        np.savez(tmp_path / f"{number}.npz", kernel=np.full(2, value))
+        with pytest.raises(ValueError, match=r"npz has NaN or infinite values in 'kernel'\. Get it"):
+            checkpoint(tmp_path / f"{number}.npz")
+
+
+def test_a_manifest_that_declares_too_much_is_refused_before_a_file_is_read(tmp_path):
+    good_package(tmp_path / "package")
+    path = tmp_path / "package" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["arrays"][0]["shape"] = [2**40, 2**10]
+    manifest["sha256"] = _seal(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest\.json declares 4503599627371008 bytes, more than the limit of"):
+        read_package(tmp_path / "package", "upload")
+
+
+def test_limits_are_positive_integers():
+    for value in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="limits need a positive integer for bytes"):
+            Limits(bytes=value)

@@ -1,0 +1,137 @@
+"""The report of a workdir whose files somebody else has written: text stays text, and damage is named."""
+
+import base64
+import hashlib
+import json
+import re
+
+import pytest
+
+from jaxdp.files import write_json
+from jaxdp.lifecycle import cache, document
+from jaxdp.privacy import GaussianDpEvent, Ledger
+
+FORGED = "<script>alert(1)</script>"
+BOTH = {"before": 0.5, "after": 0.25}
+AUDIT = {"lower": 0.1, "upper": 1.0, "ceiling": 2.0, "delta": 0.0, "confidence": 0.95, "trials": 10}
+RESULTS = {
+    "pretrain": {"images": 60, "accuracy": 0.875, "judged_on_test": True},
+    "finetune": {
+        **{"before": 0.5, "accuracy": 0.75, "noise_multiplier": 1.5, "epsilon": 1.0, "delta": 1e-5},
+        **{"steps": 4, "method": "dp_sgd"},
+    },
+    "recalibrate": {"shift": "fog", "sources": 2, "epsilon": 1.0, "accuracy": 0.5, "ece": BOTH, "brier": BOTH},
+    "adapt": {"images": 16, "epsilon": 4.0, "delta": 1e-5, "accuracy": {"fog": BOTH}},
+    "split": {"images": 8, "directions": 2, "bytes": 96, "epsilon": 8.0, "delta": 1e-5},
+    "deploy": {"ece": {"fog": BOTH}},
+    "predict": {"queries": 4, "epsilon": 6.0, "delta": 1e-5, "epsilon_per_query": 1.0, "accuracy": 0.5},
+    "certificates": {"without_noise": 0.5, "shares": [[0, 1.0], [1, 0.4]]},
+    "audit_adapt": {
+        "audits": [
+            {**AUDIT, "method": "counts", "verdict": "consistent", "accounts": ["data"], "release": "adaptation"}
+        ]
+    },
+}
+FIGURES = ("robustness", "training", "reliability", "stream", "certified")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The workdir of a lifecycle all of whose stages are done."""
+    states = {}
+    for stage, result in RESULTS.items():
+        folder = tmp_path / stage / "key"
+        write_json(folder / "stage.json", {"result": result, "content": ""})
+        for name in FIGURES:
+            (folder / f"{name}.png").write_bytes(b"a picture")
+        states[stage] = {"status": "done", "message": "", "folder": f"{stage}/key"}
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="image", epsilon=4.0, delta=1e-5)
+        with ledger.spend("data", GaussianDpEvent(2.0), label="fine-tuning"):
+            pass
+    config = {"ledger": "", "data": {"name": "digits"}}
+    write_json(tmp_path / "lifecycle.json", {"version": "1", "config": config, "accounts": ["data"], "stages": states})
+    return tmp_path
+
+
+def leaves(value, path=()):
+    """(path, value) of everything in nested lists and dicts that is neither."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [found for key, inner in items for found in leaves(inner, (*path, key))]
+    return [(path, value)]
+
+
+def put(value, path, new):
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new
+
+
+def test_nothing_that_is_forged_becomes_markup(root):
+    """Every value of every file in turn: a string is shown as text, and refused where a number is declared."""
+    shown = refused = 0
+    document.write(root)  # writes ledger.json
+    (root / "ledger.sqlite").unlink()
+    places = [root / "lifecycle.json", root / "ledger.json", *sorted(root.glob("*/*/stage.json"))]
+    for path in places:
+        text = path.read_text()
+        for where, value in leaves(json.loads(text)):
+            found = json.loads(text)
+            put(found, where, FORGED)
+            path.write_text(json.dumps(found))
+            try:
+                document.write(root)
+            except (ValueError, FileNotFoundError) as error:
+                refused += 1
+                assert str(root) in str(error) and ("Restore it from a copy" in str(error) or where[-1] == "folder")
+            else:
+                shown += not isinstance(value, int | float)
+            for page in root.glob("*.html"):
+                assert "<script" not in page.read_text(), (path, where)
+                assert page.read_text().count("&lt;script") < 9
+        path.write_text(text)
+    assert refused > 40 and shown > 10
+    assert "<script" not in document.write(root).read_text()
+
+
+def test_names_are_text_too(root):
+    path = root / "adapt" / "key" / "stage.json"
+    path.write_text(path.read_text().replace('"fog"', json.dumps(FORGED)))
+    assert "<td>&lt;script&gt;" in document.write(root).read_text()
+
+
+def test_the_policy_allows_the_style_and_nothing_else(root):
+    for page in (document.write(root), root / "certificates.html"):
+        text = page.read_text()
+        (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+        (style,) = re.findall("<style>(.*?)</style>", text, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+        assert policy.split("; ")[:3] == ["default-src 'none'", "img-src data:", f"style-src 'sha256-{digest}'"]
+        assert text.index("Content-Security-Policy") < text.index("<style>")
+        assert " style=" not in text  # the policy refuses it
+
+
+def test_a_folder_outside_of_the_workdir_is_not_read(root):
+    outside = root.parent / "outside"
+    write_json(outside / "stage.json", {"result": RESULTS["pretrain"]})
+    (outside / "robustness.png").write_bytes(b"private")
+    for folder in ("../outside", str(outside)):
+        found = json.loads((root / "lifecycle.json").read_text())
+        put(found, ("stages", "pretrain", "folder"), folder)
+        write_json(root / "lifecycle.json", found)
+        with pytest.raises(ValueError, match=r"lifecycle\.json names a folder outside of it for 'pretrain'"):
+            document.write(root)
+
+
+@pytest.mark.parametrize("name", ["lifecycle.json", "adapt/key/stage.json"])
+def test_a_truncated_file_is_named(root, name):
+    path = root / name
+    text = path.read_bytes()
+    for size in (0, 1, len(text) // 2, len(text) - 3):
+        path.write_bytes(text[:size])
+        with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .*Restore it from a copy"):
+            document.write(root)
+        if path.name == "stage.json":
+            with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .* makes it again"):
+                cache.find(path.parent)

@@ -1,0 +1,76 @@
+"""The audits of a lifecycle have power: through the stage itself, halved noise and a forgotten clip are VIOLATED."""
+
+import importlib
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxdp import audit, models
+from jaxdp.finetune.dp_sgd import GradientSum
+from jaxdp.lifecycle import parts, stages
+from jaxdp.transforms import noise
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SMALL = {
+    "model.options.widths": (8,),
+    "finetune.augmult": 0,
+    "finetune.physical_batch_size": 4,
+    "audit_finetune.candidates": 2,
+    "audit_split.trials": 1500,
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What a stage is given after pre-training and fine-tuning, with the parameters of a fresh model from both."""
+    config = importlib.import_module("configs.lifecycle_digits").get_config()
+    config.update_from_flattened_dict(SMALL)
+    folder = pathlib.Path(tmp_path_factory.mktemp("before"))
+    network = stages._network(config, 10)
+    for name in ("backbone", "model"):
+        models.save_params(folder / f"{name}.safetensors", stages._fresh(network, 0))
+    before = {name: SimpleNamespace(folder=folder) for name in ("pretrain", "finetune")}
+    return SimpleNamespace(config=config, data=parts.load(config.data), before=before)
+
+
+@pytest.fixture(autouse=True)
+def one_seed(monkeypatch):
+    for module in (audit.finetune, audit.split):
+        monkeypatch.setattr(module, "new_seed", lambda: bytes(range(16)))
+
+
+@pytest.fixture
+def half_the_noise(monkeypatch):
+    monkeypatch.setattr(noise, "gaussian", lambda key, tree, std, draw=noise.gaussian: draw(key, tree, std / 2))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()  # programs that were traced with half the noise
+
+
+@pytest.fixture
+def no_clipping(monkeypatch):
+    def sums(self, params, carried, batch, mask, key):
+        return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
+
+    monkeypatch.setattr(GradientSum, "sums", sums)
+
+
+def verdicts(result):
+    assert all(audit["ceiling"] > audit["upper"] for audit in result["audits"])
+    return [audit["verdict"] for audit in result["audits"]]
+
+
+def test_the_audits_of_fine_tuning_and_of_the_upload_pass(job):
+    assert verdicts(stages.audit_finetune(job)) == ["consistent", "consistent"]
+    assert verdicts(stages.audit_split(job)) == ["consistent", "consistent"]
+
+
+def test_half_the_noise_is_caught(job, half_the_noise):
+    assert verdicts(stages.audit_finetune(job)) == ["VIOLATED", "consistent"]
+    assert verdicts(stages.audit_split(job)) == ["VIOLATED", "consistent"]
+
+
+def test_a_forgotten_clip_is_caught(job, no_clipping):
+    assert verdicts(stages.audit_finetune(job))[0] == "VIOLATED"

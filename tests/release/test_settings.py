@@ -1,0 +1,98 @@
+"""Numbers of configs: those of every config here pass, and mistakes are refused before a workdir is bound."""
+
+import importlib
+import math
+import pathlib
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxdp.release import bind, check_numbers, check_same_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.py") if path.name != "method_options.py")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_passes(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    check_numbers(importlib.import_module(name).get_config())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("private.clip_norm", 0, "between 1e-08 and 1e+08"),
+        ("private.clip_norm", 1e-300, "between 1e-08 and 1e+08"),
+        ("private.learning_rate", math.nan, "positive"),
+        ("private.learning_rate", math.inf, "positive"),
+        ("private.learning_rate", -0.1, "positive"),
+        ("private.checkpoint_every", 0, "an integer of at least 1"),
+        ("private.steps", 0, "an integer of at least 1"),
+        ("private.batch_size", 1.5, "an integer of at least 1"),
+        ("private.epsilon", math.nan, "positive"),
+        ("private.epsilon", math.inf, "positive"),
+        ("private.delta", math.nan, r"in \[0, 1\)"),
+        ("private.delta", 1, r"in \[0, 1\)"),
+        ("private.momentum", 1.0, r"in \[0, 1\)"),
+        ("data.test_fraction", 1.5, r"in \[0, 1\]"),
+        ("data.std", 0, "positive"),
+        ("sweep.epsilon.values", (1.0, 0.0), "positive"),
+        ("tuning.learning_rates", (1e-3, math.nan), "positive"),
+        ("audit_adapt.trials", 0, "an integer of at least 1"),
+        ("method_options.bins", 0, "an integer of at least 1"),
+        ("temperature", 0, "positive"),
+        ("method_options.DeYO.something", math.nan, "finite"),
+        ("protocol.seeds", 0, "an integer of at least 1"),
+        ("data.severity", 6, r"an integer in 1\.\.5"),
+    ],
+)
+def test_mistakes_are_refused_with_field_value_and_remedy(tmp_path, field, value, message):
+    config = ConfigDict()
+    node = config
+    *parts, last = field.split(".")
+    for part in parts:
+        node[part] = ConfigDict()
+        node = node[part]
+    node[last] = value
+    must = rf"config\.{field} must be {message.replace('+', '[+]')}.*, got .*; change it with --config\.{field}="
+    with pytest.raises(ValueError, match=must):
+        check_same_config(config, tmp_path / "config.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_mistake_passes():
+    check_numbers(
+        ConfigDict(
+            {
+                "pretrain": {"steps": 0},
+                "delta": 0.0,
+                "ema_decay": 0.0,
+                "seeds": (0, 1),
+                "references": False,
+                "budget": {"epsilon": None},
+                "unknown": -3.5,
+                "name": "nan",
+            }
+        )
+    )
+
+
+def test_a_workdir_in_which_nothing_was_made_is_free_again(tmp_path):
+    config, path = ConfigDict({"steps": 3}), tmp_path / "config.json"
+    with pytest.raises(ValueError, match="does not fit"), bind(config, tmp_path):
+        assert path.exists()
+        (tmp_path / "lock").touch()
+        (tmp_path / "empty").mkdir()
+        raise ValueError("the model does not fit the images")
+    assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), bind(config, tmp_path):
+        (tmp_path / "source.safetensors").touch()
+        raise KeyboardInterrupt
+    assert path.exists()
+    with pytest.raises(ValueError, match="another steps; use a new workdir"):
+        check_same_config(ConfigDict({"steps": 4}), path)
+    (tmp_path / "source.safetensors").unlink()
+    with pytest.raises(ValueError, match="later"), bind(config, tmp_path):
+        raise ValueError("later")
+    assert path.exists()  # it was bound before
