@@ -54,7 +54,7 @@ def finished(tmp_path_factory):
 
 
 def files(root):
-    return {path.name for path in root.iterdir() if not path.name.endswith(("-wal", "-shm"))}
+    return {path.name for path in root.iterdir() if not path.name.endswith(("-wal", "-shm", ".head"))}
 
 
 # --- A whole run -----------------------------------------------------------------------------------------------------

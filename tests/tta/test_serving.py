@@ -327,7 +327,7 @@ def test_condition_11_nothing_private_is_written_or_shown(tmp_path, monkeypatch)
         account = StreamAccount(ledger.account("stream"), event=adapter.method.event)
         served = serve(adapter, stream, account=account)
         report = ledger.report_text()
-    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"ledger.sqlite"}
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"ledger.sqlite", "ledger.sqlite.head"}
     assert b"patient" not in (tmp_path / "ledger.sqlite").read_bytes()
     shown = repr(served) + report + repr(next(iter(stream)))
     assert all(word not in shown for word in ("patient", "accuracy", "correct", "key"))
