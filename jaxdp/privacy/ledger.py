@@ -116,6 +116,7 @@ class Ledger:
         self._budgets: dict[int, BudgetCheck] = {}
         self._accounts: dict[int, _Spent] = {}
         self._events: dict[int, Counts] = {}
+        self._met: set[DpEvent] = set()
 
     @classmethod
     def in_memory(cls, *, run: str | None = None) -> "Ledger":
@@ -684,12 +685,16 @@ class Ledger:
 
     def _prepare(self, requests: Sequence["_Request"]) -> None:
         """Computes what is slow and needed once, the losses of new events, before others have to wait for it."""
-        with self._lock, self._transaction("DEFERRED") as db:
-            for request in requests:
+        fresh = [request for request in requests if not request.step.keys() <= self._met]
+        if not fresh:
+            return
+        with self._transaction("DEFERRED") as db:
+            for request in fresh:
                 dataset = _find_dataset(db, request.name)
-                if dataset is not None:
-                    for tally in self._spent(db, dataset, None):
-                        tally.plus(request.step).rdp_epsilon(0.5)
+                for tally in () if dataset is None else self._spent(db, dataset, None):
+                    tally.plus(request.step).rdp_epsilon(0.5)
+        for request in fresh:
+            self._met |= request.step.keys()
 
     def _reserve_all(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, token: str | None

@@ -43,7 +43,7 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 
-import jax  # noqa: F401
+import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -415,8 +415,8 @@ class Hooks:
 
     def _name(self, path: Any) -> str | None:
         """What a file of the folder is called in the list; None for others."""
-        if isinstance(path, int):
-            path = os.readlink(f"/proc/self/fd/{path}")
+        if isinstance(path, int) or hasattr(path, "fileno"):
+            path = os.readlink(f"/proc/self/fd/{path if isinstance(path, int) else path.fileno()}")
         text = os.path.abspath(os.fsdecode(path))
         if not text.startswith(self._root):
             return None
@@ -731,7 +731,7 @@ class Target:
         self.name, self.job, self._twin = name, JOBS[name], twin
         self.root, self._start = folder / name / "run", folder / name / "start"
         self._folder = folder / name
-        self._folder.mkdir(parents=True)
+        self.root.mkdir(parents=True)
         first = Kill("INSERT INTO spends", "", 1, "before")
 
         def snapshot() -> None:
