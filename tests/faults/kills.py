@@ -208,7 +208,7 @@ def _split(root: pathlib.Path) -> None:
         "learning_rates": (1e-3,),
         "data.server_images": 40,
         "tuning.seeds": (1,),
-        "server.frontends": 0,
+        "server.frontends": 1,
         "server.samples": 4,
         "client.copies": 2,
         "adaptation.epochs": 1,
@@ -248,7 +248,7 @@ def _split_client(root: pathlib.Path) -> None:
     if not (shared / "frontend").exists():
         server = ConfigDict(both.server.to_dict())
         server.model.options = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
-        server.update({"train": {"steps": 2}, "calibration": {"frontends": 0, "samples": 4}, "directions": 4})
+        server.update({"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4})
         server.update({"copies": 2, "tuning": {"epochs": 1}, "adaptation": {"epochs": 1}})
         with contextlib.suppress(TimeoutError):
             roles.run_server(server, root / "server", shared, timeout=0.01)

@@ -156,7 +156,7 @@ def refused(read, path):
         assert time.perf_counter() - start < SECONDS and peak < BYTES
 
 
-def test_every_damaged_file_is_read_or_named(tmp_path, watched):
+def test_every_damaged_file_is_read_or_named(tmp_path, watched, record_property):
     rng, count = np.random.default_rng(0), 0
     originals = {}
     for name, (make, _) in KINDS.items():
@@ -181,6 +181,8 @@ def test_every_damaged_file_is_read_or_named(tmp_path, watched):
         count += refused(KINDS[name][1], path)
     assert not watched
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**29
+    record_property("damaged", FILES)
+    record_property("refused", count)
     assert count > FILES / 2
 
 

@@ -66,7 +66,7 @@ def damage(path, rng):
     return kind
 
 
-def test_a_damaged_checkpoint_is_noticed_or_harmless(trainer, tmp_path):
+def test_a_damaged_checkpoint_is_noticed_or_harmless(trainer, tmp_path, record_property):
     whole = tmp_path / "whole"
     whole.mkdir()
     fit(trainer, whole, 4)
@@ -87,6 +87,8 @@ def test_a_damaged_checkpoint_is_noticed_or_harmless(trainer, tmp_path):
         else:
             assert all(map(np.array_equal, found, expected)), (kind, path)
         shutil.rmtree(folder)
+    record_property("damaged", DAMAGED)
+    record_property("refused", refused)
     assert 0 < refused < DAMAGED
 
 

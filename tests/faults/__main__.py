@@ -1,0 +1,117 @@
+"""The whole suite of faults, and the page with its figures: `python -m tests.faults --output docs/design/faults.md`.
+
+It takes hours: every kill is a program that starts, dies and runs again. `--kills-from` takes the kills of an earlier
+`python -m tests.faults.kills`.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxdp.report import format_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DAMAGED = (
+    "tests/faults/test_damaged_ledgers.py",
+    "tests/faults/test_hostile_files.py",
+    "tests/finetune/test_damaged_checkpoints.py",
+)
+NAMES = {
+    "test_no_damage_under_counts[database]": "ledger: database",
+    "test_no_damage_under_counts[head]": "ledger: head",
+    "test_no_damage_under_counts[log]": "ledger: log that a killed process left",
+    "test_every_damaged_file_is_read_or_named": "packages, images, arrays, weights and JSON of others",
+    "test_a_damaged_checkpoint_is_noticed_or_harmless": "checkpoints of training",
+}
+
+
+def main() -> None:
+    """Runs everything and writes the page; the exit status says whether anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--damages", type=int, default=1000, help="of each kind of file")
+    parser.add_argument("--kills-from", type=pathlib.Path, help="JSON of an earlier campaign, in place of a new one")
+    parser.add_argument("--output", type=pathlib.Path, help="the page; by default it is printed")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = given.kills_from or pathlib.Path(folder) / "kills.json"
+        if given.kills_from is None:
+            command = [sys.executable, "-m", "tests.faults.kills", f"--kills={given.kills}", f"--output={found}"]
+            subprocess.run(command, cwd=ROOT, check=True)
+        kills = json.loads(found.read_text())["launchers"]
+        damages, passed = damaged(given.damages, pathlib.Path(folder) / "damaged.xml")
+    text = page(kills, damages)
+    if given.output is None:
+        print(text)
+    else:
+        given.output.write_text(text)
+    sys.exit(not passed or any(row["under-counted"] or row["stuck"] or row["damaged"] for row in kills))
+
+
+def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], bool]:
+    """Runs the tests of damaged files with so many of each kind; what they counted, and whether they passed."""
+    environment = {**os.environ, "JAXDP_FAULTS": str(count)}
+    command = [sys.executable, "-m", "pytest", *DAMAGED, f"--junitxml={report}", "-o", "junit_family=legacy"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    rows = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        properties = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
+        if "damaged" in properties:
+            rows.append(
+                {
+                    "files": NAMES[str(case.get("name"))],
+                    "damaged": int(str(properties["damaged"])),
+                    "refused": int(str(properties["refused"])),
+                    "harmless": int(str(properties["damaged"])) - int(str(properties["refused"])),
+                    "silent": 0 if case.find("failure") is None else "FAILED",
+                }
+            )
+    return rows, done.returncode == 0
+
+
+def page(kills: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]]) -> str:
+    """The page."""
+    columns = ["launcher", "kills", "sites", "sites hit", "completed", "under-counted", "over-charged", "leftovers"]
+    total: dict[str, Any] = {name: sum(row[name] for row in kills) for name in columns[1:]}
+    table = format_table([*kills, {"launcher": "all", **total}], columns, style="markdown")
+    broken = format_table(damages, ["files", "damaged", "refused", "harmless", "silent"], style="markdown")
+    return f"""# Faults
+
+`python -m tests.faults --output docs/design/faults.md` writes this page. `make test` runs a small sample of the same.
+
+## Kills
+
+Every launcher that spends is killed with SIGKILL before and after its ledger and file operations, from its first
+reservation on: SQL statements, `fsync`, renames, links, locks, writes. A site is an operation with the line of jaxdp
+that asks for it. Each site is killed once before any is killed twice. Some runs are killed again while they go on. Then
+the job is run to its end, and compared with one that was never killed.
+
+{table}
+
+- Under-counted: a release that was noted is not paid, or less was spent than without the kill.
+- Over-charged: more was spent than without the kill. Where a release cannot be repeated, that is allowed.
+- Leftovers: a secret seed or a temporary file is still there at the end.
+
+Broken twins, which the same checks notice: a till that notes nothing, a ledger that takes a reservation back after its
+body has run, and a reservation that is made after its body.
+
+## Damage
+
+Bits are flipped, blocks zeroed, files cut and deleted at random places. A file is harmless if everything that is read
+from it is what was written.
+
+{broken}
+
+Nothing was executed, no refusal came without the path of the file, and reading was bounded in time and memory.
+"""
+
+
+if __name__ == "__main__":
+    main()
