@@ -203,16 +203,23 @@ class Store:
             if self._head_path.exists():
                 raise damaged(path, "is gone: only its head is there, so spends were made")
             _create(path)
-        _check_header(path)
-        with contextlib.closing(_connection(self.path)) as db:
-            _version(db, self.path)  # before anything is written beside what may be another program's file
+        if _check_header(path) != _APPLICATION_ID:  # another program's file, or a first release's that is all in -wal
+            with contextlib.closing(_connection(self.path)) as db:
+                _version(db, self.path)
         os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
         with self._locked():
-            self._connect(files, self.path)
-            version = _version(self.db, self.path)
-            if version < SCHEMA_VERSION:
-                self._migrate()
-            self._check(self._read_head(), new=version < SCHEMA_VERSION)
+            log = _content(f"{self.path}-wal")
+            try:
+                self._connect(files, self.path)
+                version = _version(self.db, self.path)
+                if version < SCHEMA_VERSION:
+                    self._migrate()
+                self._check(self._read_head(), new=version < SCHEMA_VERSION)
+            except BaseException:
+                # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
+                if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
+                    kept.write_bytes(log)
+                raise
             self._write_head()
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
@@ -533,17 +540,25 @@ def _connection(path: str) -> sqlite3.Connection:
     return db
 
 
-def _check_header(path: pathlib.Path) -> None:
-    """Refuses a file that is no database, before SQLite takes an empty one for a new database."""
+def _content(path: str) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _check_header(path: pathlib.Path) -> int:
+    """Refuses what is no database, before SQLite takes an empty file for new; returns the application's number."""
     try:
         with path.open("rb") as file:
-            header = file.read(16)
+            header = file.read(72)
     except OSError as error:
         raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: {error}") from error
     if not header:
         raise damaged(path, "is empty")
-    if header != b"SQLite format 3\0":
+    if not header.startswith(b"SQLite format 3\0"):
         raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: file is not a database")
+    return int.from_bytes(header[68:72], "big")
 
 
 def _version(db: sqlite3.Connection, path: str) -> int:
@@ -666,6 +681,12 @@ def _acquire(path: pathlib.Path) -> int:
         return file
     except BlockingIOError:
         pass
+    except OSError as error:
+        os.close(file)
+        raise OSError(
+            f"{os.fspath(path)!r} cannot be locked: {error}. Two programs could then spend one budget twice. Keep the "
+            "ledger on a local disk"
+        ) from error
     # The wait has no deadline of its own, so that another thread does it.
     state, changed = {"held": False, "abandoned": False}, threading.Condition()
 

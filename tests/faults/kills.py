@@ -272,7 +272,7 @@ def _lifecycle(root: pathlib.Path) -> None:
     changes: dict[str, Any] = {
         **{f"data.parts.{name}": 60 for name in ("public", "private")},
         **{"data.parts.sources": 20, "data.parts.stream": 16, "data.parts.client": 12, "data.parts.test": 40},
-        **{"data.sources": 2, "model.options.widths": (4,)},
+        **{"data.sources": 2, "model.options.widths": (8,)},
         **{"pretrain.steps": 2, "pretrain.checkpoint_every": 2, "pretrain.perturbation_batch_size": 32},
         **{"finetune.steps": 4, "finetune.checkpoint_every": 2, "finetune.augmult": 0},
         **{"finetune.batch_size": 16, "finetune.physical_batch_size": 24},

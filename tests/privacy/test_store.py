@@ -139,6 +139,9 @@ def test_a_log_that_was_lost_is_noticed(path, damage):
         wal.write_bytes(data)
     with pytest.raises(LedgerDamaged, match=r"its head has seen spend 19"):
         Ledger(path)
+    # What SQLite could not read is kept for whoever wants to look.
+    kept = pathlib.Path(f"{path}-wal.kept")
+    assert kept.read_bytes() == bytes(data) if damage == "a bit" else not kept.exists()
 
 
 def test_a_running_program_notices_a_loss(path, tmp_path):
