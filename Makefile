@@ -6,7 +6,7 @@ WORKDIR ?= workdir/lifecycle
 # Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -27,6 +27,10 @@ bench: $(VENV)/.run
 	@set -e; for script in benchmarks/bench_*.py; do \
 		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); \
 	done
+
+# Hours: kills of every launcher, and damaged ledgers and files by the thousand.
+faults: $(VENV)/.test
+	$(BIN)/python -m tests.faults --output docs/design/faults.md
 
 # The stamps record which set of dependencies is installed; they are renewed when pyproject.toml changes.
 $(VENV)/.run: pyproject.toml

@@ -148,7 +148,7 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
     [
         (["show", "{folder}/missing.sqlite"], "is not a file"),
         (["verify", "{folder}/missing.sqlite"], "is not a file"),
-        (["accept", "{folder}/missing.sqlite"], "cannot be opened as a ledger"),
+        (["accept", "{folder}/missing.sqlite"], "is not a file"),
         (["show", "{path}", "--if", "Gaussian(1)"], "--if takes"),
         (["show", "{path}", "--if", "nobody: Gaussian(1)"], "not registered"),
         (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),

@@ -189,7 +189,7 @@ class Store:
             except UnicodeDecodeError as error:
                 raise damaged(self.path, f"is damaged: {error}") from error
             except sqlite3.Error as error:
-                if _is_damage(error):
+                if _is_damage(error) and (self._head_path.exists() or "not a database" not in str(error)):
                     raise damaged(self.path, f"is damaged: {error}") from error
                 raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {error}") from error
             self.close = weakref.finalize(self, files.pop_all().close)
@@ -203,35 +203,36 @@ class Store:
             if self._head_path.exists():
                 raise damaged(path, "is gone: only its head is there, so spends were made")
             _create(path)
-        if _check_header(path) != _APPLICATION_ID:  # another program's file, or a first release's that is all in -wal
-            with contextlib.closing(_connection(self.path)) as db:
-                _version(db, self.path)
-        os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
-        with self._locked():
-            log = _content(f"{self.path}-wal")
-            try:
-                self._connect(files, self.path)
-                version = _version(self.db, self.path)
+        _check_size(path)
+        log = _content(f"{self.path}-wal")
+        try:
+            self._connect(files, self.path)
+            _version(self.db, self.path)
+            os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
+            with self._locked():
+                version = _version(self.db, self.path)  # another process may have migrated it
                 if version < SCHEMA_VERSION:
                     self._migrate()
                 self._check(self._read_head(), new=version < SCHEMA_VERSION)
-            except BaseException:
-                # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
-                if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
-                    kept.write_bytes(log)
-                raise
-            self._write_head()
+                self._write_head()
+        except BaseException:
+            # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
+            if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
+                kept.write_bytes(log)
+            raise
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
         path = pathlib.Path(self.path)
         if not path.is_file():
             raise ValueError(f"path {self.path!r} is not a file; give the ledger that a run was given or wrote")
-        _check_header(path)
+        _check_size(path)
         seen = self._read_head()  # before the database, which may grow meanwhile
         try:
             self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
             _pragma(self.db, "schema_version")
         except sqlite3.OperationalError:  # SQLite wants to write beside the file, and the place is read-only
+            if os.access(path.absolute().parent, os.W_OK):
+                raise
             folder = files.enter_context(tempfile.TemporaryDirectory())
             for suffix in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
@@ -499,7 +500,9 @@ def accept(path: str | os.PathLike[str]) -> Head:
         ValueError: it is not a ledger.
     """
     path = os.fspath(path)
-    _check_header(pathlib.Path(path))
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"path {path!r} is not a file; give the ledger that a run was given or wrote")
+    _check_size(pathlib.Path(path))
     head_path = pathlib.Path(f"{path}.head")
     os.close(os.open(head_path, os.O_RDWR | os.O_CREAT, 0o666))
     file = _acquire(head_path)
@@ -547,18 +550,13 @@ def _content(path: str) -> bytes:
         return b""
 
 
-def _check_header(path: pathlib.Path) -> int:
-    """Refuses what is no database, before SQLite takes an empty file for new; returns the application's number."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(72)
-    except OSError as error:
-        raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: {error}") from error
-    if not header:
+def _check_size(path: pathlib.Path) -> None:
+    """Refuses an empty file, which SQLite would take for a new database.
+
+    A ledger is never opened but by SQLite: closing it would drop the locks of all connections of this process.
+    """
+    if path.stat().st_size == 0:
         raise damaged(path, "is empty")
-    if not header.startswith(b"SQLite format 3\0"):
-        raise ValueError(f"path {os.fspath(path)!r} cannot be opened as a ledger: file is not a database")
-    return int.from_bytes(header[68:72], "big")
 
 
 def _version(db: sqlite3.Connection, path: str) -> int:

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 # A fork copies no threads, so that nothing may start one; all children share what they compile.
@@ -73,7 +73,7 @@ from jaxdp.split.exchange import manifest_sum, receive_queries, send_answers
 from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
 
-_LIMIT = 300.0  # seconds of one run
+_LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too
 _Charged = dict[str, dict[str, dict[str, int]]]
 
@@ -630,7 +630,7 @@ def charged(root: pathlib.Path) -> _Charged:
     found: _Charged = {}
     for path in ledgers(root):
         with Ledger(path) as ledger:
-            names = [entry["name"] for entry in ledger.report()["datasets"]]
+            names = dict.fromkeys(row["dataset"] for row in ledger.history())
             found[os.fspath(path.relative_to(root))] = {
                 f"{name}, {part}" if part else name: {to_json(leaf): n for leaf, n in composition(event).items()}
                 for name in names
@@ -696,22 +696,23 @@ def without_wal(root: pathlib.Path) -> dict[str, int]:
     return dict(found)
 
 
+def secrets(root: pathlib.Path) -> list[str]:
+    """Seeds, which a finished job must have deleted."""
+    return sorted(os.fspath(path.relative_to(root)) for path in root.rglob("secret_seed"))
+
+
 def leftovers(root: pathlib.Path) -> list[str]:
-    """Secrets and temporary files, which a finished job must not leave."""
+    """Temporary files, which a finished job should not leave."""
     names = (os.fspath(path.relative_to(root)) for path in root.rglob("*"))
-    return sorted(
-        name
-        for name in names
-        if "secret_seed" in name or name.endswith(".tmp") or os.path.basename(name).startswith(".") or "orbax" in name
-    )
+    return sorted(name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.ledger", name))
 
 
 def held(root: pathlib.Path) -> int:
     """Room that a finished job still holds."""
     count = 0
     for path in ledgers(root):
-        with Ledger(path) as ledger:
-            count += sum(len(entry["holds"]) for entry in ledger.report()["datasets"])
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            count += db.execute("SELECT count(*) FROM holds WHERE lapses > ?", (time.time(),)).fetchone()[0]
     return count
 
 
@@ -780,11 +781,15 @@ class Target:
     def _killed(self, kill: Kill) -> tuple[int | None, str]:
         return self._forked(lambda: (Hooks(self.root, kill), self._run()))
 
-    def draw(self, rng: random.Random, hits: collections.Counter[tuple[str, str]]) -> Kill:
-        """An instant at one of the sites that were hit least."""
-        least = min(hits[key] for key in self.operations)
-        key = rng.choice(sorted(key for key in self.operations if hits[key] == least))
+    def draw(self, rng: random.Random, *hits: collections.Counter[tuple[str, str]]) -> Kill:
+        """An instant at one of the sites that were hit least, by the first count and then by the next."""
+        counts = {key: [count[key] for count in hits] for key in self.operations}
+        key = rng.choice(sorted(key for key in counts if counts[key] == min(counts.values())))
         return Kill(*key, rng.choice(self.operations[key]), rng.choice(("before", "after")))
+
+    def all_hit(self, hits: collections.Counter[tuple[str, str]]) -> bool:
+        """Whether every site was hit."""
+        return all(hits[key] for key in self.operations)
 
     def attempt(self, kill: Kill, second: Kill | None) -> dict[str, Any]:
         """Kills the job, perhaps also when it is run again, runs it to its end, and checks."""
@@ -831,8 +836,10 @@ class Target:
         claims = self.job.claims(self.root)
         if not claims or not all(math.isclose(said, spent, rel_tol=1e-9) for said, spent in claims):
             problems["epsilon"] = claims
+        if found := secrets(self.root):
+            problems["secrets"] = found
         if found := leftovers(self.root):
-            problems["leftovers"] = found
+            problems["temporary"] = found
         if found := held(self.root):
             problems["held"] = found
 
@@ -845,22 +852,23 @@ def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]
     """The figures of one job."""
     killed = [row for row in rows if row["killed"]]
 
-    def having(problem: str) -> int:
-        return sum(problem in row["problems"] for row in killed)
+    def having(*problems: str) -> int:
+        return sum(not row["problems"].keys().isdisjoint(problems) for row in killed)
 
     return {
         "launcher": name,
         "kills": sum(row["killed"] for row in killed),
         "jobs killed": len(killed),
         "sites": sites,
-        "sites hit": len({(row["kill"]["operation"], row["kill"]["site"]) for row in killed}),
-        "completed": sum(not {"stuck", "refused"} & set(row["problems"]) for row in killed),
+        "sites hit": len(_hits(killed)),
+        "completed": len(killed) - having("stuck", "refused"),
         "under-counted": having("under"),
         "over-charged": having("over"),
         "damaged": having("damaged"),
         "lost without -wal": having("lost_without_wal"),
         "epsilon differs": having("epsilon"),
-        "leftovers": having("leftovers"),
+        "leftovers": having("secrets", "temporary"),
+        "secrets left": having("secrets"),
         "room still held": having("held"),
         "stuck": having("stuck"),
         "refused": having("refused"),
@@ -869,7 +877,13 @@ def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def campaign(
-    names: list[str], kills: int, output: pathlib.Path, *, seed: int = 0, minutes: float = math.inf, twin: str | None
+    names: list[str],
+    kills: int,
+    output: pathlib.Path,
+    *,
+    seed: int = 0,
+    minutes: float = math.inf,
+    twin: str | None = None,
 ) -> dict[str, Any]:
     """Kills jobs by turns until there were so many kills, or the time is over; goes on from what `output` has.
 
@@ -884,31 +898,36 @@ def campaign(
     with tempfile.TemporaryDirectory(prefix="jaxdp-kills-") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-        turn = 0
         while sum(row["killed"] for row in rows) < kills and time.monotonic() < deadline:
-            name = names[turn % len(names)]
-            turn += 1
+            hits = {name: _hits(row for row in rows if row["launcher"] == name) for name in names}
+            everywhere = _hits(rows)
+            # Those with sites that were never hit come first, and of these the one with the fewest kills.
+            name = min(names, key=lambda one: (one in targets and targets[one].all_hit(hits[one]), hits[one].total()))
             if name not in targets:
                 began = time.monotonic()
                 targets[name] = Target(name, pathlib.Path(folder), twin)
                 sites[name] = sorted(map(list, targets[name].operations))
                 took = time.monotonic() - began
                 print(f"{name}: {len(sites[name])} sites in its paid work, {took:.0f} seconds", flush=True)
-            target, mine = targets[name], [row for row in rows if row["launcher"] == name]
-            hits = collections.Counter((row["kill"]["operation"], row["kill"]["site"]) for row in mine)
-            rng = random.Random(f"{seed} {name} {len(mine)}")
-            kill = target.draw(rng, hits)
-            second = target.draw(rng, hits + collections.Counter([(kill.operation, kill.site)]))
+            target = targets[name]
+            rng = random.Random(f"{seed} {name} {hits[name].total()}")
+            kill = target.draw(rng, hits[name], everywhere)
+            second = target.draw(rng, hits[name] + collections.Counter([(kill.operation, kill.site)]), everywhere)
             row = target.attempt(kill, second if rng.random() < _SECOND else None)
             rows.append({"launcher": name, **row})
-            found = [summary(name, len(sites[name]), [r for r in rows if r["launcher"] == name]) for name in sites]
-            known = {"launchers": found, "sites": sites, "rows": rows}
-            temporary = output.with_name(f"{output.name}.tmp")
-            temporary.write_text(json.dumps(known, indent=1))
-            temporary.replace(output)
+            write_json(output, _summed(sites, rows))
             said = "; ".join(f"{key}: {value}" for key, value in row["problems"].items()) or "right"
             print(f"{len(rows)}: {name}, {kill.when} {kill.operation} at {kill.site}: {said[:300]}", flush=True)
-    return known
+    return _summed(sites, rows)
+
+
+def _hits(rows: Iterable[dict[str, Any]]) -> collections.Counter[tuple[str, str]]:
+    return collections.Counter((row["kill"]["operation"], row["kill"]["site"]) for row in rows)
+
+
+def _summed(sites: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    figures = [summary(name, len(sites[name]), [row for row in rows if row["launcher"] == name]) for name in sites]
+    return {"launchers": figures, "sites": sites, "rows": rows}
 
 
 def main() -> None:

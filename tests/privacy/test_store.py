@@ -365,3 +365,52 @@ def test_golden_file_of_version_2_is_intact(path):
     with Ledger(path) as ledger:
         assert ledger.head.spend == len(ledger.history()) > 5
         assert {(row["who"], row["host"]) for row in ledger.history()} == {("someone", "somewhere")}
+
+
+VISITOR = """
+import sys
+from jaxdp.privacy import Ledger, PureDpEvent
+for line in sys.stdin:
+    with Ledger(sys.argv[1], read_only=line.strip() == "read") as ledger:
+        if line.strip() == "spend":
+            with ledger.spend("data", PureDpEvent(0.01)):
+                pass
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("touch", [False, True], ids=["by jaxdp", "broken twin"])
+def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
+    """POSIX locks belong to a process: whoever opens and closes the database by other means than SQLite drops them."""
+    make(path)
+    with (
+        Ledger(path) as first,
+        subprocess.Popen(
+            [sys.executable, "-c", VISITOR, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        ) as visitor,
+    ):
+        broken = False
+        for order in ("spend", "read") * 4:
+            try:
+                with first.spend("data", PureDpEvent(0.01)):
+                    pass
+                with Ledger(path, read_only=True), Ledger(path):
+                    pass
+            except (LedgerDamaged, OSError):
+                broken = True
+                break
+            if touch:
+                path.read_bytes()
+            visitor.stdin.write(f"{order}\n")
+            visitor.stdin.flush()
+            broken |= visitor.stdout.readline() != "done\n"
+            # The last one who closes a database deletes its log; the visitor is never the last one.
+            broken |= not pathlib.Path(f"{path}-wal").exists()
+            if broken:
+                break
+        assert broken == touch
+        visitor.stdin.close()

@@ -1,0 +1,52 @@
+"""A sample of `tests/faults/kills.py`: jobs that are killed inside paid work pay once, and the checks could have failed."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TWINS = ("late", "rolled_back", "unnoted")
+
+# One process that forks, for all of them: its imports take longer than a kill.
+SAMPLE = """
+import pathlib, sys
+from tests.faults import kills
+folder = pathlib.Path(sys.argv[1])
+kills.warm()
+kills.campaign(["fit", "accuracy"], 8, folder / "right.json")
+for twin in sys.argv[2:]:
+    kills.campaign(["accuracy"], 4, folder / f"{twin}.json", twin=twin)
+"""
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kills")
+    command = [sys.executable, "-c", SAMPLE, str(folder), *TWINS]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_a_killed_job_ends_and_pays_once(sample):
+    rows = sample["right"]["rows"]
+    assert sum(row["killed"] for row in rows) >= 8
+    assert all(row["status"] == 0 and row["problems"].keys() <= {"temporary"} for row in rows), rows
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_library_that_forgets_what_it_charged_is_noticed(sample, twin):
+    assert any("under" in row["problems"] for row in sample[twin]["rows"]), sample[twin]["rows"]
+
+
+def test_the_operations_inside_paid_work_are_seen(sample):
+    for name in ("fit", "accuracy"):
+        operations = {operation for operation, _ in sample["right"]["sites"][name]}
+        assert {
+            *("BEGIN IMMEDIATE", "INSERT INTO spends", "COMMIT", "pwrite ledger.sqlite.head", "PRAGMA wal_checkpoint"),
+            *("flock ledger.sqlite.head", "write charges.jsonl", "fsync charges.jsonl", "replace secret_seed"),
+            *("unlink secret_seed", "UPDATE spends"),
+        } <= operations
