@@ -138,13 +138,16 @@ class Head:
     link: str
 
 
-def damaged(path: str | os.PathLike[str], what: str) -> LedgerDamaged:
-    """Returns the error for a ledger that must not be used."""
+def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
+    """Returns the error for a ledger that must not be used; `gone` if nothing of it is left."""
     path = os.fspath(path)
+    last = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
+    if gone:
+        last = "delete both, and a new ledger is made"
     return LedgerDamaged(
         f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
-        f"backup. If no newer copy exists, `jaxdp ledger accept {path}` makes an intact older copy valid; the workdirs "
-        "of later runs then charge it for what it has forgotten when they are resumed"
+        f"backup. If no better copy exists, {last}; runs that were charged since then charge it again when they are "
+        "resumed in their workdirs"
     )
 
 
@@ -201,7 +204,7 @@ class Store:
         path = pathlib.Path(self.path)
         if not path.exists():
             if self._head_path.exists():
-                raise damaged(path, "is gone: only its head is there, so spends were made")
+                raise damaged(path, "is gone: only its head is there, so it was in use", gone=True)
             _create(path)
         _check_size(path)
         log = _content(f"{self.path}-wal")
@@ -556,14 +559,16 @@ def _check_size(path: pathlib.Path) -> None:
     A ledger is never opened but by SQLite: closing it would drop the locks of all connections of this process.
     """
     if path.stat().st_size == 0:
-        raise damaged(path, "is empty")
+        raise damaged(path, "is empty", gone=True)
 
 
 def _version(db: sqlite3.Connection, path: str) -> int:
     """Returns the schema version of a ledger; ValueError for another file."""
     application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
     if not application and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise damaged(path, "has no tables: a ledger whose `-wal` file is missing, or another program's file")
+        raise damaged(
+            path, "has no tables: a ledger whose `-wal` file is missing, or another program's file", gone=True
+        )
     if application != _APPLICATION_ID:
         raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
     if version > SCHEMA_VERSION:

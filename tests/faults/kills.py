@@ -807,7 +807,10 @@ class Target:
         status, said = self._forked(self._run)
         row["status"] = status
         if status == 0 and (self.root / self.job.result).exists():
-            self._check_finished(problems)
+            try:
+                self._check_finished(problems)
+            except LedgerDamaged as error:
+                problems["damaged"] = str(error)
         else:
             sentence = re.match(r"[\w.]*(Error|Exceeded|Damaged): .*\S", said) and os.fspath(self.root) in said
             problems["refused" if sentence and status else "stuck"] = said
@@ -852,6 +855,10 @@ def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]
     """The figures of one job."""
     killed = [row for row in rows if row["killed"]]
 
+    without: collections.Counter[str] = collections.Counter()
+    for row in killed:
+        without.update(row.get("without_wal", {}))
+
     def having(*problems: str) -> int:
         return sum(not row["problems"].keys().isdisjoint(problems) for row in killed)
 
@@ -865,7 +872,7 @@ def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]
         "under-counted": having("under"),
         "over-charged": having("over"),
         "damaged": having("damaged"),
-        "lost without -wal": having("lost_without_wal"),
+        **{f"copies without -wal: {kind}": without[kind] for kind in ("same", "unacknowledged", "refused", "lost")},
         "epsilon differs": having("epsilon"),
         "leftovers": having("secrets", "temporary"),
         "secrets left": having("secrets"),
