@@ -218,7 +218,7 @@ class Store:
                     self._migrate()
                 self._check(self._read_head(), new=version < SCHEMA_VERSION)
                 self._write_head()
-        except BaseException:
+        except (LedgerDamaged, sqlite3.Error):
             # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
             if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
                 kept.write_bytes(log)
@@ -263,14 +263,18 @@ class Store:
 
     def _check(self, head: Head | None, *, new: bool) -> None:
         """Raises LedgerDamaged unless the file fits itself and its head; a `new` one may have none."""
-        problem = find_problem(self.db)
-        meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall()) if problem is None else {}
-        self.identity = str(meta.get("id"))
-        self._name, self._origin = f"{self.identity}.{meta.get('branch')}", _origin(self.identity)
-        if problem is None and head is not None:
-            problem = self._compared(head)
-        elif problem is None and not new and self._last().spend:
-            problem = "has no head beside it, which would tell whether its last spends are missing"
+        self.db.execute("BEGIN")  # all questions are about one instant
+        try:
+            problem = find_problem(self.db)
+            meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall()) if problem is None else {}
+            self.identity = str(meta.get("id"))
+            self._name, self._origin = f"{self.identity}.{meta.get('branch')}", _origin(self.identity)
+            if problem is None and head is not None:
+                problem = self._compared(head)
+            elif problem is None and not new and self._last().spend:
+                problem = "has no head beside it, which would tell whether its last spends are missing"
+        finally:
+            self.db.execute("ROLLBACK")
         if problem is not None:
             raise damaged(self.path, problem)
 

@@ -908,14 +908,15 @@ def campaign(
         while sum(row["killed"] for row in rows) < kills and time.monotonic() < deadline:
             hits = {name: _hits(row for row in rows if row["launcher"] == name) for name in names}
             everywhere = _hits(rows)
-            # Those with sites that were never hit come first, and of these the one with the fewest kills.
-            name = min(names, key=lambda one: (one in targets and targets[one].all_hit(hits[one]), hits[one].total()))
+            took = {name: sum(row["seconds"] for row in rows if row["launcher"] == name) for name in names}
+            # Those with sites that were never hit come first, and of these the one that had the least time.
+            name = min(names, key=lambda one: (one in targets and targets[one].all_hit(hits[one]), took[one]))
             if name not in targets:
                 began = time.monotonic()
                 targets[name] = Target(name, pathlib.Path(folder), twin)
                 sites[name] = sorted(map(list, targets[name].operations))
-                took = time.monotonic() - began
-                print(f"{name}: {len(sites[name])} sites in its paid work, {took:.0f} seconds", flush=True)
+                seconds = time.monotonic() - began
+                print(f"{name}: {len(sites[name])} sites in its paid work, {seconds:.0f} seconds", flush=True)
             target = targets[name]
             rng = random.Random(f"{seed} {name} {hits[name].total()}")
             kill = target.draw(rng, hits[name], everywhere)

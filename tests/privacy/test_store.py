@@ -414,3 +414,22 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
                 break
         assert broken == touch
         visitor.stdin.close()
+
+
+def test_a_ledger_can_be_read_at_any_instant_of_writing(path):
+    """Totals, links and head are compared as of one instant."""
+    make(path)
+    with subprocess.Popen(
+        [sys.executable, "-c", VISITOR, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    ) as visitor:
+        visitor.stdin.write("spend\n" * 60)
+        visitor.stdin.close()
+        seen = set()
+        while visitor.poll() is None or not seen:
+            with Ledger(path, read_only=True) as ledger:
+                seen.add(ledger.head.spend)
+        assert visitor.returncode == 0 and len(seen) > 3
