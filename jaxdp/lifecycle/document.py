@@ -180,7 +180,7 @@ def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dic
     path = pathlib.Path(ledger) if ledger else root / "ledger.sqlite"
     copy = root / "ledger.json"
     if path.exists():
-        with Ledger(path) as opened:
+        with Ledger(path, read_only=True) as opened:
             entries = {entry["name"]: entry for entry in opened.report()["datasets"]}
         if missing := [name for name in names if name not in entries]:
             raise ValueError(f"{path} knows no {', '.join(missing)}: it is not the ledger of this lifecycle.")

@@ -704,7 +704,7 @@ def secrets(root: pathlib.Path) -> list[str]:
 def leftovers(root: pathlib.Path) -> list[str]:
     """Temporary files, which a finished job should not leave."""
     names = (os.fspath(path.relative_to(root)) for path in root.rglob("*"))
-    return sorted(name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.ledger", name))
+    return sorted(name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*$", name))
 
 
 def held(root: pathlib.Path) -> int:
