@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import uuid
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -11,14 +10,16 @@ from typing import Any, BinaryIO
 def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666) -> None:
     """Puts a whole new file in the place of `path`; file and folder are on the disk when this returns.
 
-    A process that dies leaves the old file, and may leave a file `<name>.*.tmp` beside it.
+    A process that dies leaves the old file, and may leave `<name>.tmp` beside it, which the next writer replaces. Only
+    one process may write a file at a time.
 
     Args:
       path: the file; its folder must exist.
       data: the content, or a function that writes it to an open binary file.
       mode: of the new file, as `os.open` takes it.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # it may have another mode
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             if isinstance(data, bytes):

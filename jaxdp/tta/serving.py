@@ -389,8 +389,7 @@ class _Files:
         """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
         if self.workdir is None or not (path := self.workdir / _STATE).exists():
             return None
-        for unwritten in self.workdir.glob(f"{_STATE}.*.tmp"):  # of a process that died while it wrote
-            unwritten.unlink()
+        (self.workdir / f"{_STATE}.tmp").unlink(missing_ok=True)  # of a process that died while it wrote
         with understood(path, _DAMAGED), safetensors.safe_open(path, framework="numpy") as file:
             found = file.metadata()
             named = {str(number): file.get_tensor(str(number)) for number in range(len(file.keys()))}

@@ -70,3 +70,10 @@ def test_damaged_json_is_named_with_the_remedy(tmp_path, content):
         read_json(path, keys=["a"])
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "other.json"))):
         read_json(tmp_path / "other.json")
+
+
+def test_what_a_process_that_died_left_is_replaced(tmp_path):
+    path = tmp_path / "state.json"
+    (tmp_path / "state.json.tmp").write_bytes(b"half of the st")
+    write_json(path, {"step": 1})
+    assert read_json(path) == {"step": 1} and list(tmp_path.iterdir()) == [path]
