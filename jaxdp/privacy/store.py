@@ -218,6 +218,8 @@ class Store:
                     self._migrate()
                 self._check(self._read_head(), new=version < SCHEMA_VERSION)
                 self._write_head()
+                for left in path.parent.glob(f".{path.name}.new-*"):  # of processes that died while they made it
+                    left.unlink(missing_ok=True)
         except (LedgerDamaged, sqlite3.Error):
             # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
             if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
@@ -590,13 +592,16 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 def _create(path: pathlib.Path) -> None:
     """Makes a new ledger, which appears whole; another process may have been faster."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
     try:
         with contextlib.closing(_connection(os.fspath(temporary))) as db:
             db.execute("PRAGMA journal_mode = WAL")
             _fill(db)
-        with contextlib.suppress(FileExistsError):
+        try:
             _appear(temporary, path)
+        except OSError:  # another process was faster, and may have cleared away what is not needed any more
+            if not path.exists():
+                raise
     finally:
         for suffix in ("", "-wal", "-shm"):
             pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)

@@ -37,15 +37,15 @@ _NAMES: Mapping[_Rule, str] = {
     _COUNT: (
         "steps epochs batch_size physical_batch_size perturbation_batch_size checkpoint_every accumulate every period "
         "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
-        "client_images fisher_images frontends anchors basis_size basis_every groups ascent_steps devices bins "
+        "client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
         "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds parts.public "
         "parts.private parts.stream parts.client parts.test data.images tuning.images"
     ),
     _COUNT_OR_NONE: (
         "data.tuning.images pretrain.steps augmult copies n_patches directions microbatch_size warmup_steps "
         "crop_padding images "
-        "server_images size channels dimensions cut dense head_hidden seed seeds init_seed split_seed data_seed "
-        "query_seed"
+        "server_images frontends size channels dimensions cut dense head_hidden seed seeds init_seed split_seed "
+        "data_seed query_seed"
     ),
     _NOT_NEGATIVE: (
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale query_laplace_scale "

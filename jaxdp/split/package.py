@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import tokenize
-import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +76,8 @@ def write_package(
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already; packages are never overwritten: choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.{uuid.uuid4().hex}.partial"
+    partial = target.parent / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that died
     partial.mkdir()
     try:
         entries = []

@@ -201,7 +201,8 @@ def test_stages_refuse_overlapping_splits(data_dir):
         ):
             load(config)
 
-    splits = {"public": "test", "private": "train[:20]", "sources": "train[19:30]", "stream": "train[30:35]"}
+    splits = {"public": "test", "private": "train[:20]", "sources": "train[19:30]", "stream": "train[30:33]"}
+    splits["client"] = "train[33:35]"
     refused(
         lifecycle._parts, ("parts.private", "parts.sources"), 1,
         parts={part: f"tiny_slices/{split}" for part, split in {**splits, "test": "train[35:]"}.items()},
