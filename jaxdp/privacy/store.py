@@ -597,11 +597,10 @@ def _create(path: pathlib.Path) -> None:
         with contextlib.closing(_connection(os.fspath(temporary))) as db:
             db.execute("PRAGMA journal_mode = WAL")
             _fill(db)
-        try:
-            _appear(temporary, path)
-        except OSError:  # another process was faster, and may have cleared away what is not needed any more
-            if not path.exists():
-                raise
+        _appear(temporary, path)
+    except (OSError, sqlite3.Error):
+        if not path.exists():  # else another process was faster, and has cleared away what is not needed any more
+            raise
     finally:
         for suffix in ("", "-wal", "-shm"):
             pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
