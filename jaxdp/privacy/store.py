@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from jaxdp.privacy.events import from_json
 from jaxdp.version import __version__
 
 SCHEMA_VERSION = 2
@@ -447,6 +448,13 @@ class Store:
 
 def find_problem(db: sqlite3.Connection) -> str | None:
     """Returns why a database does not fit itself, in words that follow its path; None if it does."""
+    try:
+        return _found_problem(db)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of another type than was written
+        return f"is damaged: {type(error).__name__}, {error}"
+
+
+def _found_problem(db: sqlite3.Connection) -> str | None:
     for row in db.execute("PRAGMA integrity_check(1)"):
         if row[0] != "ok":
             return f"is damaged: {row[0]}"
@@ -455,9 +463,13 @@ def find_problem(db: sqlite3.Connection) -> str | None:
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
     if not {"id", "branch"} <= meta.keys():
         return "is damaged: it does not say which ledger it is"
+    if meta.get("schema") != _schema(db):
+        return "is damaged: its tables are not as they were made"
     for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
         if row["seal"] != seal(row, meta["id"]):
             return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
+    for row in db.execute("SELECT json FROM holds"):
+        from_json(row["json"])
     return _broken_link(db, meta["id"]) or _unequal_total(db)
 
 
@@ -612,6 +624,7 @@ def _fill(db: sqlite3.Connection) -> None:
     for statement in (*_SCHEMA.split(";\n"), _HOLDS, _GUARD):
         db.execute(statement)
     about = {"created_at": now(), "created_by": f"jaxdp {__version__}", "id": secrets.token_hex(16), "branch": "0"}
+    about["schema"] = _schema(db)
     db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
     db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -628,6 +641,7 @@ def _migrate(db: sqlite3.Connection, path: str) -> None:
         db.execute(statement)
     ledger = secrets.token_hex(16)
     about = {"id": ledger, "branch": "0", "migrated_at": now(), "migrated_by": f"jaxdp {__version__}"}
+    about["schema"] = _schema(db)
     db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
     for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
         db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, ledger), row["id"]))
@@ -752,6 +766,11 @@ def terms_of(row: Mapping[str, Any]) -> str:
 def seal(row: Mapping[str, Any], ledger: str) -> str:
     """Returns what tells that a dataset's row is as it was written."""
     return _digest([ledger, terms_of(row), row["records"]])
+
+
+def _schema(db: sqlite3.Connection) -> str:
+    rows = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name").fetchall()
+    return _digest([list(row) for row in rows])
 
 
 def _origin(ledger: str) -> str:
