@@ -819,17 +819,19 @@ class Ledger:
         """Returns what `_compositions` does, from what was read before and the spends that came since."""
         spent = self._accounts.setdefault(dataset.id, _Spent(Tally(dataset.adjacency)))
         last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
+        whole, parts_known = spent.whole, spent.parts
         if spent.position is None:
-            whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
-            spent.whole = spent.whole.plus(self._parsed(db, whole["history"]) if whole else {})
+            history = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
+            whole = whole.plus(self._parsed(db, history["history"]) if history else {})
         else:
             query = "SELECT event, partition, count(*) AS spends FROM spends WHERE id > ? AND dataset = ? GROUP BY 1, 2"
             for row in db.execute(query, (spent.position, dataset.id)).fetchall():
                 if row["partition"]:
-                    spent.parts = None
+                    parts_known = None
                 else:
-                    spent.whole = spent.whole.plus(self._event(db, row["event"]), row["spends"])
-        spent.position = last
+                    whole = whole.plus(self._event(db, row["event"]), row["spends"])
+        # Together, after all that may fail: an interrupt must not count a spend twice.
+        spent.whole, spent.parts, spent.position = whole, parts_known, last
         if partition is not None:
             parts = self._parts(db, dataset, partition)
         else:

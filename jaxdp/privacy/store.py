@@ -434,10 +434,8 @@ class Store:
             raise ValueError(f"path {os.fspath(path)!r} exists already; a backup replaces nothing: choose another path")
         if not target.absolute().parent.is_dir():
             raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist; create it first")
-        with self.transaction("DEFERRED"):
-            pass  # opens the file anew after a fork
-        with self.lock:
-            _copy(self.db, target)
+        with self.transaction("DEFERRED") as db:
+            _copy(db, target)
         with contextlib.closing(_connection(os.fspath(target))) as copy:
             last = copy.execute(_LAST).fetchone()
         _write(pathlib.Path(f"{target}.head"), _head_text(Head(self._name, *(last or (0, self._origin)))))
@@ -455,9 +453,8 @@ def find_problem(db: sqlite3.Connection) -> str | None:
 
 
 def _found_problem(db: sqlite3.Connection) -> str | None:
-    for row in db.execute("PRAGMA integrity_check(1)"):
-        if row[0] != "ok":
-            return f"is damaged: {row[0]}"
+    if (torn := _torn_page(db)) is not None:
+        return torn
     if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
         return "is damaged: a spend is of no dataset or event that it knows"
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
@@ -473,16 +470,27 @@ def _found_problem(db: sqlite3.Connection) -> str | None:
     return _broken_link(db, meta["id"]) or _unequal_total(db)
 
 
-def _broken_link(db: sqlite3.Connection, ledger: str) -> str | None:
+def _torn_page(db: sqlite3.Connection) -> str | None:
+    (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    return None if found == "ok" else f"is damaged: {found}"
+
+
+def _relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row, str]]:
+    """Yields every spend with the link that it should have."""
     terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
-    link, expected = _origin(ledger), 1
+    link = _origin(ledger)
     for row in db.execute(
         "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, who, host, link "
         "FROM spends JOIN events ON events.id = event ORDER BY spends.id"
     ):
+        link = _link(link, row, terms[row["dataset"]])
+        yield row, link
+
+
+def _broken_link(db: sqlite3.Connection, ledger: str) -> str | None:
+    for expected, (row, link) in enumerate(_relinked(db, ledger), start=1):
         if row["id"] != expected:
             return f"has lost history: spend {expected} is missing"
-        link, expected = _link(link, row, terms[row["dataset"]]), expected + 1
         if row["link"] != link:
             return f"is damaged: spend {row['id']} is not what was written, or a spend before it"
     return None
@@ -633,8 +641,7 @@ def _fill(db: sqlite3.Connection) -> None:
 
 def _migrate(db: sqlite3.Connection, path: str) -> None:
     """Adds what version 2 has to a database of version 1, in the caller's transaction; LedgerDamaged if unsound."""
-    problem = next((f"is damaged: {row[0]}" for row in db.execute("PRAGMA integrity_check(1)") if row[0] != "ok"), None)
-    problem = problem or _unequal_total(db)
+    problem = _torn_page(db) or _unequal_total(db)
     if problem is not None:
         raise damaged(path, problem)
     for statement in (*_MIGRATION.split(";\n"), _HOLDS, _GUARD):
@@ -645,14 +652,8 @@ def _migrate(db: sqlite3.Connection, path: str) -> None:
     db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
     for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
         db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, ledger), row["id"]))
-    terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
     # Spends of version 1 have numbers without gaps: they were never deleted, and a failed insert takes none.
-    link = _origin(ledger)
-    for row in db.execute(
-        "SELECT spends.id, dataset, partition, json, label, token, run, version, reserved_at, who, host "
-        "FROM spends JOIN events ON events.id = event ORDER BY spends.id"
-    ).fetchall():
-        link = _link(link, row, terms[row["dataset"]])
+    for row, link in list(_relinked(db, ledger)):
         db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
