@@ -35,6 +35,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from jaxdp.files import sync_folder, write_durably
 from jaxdp.privacy.events import from_json
 from jaxdp.version import __version__
 
@@ -438,7 +439,7 @@ class Store:
             _copy(db, target)
         with contextlib.closing(_connection(os.fspath(target))) as copy:
             last = copy.execute(_LAST).fetchone()
-        _write(pathlib.Path(f"{target}.head"), _head_text(Head(self._name, *(last or (0, self._origin)))))
+        write_durably(pathlib.Path(f"{target}.head"), _head_text(Head(self._name, *(last or (0, self._origin)))))
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------------
@@ -624,7 +625,7 @@ def _create(path: pathlib.Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm"):
             pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-    _sync_folder(path)
+    sync_folder(path.absolute().parent)
 
 
 def _fill(db: sqlite3.Connection) -> None:
@@ -668,7 +669,7 @@ def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm"):
             pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-    _sync_folder(path)
+    sync_folder(path.absolute().parent)
 
 
 def _appear(temporary: pathlib.Path, path: pathlib.Path) -> None:
@@ -681,22 +682,6 @@ def _appear(temporary: pathlib.Path, path: pathlib.Path) -> None:
         if path.exists():
             raise FileExistsError(os.fspath(path)) from None
         os.rename(temporary, path)
-
-
-def _write(path: pathlib.Path, text: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(path)
-
-
-def _sync_folder(path: pathlib.Path) -> None:
-    folder = os.open(path.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _acquire(path: pathlib.Path) -> int:
