@@ -21,7 +21,7 @@ import zoneinfo
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.readout import shown
 from jaxdp.privacy.store import accept
@@ -105,7 +105,7 @@ def _what_if(ledger: Ledger, name: str, text: str, default_delta: float) -> dict
         try:
             ledger.check([(name, event)])
             allowed = True
-        except RuntimeError:  # BudgetExceeded
+        except BudgetExceeded:
             allowed = False
     before, after = ledger.epsilon(name, delta=delta), ledger.would_cost(name, event, delta=delta)
     return {
