@@ -27,17 +27,20 @@ def get_config(size: str = "paper") -> ConfigDict:
             "data": {
                 "source": "tfds",
                 "name": "cifar10",
-                "private_split": "train",
-                "test_split": "test",
                 "data_dir": "",
-                "public_name": "",  # a TFDS data set to pre-train on
-                "public_split": "",
-                "mean": (0.4914, 0.4822, 0.4465),
-                "std": (0.2470, 0.2435, 0.2616),
+                "parts": {"public": "", "private": "train", "test": "test"},  # "cifar100/train" to pre-train on it
                 "crop_padding": 4,
                 "flip": True,
             },
-            "model": {"name": "wrn_16_4", "options": {}},
+            "model": {
+                "name": "wrn_16_4",
+                "options": {},
+                "preprocessing": {
+                    "size": 32,
+                    "mean": (0.4914, 0.4822, 0.4465),
+                    "std": (0.2470, 0.2435, 0.2616),
+                },
+            },
             "pretrain": {"weights": "", "new_head": True, "steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 5000, "batch_size": 128, "learning_rate": 1e-3},
             "private": {

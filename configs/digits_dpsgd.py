@@ -19,15 +19,16 @@ def get_config() -> ConfigDict:
             "data": {
                 "source": "bundled",
                 "name": "digits",
-                "test_fraction": 0.3,
                 "split_seed": 0,
-                "public_fraction": 0.05,
-                "mean": 0.3,
-                "std": 0.4,
+                "parts": {"public": 0.05, "private": 0.65, "test": 0.3},
                 "crop_padding": 1,
                 "flip": False,
             },
-            "model": {"name": "cnn", "options": {"widths": (32, 64), "dense": 0}},
+            "model": {
+                "name": "cnn",
+                "options": {"widths": (32, 64), "dense": 0},
+                "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
+            },
             "pretrain": {"weights": "", "new_head": False, "steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "no_privacy": {"steps": 400, "batch_size": 64, "learning_rate": 2e-3},
             "private": {

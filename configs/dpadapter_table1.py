@@ -1,12 +1,13 @@
 r"""Table 1 of Wang et al. 2024 (DPAdapter) and what it leaves open: does robust pre-training help private fine-tuning?
 
-    python -m launch.finetune --config configs/dpadapter_table1.py --workdir workdir/table1 --config.data.data_dir=DIR
+    python -m launch.finetune --config configs/dpadapter_table1.py --workdir workdir/table1 \
+        --config.pretrain.data.data_dir=DIR
 
 is the paper's protocol: a ResNet-20 with GroupNorm, pre-trained on CIFAR-100, fine-tuned on CIFAR-10, SVHN and STL-10;
 for accelerators. On CPUs
 
     python -m launch.finetune --config configs/dpadapter_table1.py:cpu --workdir workdir/table1 \
-        --config.data.data_dir=DIR
+        --config.pretrain.data.data_dir=DIR
 
 runs the same grids with a small CNN on 16x16 images: 8000 of CIFAR-100 in public, 5000 of each of CIFAR-10,
 Fashion-MNIST and MNIST in private. About an hour per seed on one core; start it twice to use two. It stops and resumes
@@ -25,11 +26,15 @@ from ml_collections import ConfigDict
 from configs.method_options import METHOD_OPTIONS
 from configs.pretrain import cifar100
 
-_SHARED = ("source", "data_dir", "size", "channels", "mean", "std")  # by pre-training and fine-tuning
+_SETS = {"CIFAR-10": ("cifar10", True), "SVHN": ("svhn_cropped", False), "STL-10": ("stl10", True)}
 _LENGTHS = ("length 0.2, large m1", "length 1, m1=50", "length 1, large m1")
 _TRICKS = ("PLD", "PLD, DP-SAT", "PLD, EMA", "PLD, augmult 4", "PLD, clip 1", "PLD, clip 1, EMA, augmult 4")
 _GAMMAS = (0.1, 0.5, 1.0, 5.0)  # beside the default, 2
 _AMP_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
+
+
+def _set(name: str, flip: bool, padding: int = 4, private: str = "train", test: str = "test") -> dict[str, object]:
+    return {"name": name, "parts": {"private": private, "test": test}, "crop_padding": padding, "flip": flip}
 
 
 def _dpadapter(**options: object) -> dict[str, object]:
@@ -44,16 +49,10 @@ def get_config(size: str = "paper") -> ConfigDict:
     if size not in ("paper", "cpu", "digits"):
         raise ValueError(f"the config takes 'paper', 'cpu' or 'digits' after the colon, got {size!r}")
     pretrain = cifar100.get_config()
-    images = {"size": 32, "channels": 3, "mean": pretrain.data.mean, "std": pretrain.data.std}
     config = ConfigDict(
         {
             "seeds": (0, 1, 2),  # of upstream models and of new heads; noise is always fresh
-            "data": {"source": "tfds", "data_dir": "", "public_name": "cifar100", "public_split": "train", **images},
-            "sets": {
-                "CIFAR-10": {"name": "cifar10", "private_split": "train", "crop_padding": 4, "flip": True},
-                "SVHN": {"name": "svhn_cropped", "private_split": "train", "crop_padding": 4, "flip": False},
-                "STL-10": {"name": "stl10", "private_split": "train", "crop_padding": 4, "flip": True},
-            },
+            "sets": {name: _set(*what) for name, what in _SETS.items()},  # what differs from `pretrain.data`
             "pretrain": pretrain,  # also which model
             "upstreams": {  # what differs from `pretrain`; "none" is there without being named
                 "standard": {"method": {"name": "standard"}},
@@ -153,43 +152,22 @@ def get_config(size: str = "paper") -> ConfigDict:
     )
     for grid in config.grids.values():
         grid.sets = tuple(config.sets)
-    for images in config.sets.values():
-        images.test_split = "test"
     config.private.method_options.gep.update({"anchors": 2000, "basis_size": 1000, "residual_clip_norm": 2.0})
     config.private.method_options.gep.basis_every = 1
     if size != "paper":
         _small(config)
     if size == "digits":
         _digits(config)
-    config.pretrain.data.update({name: config.data.get_ref(name) for name in _SHARED})
     return config
 
 
 def _small(config: ConfigDict) -> None:
     """A small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
-    config.data.update({"public_split": "train[:8000]", "size": 16})
+    small = ("train[:5000]", "test[:2000]")
     config.sets = {
-        "CIFAR-10": {
-            "name": "cifar10",
-            "private_split": "train[:5000]",
-            "test_split": "test[:2000]",
-            "crop_padding": 2,
-            "flip": True,
-        },
-        "Fashion-MNIST": {
-            "name": "fashion_mnist",
-            "private_split": "train[:5000]",
-            "test_split": "test[:2000]",
-            "crop_padding": 1,
-            "flip": True,
-        },
-        "digits": {
-            "name": "mnist",
-            "private_split": "train[:5000]",
-            "test_split": "test[:2000]",
-            "crop_padding": 1,
-            "flip": False,
-        },
+        "CIFAR-10": _set("cifar10", True, 2, *small),
+        "Fashion-MNIST": _set("fashion_mnist", True, 1, *small),
+        "digits": _set("mnist", False, 1, *small),
     }
     for grid in config.grids.values():
         grid.sets = tuple(config.sets)
@@ -199,11 +177,12 @@ def _small(config: ConfigDict) -> None:
     config.grids.gamma.upstreams = tuple(name for name in config.grids.gamma.upstreams if name in config.upstreams)
     for grid in (config.grids.equal_norm, config.grids.beyond):
         grid.epsilons = (1.0,)
-    config.pretrain.model = {
-        "name": "cnn",
-        "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"},
-    }
-    config.pretrain.data.update({"train_split": "train[:8000]", "test_split": "test[:2000]", "crop_padding": 2})
+    config.pretrain.model.update(
+        {"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": "relu"}}
+    )
+    config.pretrain.model.preprocessing.size = 16
+    config.pretrain.data.parts.update({"public": "train[:8000]", "test": "test[:2000]"})
+    config.pretrain.data.crop_padding = 2
     config.pretrain.train.update({"steps": 3000, "checkpoint_every": 1000})
     config.pretrain.ascent.update({"batch_size": 500})
     config.pretrain.robustness.update({"draws": 3})
@@ -220,14 +199,18 @@ def _small(config: ConfigDict) -> None:
 
 def _digits(config: ConfigDict) -> None:
     """A small table from scikit-learn's bundled digits: half public, a fifth private."""
-    parts = {"name": "digits", "public_fraction": 0.5, "test_fraction": 0.3, "split_seed": 0}
     config.seeds = (0,)
-    config.data.update({"source": "bundled", **parts, "public_name": "digits", "public_split": "public", "size": 8})
-    config.data.update({"channels": 1, "mean": (0.3,), "std": (0.4,)})
-    config.pretrain.data.update(parts | {"crop_padding": 1, "flip": False})
-    config.sets = {
-        "digits": {"name": "digits", "private_split": "private", "test_split": "test", "crop_padding": 1, "flip": False}
+    config.pretrain.data = {
+        "source": "bundled",
+        "name": "digits",
+        "data_dir": "",
+        "split_seed": 0,
+        "parts": {"public": 0.5, "private": 0.2, "test": 0.3},
+        "crop_padding": 1,
+        "flip": False,
     }
+    config.sets = {"digits": {"name": "digits"}}
+    config.pretrain.model.preprocessing = {"size": 8, "mean": (0.3,), "std": (0.4,)}
     config.pretrain.model.options.widths = (8, 16)
     config.pretrain.train.update({"steps": 100, "checkpoint_every": 100})
     config.pretrain.ascent.batch_size = 200

@@ -20,17 +20,16 @@ def get_config() -> ConfigDict:
             "data": {
                 "source": "tfds",
                 "name": "fashion_mnist",
-                "private_split": "train",
-                "test_split": "test",
                 "data_dir": "",
-                "public_name": "",
-                "public_split": "",
-                "mean": 0.286,
-                "std": 0.353,
+                "parts": {"public": "", "private": "train", "test": "test"},
                 "crop_padding": 0,
                 "flip": False,
             },
-            "model": {"name": "cnn", "options": {"widths": (16, 32), "dense": 32}},
+            "model": {
+                "name": "cnn",
+                "options": {"widths": (16, 32), "dense": 32},
+                "preprocessing": {"size": 28, "mean": (0.286,), "std": (0.353,)},
+            },
             "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
             "no_privacy": {"steps": 4000, "batch_size": 128, "learning_rate": 2e-3},
             "private": {

@@ -1,22 +1,255 @@
 """Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits.
 
-A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of them, upstream models included.
+A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells, upstream models included.
 """
 
-from typing import Any
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from launch import frame
+import numpy as np
+import optax
+
+from jaxdp import finetune
+from jaxdp.data import PoissonSampler, Source, augmentation
+from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
+from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.report import format_table, plot_training, read_metrics
+
+from . import data, frame, models
+
+Params = Any
+
+# --- The trainer of a config ------------------------------------------------------------------------------------------
 
 
-def experiment(config: Any, workdir: str) -> None:
-    """Runs the experiment, or the table of them."""
-    from jaxdp import finetune, pretrain
-    from jaxdp.finetune import table
+def trainer(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
+    """Returns the trainer with the smallest noise with which all steps cost at most the target epsilon.
 
-    if "grids" in config:
-        table.run(config, workdir, pretrain=pretrain.run)
+    Args:
+      config: the `private` part of a study's config:
+        method, method_options       a key of `jaxdp.finetune.METHODS`, and what it takes beyond `dp_sgd`, by its name
+        epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
+        batch_size, physical_batch_size, steps
+        clip_norm, learning_rate, momentum, schedule ("constant" or "cosine")
+        augmult                      augmented views per example; 0 does not augment
+        ema_decay, ascent_radius     0 for none
+      network: what is trained.
+      private: the private images.
+      public: PUBLIC images, from which GEP takes its anchors.
+      images: the `data` part of the study's config, for the augmentation.
+
+    Raises:
+      ValueError: the config is inconsistent.
+    """
+    frame.known("private.method", [config.method], finetune.METHODS)
+    options = dict(config.method_options.get(config.method, {}))
+    sampler = PoissonSampler(len(private), config.batch_size / len(private))
+    target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
+    if config.method == "adp_alloc":
+        frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
+        kind = options["schedule"].kind
+        options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
+        noise_multiplier = finetune.calibrate_schedule(options["schedule"], sampler, steps=config.steps, **target)
     else:
-        finetune.run(config, workdir)
+        noise_multiplier = calibrate_noise(
+            lambda z: SelfComposedDpEvent(sampler.event(GaussianDpEvent(z)), config.steps), **target
+        )
+    if config.method == "gep":
+        options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
+    rates = {
+        "constant": optax.constant_schedule(config.learning_rate),
+        "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
+    }
+    frame.known("private.schedule", [config.schedule], rates)
+    return finetune.METHODS[config.method](
+        models.loss(network),
+        optax.sgd(rates[config.schedule], momentum=config.momentum or None),
+        sampler=sampler,
+        clip_norm=config.clip_norm,
+        clip_rule=config.get("clip_rule", "global"),
+        noise_multiplier=noise_multiplier,
+        physical_batch_size=config.physical_batch_size,
+        augment=augmentation(images) if config.augmult else None,
+        augmult=config.augmult or 1,
+        ema_decay=config.ema_decay or None,
+        ascent_radius=config.ascent_radius,
+        **options,
+    )
+
+
+def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
+    """The first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
+    if public is None:
+        raise ValueError(
+            "config.private.method='gep' needs public examples as anchors; name some in config.data.parts."
+        )
+    if not 1 <= count <= len(public):
+        raise ValueError(f"gep's anchors must be in 1..{len(public)}, the number of public examples, got {count}.")
+    examples = public.gather(np.arange(count))
+    return {**examples, "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32)}
+
+
+def released(state: finetune.TrainState) -> Params:
+    """Returns the parameters that a run publishes: their moving average, if there is one."""
+    return state.params if state.ema is None else state.ema
+
+
+# --- One model and its references -------------------------------------------------------------------------------------
+
+REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
+
+
+class Model(NamedTuple):
+    """A cell: the private model, or one that it is compared with."""
+
+    model: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    public: Source | None
+    private: Source
+    test: Source
+    network: Pretrained
+    trainer: Any
+
+
+def _open(config: Any, root: pathlib.Path) -> _Task:
+    found = data.parts(config.data, "public", "private", "test")
+    data.require_images(found)
+    network = models.network(config.model, found["private"].num_classes)
+    found = {role: models.fit_images(network, source) for role, source in found.items()}
+    public = found.get("public")
+    if config.pretrain.weights:
+        load_params(config.pretrain.weights)  # raises now rather than after the workdir is bound
+    elif public is not None and not config.pretrain.steps:
+        raise ValueError(
+            "config.pretrain.steps must be at least 1 with public examples, got 0; name no public examples."
+        )
+    made = trainer(config.private, network, found["private"], public, config.data)
+    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
+    print(f"{', '.join(sizes)}.", flush=True)
+    return _Task(public, found["private"], found["test"], network, made)
+
+
+def _cells(config: Any) -> Iterator[Model]:
+    yield Model("private")
+    if config.references:
+        yield Model("no_privacy")
+        if config.data.parts.get("public") or config.pretrain.weights:
+            yield Model("no_pretraining")
+
+
+def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
+    config, task, root = work.config, work.shared, work.root
+    start = fresh = models.fresh(task.network, config.init_seed)
+    if cell.model != "no_pretraining" and (backbone := _backbone(config, task, root)) is not None:
+        start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
+    judge = functools.partial(finetune.accuracy, task.network.apply_fn)
+    if cell.model == "no_privacy":
+        options = {"augment": augmentation(config.data), "label": "no privacy"}
+        how = config.no_privacy
+        params = models.train(task.network, start, task.private, how, seed=config.init_seed, **options)
+        return {"accuracy": judge(params, task.test)}
+    private = config.private
+    ledger = root / "ledger.sqlite" if cell.model == "private" else root / "references" / "ledger.sqlite"
+    terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
+    with frame.account(ledger, task.private.name, label=cell.model.replace("_", " "), **terms) as account:
+        state = finetune.fit(
+            task.trainer,
+            start,
+            task.private,
+            steps=private.steps,
+            account=account,
+            workdir=work.folder(cell),
+            checkpoint_every=private.checkpoint_every,
+            evaluate=lambda params: {"accuracy": judge(params, task.test)},
+        )
+        spent = account.epsilon(delta=private.delta)
+    params = released(state)
+    if cell.model == "private":
+        save_params(root / "params.safetensors", params)
+    return {"before": judge(start, task.test), "accuracy": judge(params, task.test), "epsilon": spent}
+
+
+def _backbone(config: Any, task: _Task, root: pathlib.Path) -> Params | None:
+    """The parameters of a given file of public weights, or those trained here on the public examples."""
+    if config.pretrain.weights:
+        return load_params(config.pretrain.weights)
+    if task.public is None:
+        return None
+    public = task.public
+    return models.trained(
+        models.with_classes(task.network, public.num_classes),
+        lambda: public,
+        config.pretrain,
+        root / "pretrained.safetensors",
+        seed=config.init_seed,
+        augment=augmentation(config.data),
+        label="public pre-training",
+    ).params
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    private, *references = rows
+    names = {file: name for name, file in REFERENCES.items()}
+    return {
+        "private": private["accuracy"],
+        **{names[row["model"]]: row["accuracy"] for row in references},
+        "epsilon": private["epsilon"],
+        "delta": work.config.private.delta,
+        "method": work.config.private.method,
+        "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
+        "steps": work.config.private.steps,
+        "dataset": work.shared.private.name,
+    }
+
+
+def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    cell, private = Model("private"), work.config.private
+    rows = read_metrics(work.folder(cell) / "metrics.jsonl")
+    plot_training(
+        work.root / "training.png",
+        accuracy=[(0, work.row(cell)["before"])] + [(r["step"], r["accuracy"]) for r in rows if "accuracy" in r],
+        epsilon=[(0, 0.0)] + [(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
+        budget=private.epsilon,
+        delta=private.delta,
+        dataset=result["dataset"],
+        references={name: result[name] for name in REFERENCES if name in result},
+    )
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    spent = f"{result['epsilon']:.3f}"
+    rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
+    paid = {"no privacy": "inf", "no pre-training": spent}
+    rows += [{"model": n, "test accuracy": result[n], "epsilon": e} for n, e in paid.items() if n in result]
+    text = format_table(rows)
+    text += (
+        f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']}"
+        " (adding or removing one example)."
+    )
+    if len(rows) > 1:
+        text += (
+            "\nThe other models are references. They used the private examples too: publishing them would cost their"
+            "\nown epsilon on top. Set --config.references=False where the data is really private."
+        )
+    return text
+
+
+STUDY = frame.Study(
+    name="finetune", open=_open, cells=_cells, run=_run, result=_result, summary=_summary, figures=_figures
+)
+
+
+def experiment(config: Any, workdir: str) -> Any:
+    """Runs the experiment, or the table of them."""
+    from . import dpadapter
+
+    return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,315 @@
-"""What the launchers of experiments share: the flags --config and --workdir, and quiet logs."""
+"""The frame of all studies: a config is bound to a workdir, its cells are computed once each, results are written.
 
+A `Study` says what its cells are, how one is run, and which tables and figures it has. `run` does the rest:
+
+    config.json            the study and its config; another config in the same workdir is refused
+    cells/<a>/<b>/row.json the row of the cell (a, b), there once the cell is done
+    cells/<a>/<b>/...      what the run of the cell keeps; `scratch` in it is deleted once the row is there
+    rows.jsonl             all rows, one per line
+    tables.md, tables.tex  the tables
+    result.json            the result, there once the study is finished
+
+Several processes may run one study in one workdir. Each takes the cells that no other one holds. A process that dies
+loses the cell that it was at. The same command goes on from there, and a release that was paid for is not paid again.
+"""
+
+import contextlib
+import dataclasses
 import functools
+import importlib
+import json
+import pathlib
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+from tqdm import tqdm
+
+from jaxdp.files import read_json, understood, write_durably, write_json
+from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
+from jaxdp.release import locked
+
+from . import results
+from .settings import check_numbers
+
+Row = Mapping[str, Any]
+_FORMAT = 2  # of workdirs; those of the first releases had no number
+_REMEDY = "Restore it from a copy, or use a new workdir."
+_AGAIN = "Delete it: the command then makes it again from what else the workdir keeps, which costs nothing twice."
+# What a user can mend: it is told in a sentence, without the frames of the program.
+MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged)
 
 
-def main(experiment: Callable[[Any, str], Any]) -> None:
-    """Runs `experiment(config, workdir)` with what the command line says, as a program; exits with 130 after Ctrl-C."""
+def _nothing(*_: Any) -> Any:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """An experiment as data.
+
+    Attributes:
+      name: of the launcher.
+      open: `open(config, root)` reads data and models and refuses a config that cannot work. It writes nothing.
+      cells: `cells(config)` yields named tuples, in the order in which they are run.
+      run: `run(cell, work) -> row`, a JSON-able dict.
+      result: `result(rows, work)`, the content of result.json.
+      summary: `summary(result)`, for the terminal.
+      tables: `tables(result, work)`, rows by title; a str among them is a paragraph.
+      figures: `figures(result, work)` draws into `work.root`.
+      benchmark: what the results are functions of that no ledger pays for, and what to use for private data instead. A
+        study with one asks for config.public_benchmark.
+      grows: `grows(config)`, the part of the config that determines cells. A finished study with one takes more cells.
+    """
+
+    name: str
+    open: Callable[[Any, pathlib.Path], Any]
+    cells: Callable[[Any], Iterable[Any]]
+    run: Callable[[Any, "Work"], Row]
+    result: Callable[[Sequence[Row], "Work"], Any]
+    summary: Callable[[Any], str]
+    tables: Callable[[Any, "Work"], Mapping[str, Any]] = _nothing
+    figures: Callable[[Any, "Work"], None] = _nothing
+    benchmark: str = ""
+    grows: Callable[[Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One run of a study in a workdir.
+
+    Attributes:
+      study: the study.
+      config: its config.
+      root: the workdir.
+      shared: what `Study.open` returned.
+    """
+
+    study: Study
+    config: Any
+    root: pathlib.Path
+    shared: Any
+
+    def folder(self, cell: Any) -> pathlib.Path:
+        """Returns where a cell is kept."""
+        return self.root.joinpath("cells", *map(file_name, cell))
+
+    def row(self, cell: Any, *, wait: bool = True) -> dict[str, Any]:
+        """Returns the row of a cell, which is run first if it is not done.
+
+        Raises:
+          BlockingIOError: another process is at it, without `wait`.
+        """
+        folder = self.folder(cell)
+        path = folder / "row.json"
+        if not path.exists():
+            with locked(folder.with_name(f"{folder.name}.lock"), wait=wait):
+                if not path.exists():
+                    write_json(path, cell._asdict() | self._run(cell, folder))
+                shutil.rmtree(folder / "scratch", ignore_errors=True)
+        return read_json(path, remedy="Delete it: the same command makes it again.")
+
+    def _run(self, cell: Any, folder: pathlib.Path) -> Row:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return self.study.run(cell, self)
+        except BudgetExceeded as error:
+            error.add_note(
+                f"If {folder} was interrupted and cannot go on as it began (another machine or version), nothing of it "
+                "was released: delete the folder and what of its ledger is its own, and the cell starts anew."
+            )
+            raise
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns what `name` in the workdir holds, made first if it is not there; JSON, by one process."""
+        path = self.root / name
+        if not path.exists():
+            with locked(path.with_name(f"{path.name}.lock"), wait=True):
+                if not path.exists():
+                    write_json(path, make())
+        return read_json(path, kind=object)
+
+
+def file_name(part: Any) -> str:
+    """Returns a coordinate of a cell as the name of a file or folder."""
+    text = f"{part:g}" if isinstance(part, float) else str(part)
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in text)
+
+
+# --- A run ------------------------------------------------------------------------------------------------------------
+
+
+def run(study: Study, config: Any, workdir: Any) -> Any:
+    """Runs a study, or what is left of it, prints its summary and returns its result.
+
+    Raises:
+      ValueError: the config is inconsistent, the workdir belongs to another config, study or release, or the data is
+        not declared a public benchmark. Nothing is written then.
+      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
+      BudgetExceeded: a ledger has no room for what a cell would spend.
+    """
+    root = pathlib.Path(workdir)
+    done = (root / "result.json").exists() and study.grows is None
+    result = compute(study, config, root)
+    if done:
+        print(f"{root} holds a finished run: nothing to do.\n\n{study.summary(result)}")
+        return result
+    hidden = (".lock", ".head")
+    names = sorted(path.name for path in root.iterdir() if path.suffix not in hidden)
+    print(f"\n{study.summary(result)}\n\nIn {root}: {', '.join(names)}.")
+    return result
+
+
+def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
+    """Returns the result of a study, as `run` does, without its summary."""
+    if study.benchmark and not config.public_benchmark:
+        raise ValueError(f"config.public_benchmark must be True: {study.benchmark}")
+    bound = study.grows(config) if study.grows else config
+    check_numbers(config)
+    check_same_config(study.name, bound, root)
+    finished = root / "result.json"
+    if finished.exists() and study.grows is None:
+        result = read_json(finished, remedy=_AGAIN, kind=object)
+        with understood(finished, _AGAIN):
+            study.summary(result)
+        return result
+    cells = distinct(study.cells(config))
+    work = Work(study, config, root, study.open(config, root))
+    with bind(study.name, bound, root):
+        rows = _rows(work, cells)
+        with locked(root / "summary.lock", wait=True):
+            result = study.result(rows, work)
+            write_durably(root / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+            results.write_tables(root, study.tables(result, work))
+            study.figures(result, work)
+            write_json(finished, result)
+    return result
+
+
+def distinct(cells: Iterable[Any]) -> list[Any]:
+    """Returns the cells, each once.
+
+    Raises:
+      ValueError: two of them would be kept in one folder.
+    """
+    found = dict[tuple[str, ...], Any]()
+    for cell in cells:
+        first = found.setdefault(tuple(map(file_name, cell)), cell)
+        if first != cell:
+            raise ValueError(
+                f"config has names that are one as names of folders: {tuple(first)} and {tuple(cell)}; change some."
+            )
+    return list(found.values())
+
+
+def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
+    """The rows of all cells. What another process is at comes last: it is there by then."""
+    missing = [cell for cell in cells if not (work.folder(cell) / "row.json").exists()]
+    if missing != cells:
+        print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
+    with tqdm(total=len(missing), desc=work.study.name, unit="cell", disable=len(missing) < 2) as bar:
+        for wait in (False, True):
+            for cell in missing:
+                if not (work.folder(cell) / "row.json").exists():
+                    with contextlib.suppress(BlockingIOError):
+                        work.row(cell, wait=wait)
+                bar.update(sum((work.folder(cell) / "row.json").exists() for cell in missing) - bar.n)
+    return [work.row(cell) for cell in cells]
+
+
+# --- The workdir ------------------------------------------------------------------------------------------------------
+
+
+def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
+    """Refuses to mix two experiments in one workdir.
+
+    Raises:
+      ValueError: the workdir is of another study, config or release, and the message says of which; or its config.json
+        is damaged.
+    """
+    path = root / "config.json"
+    if not path.exists():
+        return
+    stored = read_json(path, remedy=_REMEDY)
+    if stored.get("format") != _FORMAT:
+        raise ValueError(f"{root} was made by another release of jaxdp, whose layout it has; use a new workdir.")
+    if stored["study"] != study:
+        raise ValueError(f"{root} belongs to the study {stored['study']!r}, not to {study!r}; use a new workdir.")
+    before, given = _flat(stored["config"]), _flat(json.loads(config.to_json()))
+    if before != given:
+        names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
+        raise ValueError(f"{root} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
+
+
+@contextlib.contextmanager
+def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
+    """Binds a workdir to a config for the body. It stays bound unless the body fails before it makes a file.
+
+    So a mistake that is found late, such as a model that does not fit the images, can be mended in the same workdir.
+    """
+    path = root / "config.json"
+    fresh = not path.exists()
+    write_json(path, {"study": study, "format": _FORMAT, "config": json.loads(config.to_json())})
+    try:
+        yield
+    except BaseException:
+        mine = {path, *root.rglob("*.lock")}
+        if fresh and not any(other.is_file() for other in root.rglob("*") if other not in mine):
+            path.unlink()
+        raise
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}
+
+
+@contextlib.contextmanager
+def account(
+    path: pathlib.Path,
+    name: str,
+    *,
+    label: str = "",
+    adjacency: Any = "add_remove",
+    unit: str = "example",
+    **terms: Any,
+) -> Iterator[Account]:
+    """Yields the account of a data set in the ledger at `path`; both are made if needed.
+
+    Args:
+      path: of the ledger.
+      name: of the data set.
+      label: of what is spent.
+      adjacency, unit, **terms: as in `Ledger.register`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Ledger(path) as ledger:
+        ledger.register(name, adjacency=adjacency, unit=unit, **terms)
+        yield ledger.account(name, label=label)
+
+
+def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
+    """Raises ValueError for a name in config.`field` that is not one of the choices."""
+    choices = list(choices)
+    for name in names:
+        if name not in choices:
+            raise ValueError(f"config.{field} has {name!r}, which is not one of {', '.join(map(str, choices))}.")
+
+
+# --- The program ------------------------------------------------------------------------------------------------------
+
+
+def main(experiment: Callable[[Any, str], Any] | Study) -> None:
+    """Runs a study, or `experiment(config, workdir)`, with what the command line says.
+
+    The program exits with 1 after a mistake, which it tells in a sentence; --verbosity=1 shows where it was found. It
+    exits with 130 after Ctrl-C.
+    """
+    _find_configs()
     config = config_flags.DEFINE_config_file(
         "config", help_string="The experiment; override fields with --config.x.y=..."
     )
@@ -20,15 +319,16 @@ def main(experiment: Callable[[Any, str], Any]) -> None:
     flags.mark_flag_as_required("config")
     for name in ("config", "workdir"):  # --help lists the flags of the program itself
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    chosen = functools.partial(run, experiment) if isinstance(experiment, Study) else experiment
     try:
-        app.run(functools.partial(_run, experiment, config, workdir))
+        app.run(functools.partial(_program, chosen, config, workdir))
     except KeyboardInterrupt as error:
         print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
         sys.exit(130)
 
 
 def limits(given: Sequence[str]) -> Any:
-    """The `jaxdp.files.Limits` of NAME=NUMBER pairs, as a flag has them."""
+    """Returns the `jaxdp.files.Limits` of NAME=NUMBER pairs, as a flag has them."""
     from jaxdp.files import Limits
 
     try:
@@ -37,8 +337,31 @@ def limits(given: Sequence[str]) -> Any:
         raise app.UsageError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184: {error}") from error
 
 
-def _run(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:
+def _find_configs() -> None:
+    """Lets an installed package find its config files by the names that they have in the checkout."""
+    if __package__ == "launch":
+        return
+    package = importlib.import_module("jaxdp.configs")
+    sys.modules.setdefault("configs", package)  # by which config files import each other
+    folder = pathlib.Path(next(iter(package.__path__))).parent
+    for place, argument in enumerate(sys.argv):
+        flag, equals, value = argument.rpartition("=")
+        name = value.partition(":")[0]
+        if name.startswith("configs/") and not pathlib.Path(name).exists() and (folder / name).exists():
+            sys.argv[place] = f"{flag}{equals}{folder / value}"
+
+
+def _program(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
-    logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
-    experiment(config.value, workdir.value)
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
+    try:
+        experiment(config.value, workdir.value)
+    except MISTAKES as error:
+        logging.debug("The mistake was found here:", exc_info=True)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        sys.exit(
+            f"{type(error).__name__}: {error}{notes}\nWhat is finished is kept, and a ledger counts all that was "
+            "reserved. Once this is mended the same command goes on and pays nothing twice."
+        )

@@ -1,16 +1,192 @@
-"""Public pre-training: python -m launch.pretrain --config configs/pretrain/digits.py --workdir workdir/pretrain."""
+"""Robust pre-training on public images: python -m launch.pretrain --config configs/pretrain/digits.py --workdir DIR.
 
-from typing import Any
+What it makes is the upstream half of the tables in Wang et al. 2024: a backbone, and what noise on its parameters does
+to it. Everything it reads is PUBLIC: no ledger is asked.
+"""
 
-from launch import frame
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp import pretrain
+from jaxdp.data import Source, augmentation
+from jaxdp.models import Pretrained, save_params
+from jaxdp.report import format_table, plot_panels, read_metrics
+from jaxdp.version import __version__
+
+from . import data, frame, models
+
+_LIBRARIES = ("jax", "flax", "optax", "numpy")
 
 
-def experiment(config: Any, workdir: str) -> None:
-    """Runs the experiment."""
-    from jaxdp.pretrain import experiment
+class Model(NamedTuple):
+    """The one cell."""
 
-    experiment.run(config, workdir)
+    method: str
 
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    train: Source
+    test: Source
+    network: Pretrained
+    trainer: pretrain.SharpnessTrainer
+    batches: pretrain.Batches
+
+
+def _open(config: Any, root: pathlib.Path) -> _Task:
+    found = data.parts(config.data, "public", "test")
+    network = models.network(config.model, found["public"].num_classes)
+    train, test = (models.fit_images(network, found[role]) for role in ("public", "test"))
+    trainer, batches = _trainer(config, network), _batches(config, train)
+    batches.check_microbatches(trainer)
+    shape = "x".join(map(str, train.arrays["image"].shape[1:]))
+    print(
+        f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "
+        f"{shape}, {train.num_classes} classes.",
+        flush=True,
+    )
+    return _Task(train, test, network, trainer, batches)
+
+
+def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
+    name, how, loss = config.method.name, config.train, models.loss(network)
+    frame.known("method.name", [name], pretrain.METHODS)
+    schedules = {
+        "cosine": optax.cosine_decay_schedule(how.learning_rate, max(how.steps, 1)),
+        "steps": optax.piecewise_constant_schedule(
+            how.learning_rate, {int(part * how.steps): 0.1 for part in how.drops}
+        ),
+    }
+    frame.known("train.schedule", [how.schedule], schedules)
+    return pretrain.METHODS[name](
+        lambda params, batch: jax.vmap(loss, in_axes=(None, 0))(params, batch).mean(),
+        optax.chain(
+            optax.add_decayed_weights(how.weight_decay),
+            optax.sgd(schedules[how.schedule], momentum=how.momentum or None),
+        ),
+        microbatch_size=config.ascent.microbatch_size or None,
+        **dict(config.method[name]),
+    )
+
+
+def _batches(config: Any, train: Source) -> pretrain.Batches:
+    shared = config.method.name != "dpadapter"
+    return pretrain.Batches(
+        num_examples=len(train),
+        steps=config.train.steps,
+        perturbation_batch_size=config.train.batch_size if shared else config.ascent.batch_size,
+        update_batch_size=config.train.batch_size,
+        shared_batch=shared,
+        warmup_steps=config.ascent.warmup_steps,
+        ascent_every=config.ascent.every,
+        seed=config.seed.to_bytes(16, "little"),
+    )
+
+
+def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
+    config, task = work.config, work.shared
+    predict, batches = task.network.apply_fn, task.batches
+    judge = functools.partial(pretrain.robust_accuracy, predict)
+    state = pretrain.fit(
+        task.trainer,
+        models.fresh(task.network, config.seed),
+        task.train,
+        **{name: value for name, value in vars(batches).items() if name != "num_examples"},
+        augment=augmentation(config.data),
+        devices=jax.devices()[: config.ascent.devices] if config.ascent.devices > 1 else None,
+        evaluate=lambda state: {"accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])},
+        workdir=work.folder(cell),
+        checkpoint_every=config.train.checkpoint_every,
+        label=cell.method,
+    )
+    save_params(work.root / "params.safetensors", state.params)
+    how, params = config.robustness, state.params
+    noisy = functools.partial(judge, params, task.test, draws=how.draws, seed=config.seed)
+    images = task.test.gather(np.arange(min(how.inputs, len(task.test))))["image"]
+    rho = pretrain.parameter_robustness(predict, params, images, draws=how.draws, seed=config.seed)
+    lengths = [row["perturbation_norm"] for row in read_metrics(work.folder(cell) / "metrics.jsonl")]
+    tenth = max(len(lengths) // 10, 1)
+    return {
+        "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
+        "robust_accuracy": {
+            kind: {"std": list(stds), "draws": noisy(std=stds, relative=kind == "relative").tolist()}
+            for kind, stds in (("absolute", how.std), ("relative", how.relative_std))
+        },
+        "rho": rho._asdict(),
+        # Means over the first and the last tenth of the steps: whether the ball of radius gamma was reached.
+        "perturbation_norm": {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))},
+    }
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    sources = {"train": work.shared.train, "test": work.shared.test}
+    provenance = {
+        **{k: {"name": s.name, "fingerprint": s.fingerprint, "examples": len(s)} for k, s in sources.items()},
+        "config": json.loads(work.config.to_json()),
+        "versions": {"jaxdp": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}},
+    }
+    return {**rows[0], "provenance": provenance}
+
+
+def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    panels = {}
+    for kind, title, xlabel in (
+        ("absolute", "Noise on every parameter", "standard deviation"),
+        ("relative", "Noise relative to each tensor", "standard deviation / root mean square"),
+    ):
+        found = result["robust_accuracy"][kind]
+        draws = np.array(found["draws"])
+        curves = {"mean": draws.mean(1), "worst draw": draws.min(1)}
+        panels[title] = (
+            xlabel,
+            {
+                name: [(0.0, result["accuracy"]), *zip(found["std"], values.tolist(), strict=True)]
+                for name, values in curves.items()
+            },
+        )
+    where = result["provenance"]
+    plot_panels(
+        work.root / "robustness.png",
+        panels,
+        title=f"{result['method']} on {where['train']['name']}: {100 * result['accuracy']:.1f}% accuracy",
+        subtitle=f"Accuracy on {where['test']['name']} after Gaussian noise on the parameters, {draws.shape[1]} draws",
+        ylabel="robust accuracy",
+        percent=True,
+    )
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    rows = [{"noise": "none", "accuracy": result["accuracy"]}]
+    for kind, found in result["robust_accuracy"].items():
+        for std, draws in zip(found["std"], found["draws"], strict=True):
+            name = f"std {std:g}" + (" of each tensor" if kind == "relative" else "")
+            rows.append({"noise": name, "accuracy": float(np.mean(draws)), "sd over draws": float(np.std(draws))})
+    rho, length = result["rho"], result["perturbation_norm"]
+    return (
+        f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
+        f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random directions). "
+        f"||Delta||: {length['first']:.4g} in the first steps, {length['last']:.4g} in the last."
+    )
+
+
+STUDY = frame.Study(
+    name="pretrain",
+    open=_open,
+    cells=lambda config: [Model(config.method.name)],
+    run=_run,
+    result=_result,
+    summary=_summary,
+    figures=_figures,
+)
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(STUDY)

@@ -33,17 +33,17 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
             "data": {
                 "source": "tfds",
                 "name": "cifar100",
-                "train_split": "train",
-                "test_split": "test",
                 "data_dir": "",
-                "size": 0,  # side to resize images to; 0 is as they are
-                "channels": 0,  # 3 makes grey images RGB; 0 is as they are
-                "mean": (0.507, 0.487, 0.441),
-                "std": (0.267, 0.256, 0.276),
+                "parts": {"public": "train", "test": "test"},
                 "crop_padding": 4,
                 "flip": True,
             },
-            "model": {"name": "resnet20", "options": {}},
+            "model": {
+                "name": "resnet20",
+                "options": {},
+                # Images are resized to `size`; grey ones become RGB.
+                "preprocessing": {"size": 32, "mean": (0.507, 0.487, 0.441), "std": (0.267, 0.256, 0.276)},
+            },
             "train": {
                 "steps": 1_000_000,  # 1000 epochs of batches of 50
                 "batch_size": 50,  # m2
@@ -83,8 +83,8 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
         }
     )
     if size == "cpu":
-        config.data.update({"train_split": "train[:8000]", "test_split": "test[:2000]"})
-        config.model = {"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group"}}
+        config.data.parts.update({"public": "train[:8000]", "test": "test[:2000]"})
+        config.model.update({"name": "cnn", "options": {"widths": (16, 32, 64), "dense": 0, "norm": "group"}})
         config.train.update({"steps": 1500, "checkpoint_every": 250})
         config.ascent.update({"batch_size": 500})
     return config

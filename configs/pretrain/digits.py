@@ -22,17 +22,16 @@ def get_config(method: str = "dpadapter") -> ConfigDict:
     config.data = {
         "source": "bundled",
         "name": "digits",
-        "public_fraction": 0.5,
-        "test_fraction": 0.3,
         "split_seed": 0,
-        "size": 0,
-        "channels": 0,
-        "mean": 0.3,
-        "std": 0.4,
+        "parts": {"public": 0.5, "private": 0.2, "test": 0.3},  # what is private to a fine-tuning is not read
         "crop_padding": 1,
         "flip": False,
     }
-    config.model = {"name": "cnn", "options": {"widths": (16, 32), "dense": 0, "norm": "group"}}
+    config.model = {
+        "name": "cnn",
+        "options": {"widths": (16, 32), "dense": 0, "norm": "group"},
+        "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
+    }
     config.train.update({"steps": 400, "batch_size": 32, "checkpoint_every": 100})
     config.ascent.update({"batch_size": 400, "microbatch_size": 200})
     config.method.dpadapter.gamma = 0.5

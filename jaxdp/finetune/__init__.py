@@ -1,6 +1,9 @@
 """Fine-tuning on private data."""
 
+from collections.abc import Callable, Mapping
+
 from jaxdp.finetune.adp_alloc import (
+    SCHEDULES,
     adp_alloc,
     calibrate_schedule,
     constant_noise,
@@ -12,13 +15,22 @@ from jaxdp.finetune.adp_alloc import (
 from jaxdp.finetune.adp_clip import adp_clip
 from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.evaluate import accuracy, charged_accuracy
-from jaxdp.finetune.experiment import run
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.models.training import train_without_privacy
 
+# The methods by name. Each takes what `dp_sgd` takes, and options of its own.
+METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
+    "dp_sgd": dp_sgd,
+    "adp_alloc": adp_alloc,
+    "adp_clip": adp_clip,
+    "gep": gep,
+}
+
 __all__ = [
+    "METHODS",
+    "SCHEDULES",
     "PrivateTrainer",
     "TrainState",
     "accuracy",
@@ -32,7 +44,6 @@ __all__ = [
     "fit",
     "gep",
     "polynomial_noise",
-    "run",
     "step_noise",
     "time_based_noise",
     "train_without_privacy",

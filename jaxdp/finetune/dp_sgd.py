@@ -78,7 +78,7 @@ def dp_sgd(
       ascent_radius: rho; gradients are taken at params + rho g / ||g||, with g the gradient released one step before:
         DP-SAT (Park et al. 2023), sharpness-aware at no cost in privacy or time. 0 (the default) is off.
       stochastic: `loss_fn` takes `key=` (dropout); default False.
-      engine, trainable: as in `jaxdp.clipped_grad`, with its defaults.
+      engine, clip_rule, trainable: as in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
       ValueError: an argument is out of range; see also `clipped_grad` and `privatize`.

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Required, TypedDict
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -101,25 +101,35 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PrivateTrainer:
-    """Private training as pure steps; made by `dp_sgd`, which documents it, and the other methods."""
+    """Private training as pure steps; made by `dp_sgd`, which documents the fields, and the other methods."""
 
     query: Query
     privatizer: Privatizer
     optimizer: optax.GradientTransformation
     sampler: PoissonSampler
     physical_batch_size: int
-    augment: Callable[[jax.Array, Any], Any] | None
-    augmult: int
-    ema_decay: float | None
-    ascent_radius: float
-    stochastic: bool
+    augment: Callable[[jax.Array, Any], Any] | None = None
+    augmult: int = 1
+    ema_decay: float | None = None
+    ascent_radius: float = 0.0
+    stochastic: bool = False
     zeros: Any = dataclasses.field(init=False)  # compiled `Query.zeros`, `_accumulate` and `_update`
     accumulate: Any = dataclasses.field(init=False)
     update: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        if self.physical_batch_size < 1:
+            raise ValueError(f"physical_batch_size must be at least 1, got {self.physical_batch_size}.")
+        if self.augmult < 1 or (self.augment is None and self.augmult != 1):
+            raise ValueError(f"augmult must be at least 1, and 1 without augment; got {self.augmult}.")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1) or None, got {self.ema_decay}.")
+        if not 0 <= self.ascent_radius < math.inf:
+            raise ValueError(
+                f"ascent_radius must be at least 0 and finite, got {self.ascent_radius}; 0 turns the ascent off."
+            )
         object.__setattr__(self, "zeros", repeatable(self.query.zeros))
         object.__setattr__(self, "accumulate", repeatable(self._accumulate))
         object.__setattr__(self, "update", repeatable(self._update))
@@ -261,6 +271,7 @@ class Options(TypedDict, total=False):
     ascent_radius: float
     stochastic: bool
     engine: Engine
+    clip_rule: Any
     trainable: Callable[[str, Any], bool] | None
 
 
@@ -272,40 +283,16 @@ def make_trainer(
     clip_norm: float,
     noise_multiplier: float | Callable[[Any], Any],
     sampler: PoissonSampler,
-    physical_batch_size: int,
-    augment: Callable[[jax.Array, Any], Any] | None = None,
-    augmult: int = 1,
-    ema_decay: float | None = None,
-    ascent_radius: float = 0.0,
-    stochastic: bool = False,
-    engine: Engine = "auto",
-    trainable: Callable[[str, Any], bool] | None = None,
+    **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """A trainer from the query that a method makes of a clipped gradient function; see `dp_sgd` for the arguments."""
-    if physical_batch_size < 1:
-        raise ValueError(f"physical_batch_size must be at least 1, got {physical_batch_size}.")
-    if augmult < 1 or (augment is None and augmult != 1):
-        raise ValueError(f"augmult must be at least 1, and 1 without augment; got {augmult}.")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(f"ema_decay must be in [0, 1) or None, got {ema_decay}.")
-    if not 0 <= ascent_radius < math.inf:
-        raise ValueError(f"ascent_radius must be at least 0 and finite, got {ascent_radius}; 0 turns the ascent off.")
+    """Returns a trainer from the query that a method makes of a clipped gradient function; arguments as `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
-    gradient = clipped_grad(loss_fn, clip_norm=clip_norm, engine=engine, trainable=trainable, group=augment is not None)
-    query = make_query(gradient)
+    rest: dict[str, Any] = {**options}
+    how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}
+    grouped = rest.get("augment") is not None
+    query = make_query(clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **how))
     privatizer = privatize(query, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
-    return PrivateTrainer(
-        query,
-        privatizer,
-        optimizer,
-        sampler,
-        physical_batch_size,
-        augment,
-        augmult,
-        ema_decay,
-        ascent_radius,
-        stochastic,
-    )
+    return PrivateTrainer(query=query, privatizer=privatizer, optimizer=optimizer, sampler=sampler, **rest)
 
 
 def check_clip_norm(name: str, value: float) -> None:

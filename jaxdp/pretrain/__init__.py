@@ -1,11 +1,12 @@
 """Pre-training on public data so that the noise of private fine-tuning hurts less."""
 
 from jaxdp.models.robustness import ParameterRobustness, parameter_robustness, robust_accuracy
-from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer, amp, dpadapter, sam
-from jaxdp.pretrain.experiment import run
-from jaxdp.pretrain.loop import fit
+from jaxdp.pretrain.dpadapter import METHODS, SharpnessState, SharpnessTrainer, amp, dpadapter, sam
+from jaxdp.pretrain.loop import Batches, fit
 
 __all__ = [
+    "METHODS",
+    "Batches",
     "ParameterRobustness",
     "SharpnessState",
     "SharpnessTrainer",
@@ -14,6 +15,5 @@ __all__ = [
     "fit",
     "parameter_robustness",
     "robust_accuracy",
-    "run",
     "sam",
 ]

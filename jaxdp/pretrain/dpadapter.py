@@ -23,7 +23,7 @@ AMP's public code projects every tensor by itself, which is `ball="per_tensor"`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -331,3 +331,12 @@ def amp(
         microbatch_size=microbatch_size,
         stateful=stateful,
     )
+
+
+# SAM and AMP ascend on the batch of the update; standard training has no ball to ascend in.
+METHODS: Mapping[str, Callable[..., SharpnessTrainer]] = {
+    "standard": functools.partial(dpadapter, gamma=0.0),
+    "sam": sam,
+    "amp": amp,
+    "dpadapter": dpadapter,
+}

@@ -69,7 +69,7 @@ def fit(
     Raises:
       ValueError: an argument is out of range, or the workdir holds another run; before anything is computed.
     """
-    plan = Plan(
+    plan = Batches(
         len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
     )
     if checkpoint_every < 1:
@@ -127,7 +127,7 @@ def _shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedShard
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Batches:
     """Which examples each step sees; ValueError if there are no such. The fields are arguments of `fit`."""
 
     num_examples: int
@@ -184,7 +184,9 @@ class Plan:
 class _Run:
     """What a run keeps on disk, if it has a workdir: what it is, checkpoints, metrics."""
 
-    def __init__(self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Plan, source: Source):
+    def __init__(
+        self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Batches, source: Source
+    ):
         self._checkpoints: Checkpoints | None = None
         self._opened = contextlib.ExitStack()
         if workdir is None:
@@ -194,7 +196,7 @@ class _Run:
             self._opened = opened.pop_all()
 
     def _open(
-        self, root: pathlib.Path, opened: contextlib.ExitStack, trainer: SharpnessTrainer, plan: Plan, source: Source
+        self, root: pathlib.Path, opened: contextlib.ExitStack, trainer: SharpnessTrainer, plan: Batches, source: Source
     ) -> None:
         opened.enter_context(alone(root))
         options = ("gamma", "ascent_rate", "ascent_steps", "ball", "rule", "microbatch_size", "stateful")

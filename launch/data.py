@@ -1,0 +1,159 @@
+"""Which data a study reads. All configs say it in one vocabulary.
+
+A *set of images* is described by
+
+    source      "bundled" with scikit-learn, or "tfds"
+    name        which set
+    data_dir    tfds: where it is; "" is TFDS's usual directory
+    split_seed  bundled: which record is in which part
+    parts       who holds what, by role, one of `ROLES`:
+                bundled  a share of the set (below 1), or a number of records
+                tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
+    prepare     tfds: whether images differ in size and are resized and cut as the model's preprocessing says
+    crop_padding, flip   of the augmentation, see `augmentation`
+
+and a set under domain shift besides by
+
+    severity        1 to 5
+    corruptions     names of shifts; "clean" is none
+    corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdp import data
+from jaxdp.data import Source
+
+Prepare = Callable[[Any], Any]
+CLEAN = "clean"  # the shift that is none
+# The order in which a bundled set is cut, so that studies with the same parts share the cut.
+ROLES = ("public", "private", "sources", "stream", "client", "test")
+
+
+def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Source]:
+    """Returns the sources of some roles, named such as "digits/private".
+
+    Which record is where does not depend on the records.
+
+    Args:
+      config: the `data` part of a study's config, see above.
+      roles: those wanted; a role without a part is left out.
+      prepare: as in `jaxdp.data.from_tfds`; used if config.prepare asks for it.
+
+    Raises:
+      FileNotFoundError: the data is not there; the message says how to get it.
+      ValueError: parts that do not fit the data or share a record, or an unknown source.
+    """
+    wanted = {role: config.parts[role] for role in ROLES if config.parts.get(role)}
+    if config.source == "bundled":
+        whole = data.bundled(config.name)
+        shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
+        if sum(shares) > 1 + 1e-9:
+            raise ValueError(
+                f"config.data.parts must add up to at most {len(whole)} records of {config.name!r}, or to 1 in shares; "
+                f"got {dict(wanted)}."
+            )
+        cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
+        return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in roles if k in cut}
+    if config.source != "tfds":
+        raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
+    for role, part in wanted.items():
+        if not isinstance(part, str):
+            raise ValueError(f"config.data.parts.{role} must be a TFDS split such as 'train[:500]', got {part!r}.")
+    data_dir = config.data_dir or None
+    where = {role: _split(config.name, part) for role, part in wanted.items()}
+    data.check_disjoint({f"config.data.parts.{role}": (*split, data_dir) for role, split in where.items()})
+    how = prepare if config.get("prepare", False) else None
+    return {role: _read(*where[role], data_dir, how) for role in roles if role in where}
+
+
+def _share(role: str, part: Any, records: int) -> float:
+    if isinstance(part, bool) or not isinstance(part, int | float) or part <= 0:
+        raise ValueError(
+            f"config.data.parts.{role} must be a share in (0, 1) or a number of records of a bundled set, got {part!r}."
+        )
+    return part if part < 1 else part / records
+
+
+def _split(name: str, part: str) -> tuple[str, str]:
+    """(set, split): "train[:500]", or "cifar10/train[:500]" of another set."""
+    before, slash, split = part.rpartition("/")
+    return (before, split) if slash else (name, part)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Source:
+    return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
+
+
+def read(spec: Any, prepare: Prepare | None = None) -> Source:
+    """Returns one whole set, or some classes of it.
+
+    Args:
+      spec: with source, name, data_dir, `split` (tfds), and `classes`, labels that are kept and renumbered in this
+        order; () keeps all.
+      prepare: as in `parts`.
+    """
+    if spec.source == "bundled":
+        source = data.bundled(spec.name)
+    else:
+        source = _read(spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None)
+    return source.of_classes(spec.classes) if spec.classes else source
+
+
+def under(test: Source, config: Any, shift: str) -> Source:
+    """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
+
+    Corruptions that are made here are made whenever an image is read; `in_memory` keeps them.
+
+    Raises:
+      ValueError: for an unknown shift.
+      FileNotFoundError: as in `parts`.
+    """
+    if shift == CLEAN:
+        return test
+    if config.get("corrupted_name", ""):
+        return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
+    return data.corrupt(test, shift, severity=config.severity)
+
+
+def in_memory(source: Source, name: str = "") -> Source:
+    """Returns a source with all images in memory as whole numbers, as after a corruption that is made once."""
+    columns = source.gather(np.arange(len(source)))
+    image = np.rint(255 * columns["image"]).astype(np.uint8)
+    return data.from_arrays(
+        image=image, label=columns["label"], num_classes=source.num_classes, name=name or source.name
+    )
+
+
+def everything(source: Source) -> dict[str, np.ndarray]:
+    """Returns all columns of a source."""
+    return source.gather(np.arange(len(source)))
+
+
+def labels(source: Source) -> np.ndarray:
+    """Returns all labels of a source, which needs no image."""
+    stored = source.arrays["label"]
+    return stored if source.rows is None else stored[source.rows]
+
+
+def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
+    """Returns a public choice of `chosen` of `count` rows in a random order, int64 [chosen]."""
+    return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
+
+
+def cut(source: Source, pieces: int) -> Sequence[Source]:
+    """Returns a source in pieces of nearly equal size, in its order."""
+    return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]
+
+
+def require_images(sources: Mapping[str, Source]) -> None:
+    """Raises ValueError for a source without images."""
+    for source in sources.values():
+        if "image" not in source.arrays:
+            raise ValueError(f"config.data.name must name a data set of images, got {source.name!r} without any.")

@@ -1,0 +1,294 @@
+"""Upstream models x private methods x epsilons x data sets x seeds: Table 1 of Wang et al. 2024 (DPAdapter) and more.
+
+    python -m launch.finetune --config configs/dpadapter_table1.py:digits --workdir workdir/table1
+
+A cell is one private model with a ledger of its own, as if it alone were released: releasing all of them would cost
+the sum. `upstream/NAME/SEED` in the workdir has the pre-trained models.
+"""
+
+import copy
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdp import finetune
+from jaxdp.data import Source
+from jaxdp.models import Pretrained, load_params, merge_pretrained
+from jaxdp.models.robustness import robust_accuracy
+from jaxdp.report import plot_curves, plot_points
+
+from . import data, frame, models, pretrain, results
+from .finetune import released, trainer
+
+Params = Any
+
+SCRATCH = "none"  # the upstream that is none
+_FAMILIES = {"standard": "standard", "sam": "SAM", "amp": "SAM (AMP)", "dpadapter": "DPAdapter"}
+
+
+class Cell(NamedTuple):
+    """One private model, with a ledger of its own as if it alone were released. The seed fixes no noise."""
+
+    dataset: str
+    method: str
+    epsilon: float
+    upstream: str
+    seed: int
+
+
+class _Bench:
+    """What the cells of a table share: data, trainers with their compiled steps, upstream models."""
+
+    def __init__(self, config: Any, root: pathlib.Path):
+        self.config, self.root = config, root
+        self.network = models.network(config.pretrain.model, 2)
+        self.task = functools.cache(self._task)
+        self.trainer = functools.cache(self._trainer)
+
+    def private(self, method: str, epsilon: float, dataset: str) -> Any:
+        """The `private` part of a fine-tuning config."""
+        private = copy.deepcopy(self.config.private)
+        private.update(self.config.methods[method])
+        steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)  # epochs of ceil(1 / q) steps
+        with private.unlocked():
+            private.update({"epsilon": epsilon, "steps": steps})
+            private.checkpoint_every = min(private.checkpoint_every, steps)
+        return private
+
+    def images(self, dataset: str) -> Any:
+        """The `data` part of a fine-tuning config: where the public images are, and a data set."""
+        images = copy.deepcopy(self.config.pretrain.data)
+        with images.unlocked():
+            images.update(self.config.sets[dataset])
+        return images
+
+    def _task(self, dataset: str) -> tuple[Pretrained, Source, Source]:
+        """(network, private images, test images)."""
+        found = data.parts(self.images(dataset), "private", "test")
+        network = models.with_classes(self.network, found["private"].num_classes)
+        private, test = (models.fit_images(network, found[role]) for role in ("private", "test"))
+        return network, dataclasses.replace(private, name=dataset), test
+
+    def _trainer(self, method: str, epsilon: float, dataset: str) -> Any:
+        network, source, _ = self.task(dataset)
+        private, public = self.private(method, epsilon, dataset), None
+        if private.method == "gep":
+            public = models.fit_images(network, data.parts(self.config.pretrain.data, "public")["public"])
+        return trainer(private, network, source, public, self.config.sets[dataset])
+
+    def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
+        """Parameters of an upstream model, trained first if it is not there, and what is known of it."""
+        folder = self.root / "upstream" / frame.file_name(name) / str(seed)
+        config = copy.deepcopy(self.config.pretrain)
+        config.update(self.config.upstreams[name])
+        config.seed = seed
+        known = frame.compute(pretrain.STUDY, config, folder)
+        return load_params(folder / "params.safetensors"), known
+
+
+def _cells(config: Any) -> Iterator[Cell]:
+    """All cells of all grids, seeds outermost, so that an unfinished table has whole seeds."""
+    upstreams = [SCRATCH, *config.upstreams]
+    for names in (upstreams, config.methods, config.sets):
+        frame.distinct((name,) for name in names)
+    sweep = "relative_std" if config.robust.relative else "std"
+    frame.known("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
+    for name, grid in config.grids.items():
+        for field, choices in (("upstreams", upstreams), ("methods", config.methods), ("sets", config.sets)):
+            frame.known(f"grids.{name}.{field}", grid[field], choices)
+    for seed in config.seeds:
+        for grid in config.grids.values():
+            for dataset in grid.sets:
+                for method in grid.methods:
+                    for epsilon in grid.epsilons:
+                        for upstream in grid.upstreams:
+                            yield Cell(dataset, method, float(epsilon), upstream, int(seed))
+
+
+def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+    bench, robust = work.shared, work.config.robust
+    network, source, test = bench.task(cell.dataset)
+    private = bench.private(cell.method, cell.epsilon, cell.dataset)
+    made = bench.trainer(cell.method, cell.epsilon, cell.dataset)
+    start = models.fresh(network, cell.seed)
+    if cell.upstream != SCRATCH:
+        start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
+    folder = work.folder(cell)
+    terms = {"records": len(source), "epsilon": cell.epsilon, "delta": private.delta}
+    with frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account:
+        state = finetune.fit(
+            made,
+            start,
+            source,
+            steps=private.steps,
+            account=account,
+            workdir=folder / "scratch",
+            checkpoint_every=private.checkpoint_every,
+            progress=False,
+        )
+        spent = account.epsilon(delta=private.delta)
+    params, noise = released(state), {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
+    return {
+        "accuracy": finetune.accuracy(network.apply_fn, params, test),
+        "robust_accuracy": float(robust_accuracy(network.apply_fn, params, test, **noise).mean()),
+        "epsilon_spent": spent,
+        "delta": private.delta,
+        "noise_multiplier": float(made.privatizer.event_at(0).noise_multiplier),
+        "steps": private.steps,
+    }
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    config, kind = work.config, "relative" if work.config.robust.relative else "absolute"
+    upstreams = []
+    for name in dict.fromkeys(row["upstream"] for row in rows if row["upstream"] != SCRATCH):
+        for seed in config.seeds:
+            _, known = work.shared.upstream(name, seed)
+            method, sweep = known["method"], known["robust_accuracy"][kind]
+            upstreams.append(
+                {
+                    "upstream": name,
+                    "seed": seed,
+                    "family": method,
+                    "gamma": known["provenance"]["config"]["method"][method].get("gamma", 0.0),
+                    "accuracy": known["accuracy"],
+                    "robust_accuracy": float(np.mean(sweep["draws"][sweep["std"].index(config.robust.std)])),
+                    "rho": known["rho"]["local"],
+                    "perturbation_norm": known["perturbation_norm"]["last"],
+                }
+            )
+    grids = {}
+    for name, grid in config.grids.items():
+        mine = _of_grid(rows, grid)
+        grids[name] = {"table": layout(mine, grid), "differences": [_difference(mine, *c) for c in grid.comparisons]}
+    return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams}
+
+
+def _of_grid(rows: Sequence[frame.Row], grid: Any) -> list[frame.Row]:
+    epsilons = tuple(map(float, grid.epsilons))
+    names = {"upstream": tuple(grid.upstreams), "method": tuple(grid.methods), "dataset": tuple(grid.sets)}
+    return results.select(rows, epsilon=epsilons, **names)
+
+
+def layout(rows: Sequence[frame.Row], grid: Any) -> list[dict[str, str]]:
+    """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages last."""
+    table = []
+    for method in grid.methods:
+        for upstream in grid.upstreams:
+            line = {"method": method, "upstream": upstream}
+            for epsilon in grid.epsilons:
+                found = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
+                columns = {name: results.select(found, dataset=name) for name in grid.sets} | {"average": found}
+                for name, cells in columns.items():
+                    mean, deviation, _ = results.over_seeds(cells)
+                    spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
+                    line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
+            table.append(line)
+    return table
+
+
+def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
+    mean, error, higher, pairs = results.paired_difference(rows, key, first, second, coordinates=Cell._fields)
+    return f"{second} over {first}: {mean:+.4f} (standard error {error:.4f}), higher in {higher} of {pairs}"
+
+
+def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for name, grid in result["grids"].items():
+        tables[f"{name}: accuracy, mean ± standard deviation over {result['seeds']} seeds"] = grid["table"]
+        if grid["differences"]:
+            tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
+    if result["upstreams"]:
+        columns = ("accuracy", "robust_accuracy", "rho", "perturbation_norm")
+        tables["upstream models, means over seeds"] = [
+            {
+                "upstream": name,
+                **{column: results.over_seeds(rows, column).mean for column in columns},
+            }
+            for name in dict.fromkeys(row["upstream"] for row in result["upstreams"])
+            for rows in [results.select(result["upstreams"], upstream=name)]
+        ]
+    return tables
+
+
+def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    for name, grid in work.config.grids.items():
+        if grid.get("figures", False) and result["upstreams"]:
+            rows = _of_grid([work.row(cell) for cell in frame.distinct(_cells(work.config))], grid)
+            _draw(work.config, work.root / name, grid, rows, result["upstreams"])
+
+
+def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row], known: Sequence[frame.Row]) -> None:
+    """Figures 2, 5 and 6, at the grid's first method and epsilon."""
+    method, epsilon = grid.methods[0], float(grid.epsilons[0])
+    rows = results.select(rows, method=method, epsilon=epsilon)
+    noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
+    text = f"{method}, ε = {epsilon:g}; robust: under {noise}; {len(config.seeds)} seeds"
+    families = {row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams}
+
+    def point(upstream: str, key: str, sets: Sequence[str]) -> tuple[float, float, float, float]:
+        x = results.over_seeds(results.select(known, upstream=upstream), "robust_accuracy")
+        y = results.over_seeds(results.select(rows, upstream=upstream, dataset=tuple(sets)), key)
+        return x.mean, y.mean, x.error, y.error
+
+    plot_points(  # Fig. 6
+        stem.with_name(f"{stem.name}_robustness.png"),
+        {
+            _FAMILIES[family]: [point(name, "accuracy", grid.sets) for name in families if families[name] == family]
+            for family in dict.fromkeys(families.values())
+        },
+        title="Robustness of the upstream model, and private accuracy",
+        subtitle=f"{text}, bars: standard error",
+        xlabel="robust accuracy of the upstream model",
+        ylabel="private accuracy, mean of the data sets",
+    )
+    plot_points(  # Fig. 2
+        stem.with_name(f"{stem.name}_transfer.png"),
+        {dataset: [point(name, "robust_accuracy", [dataset]) for name in families] for dataset in grid.sets},
+        title="Robustness before and after private fine-tuning",
+        subtitle=f"{text}, bars: standard error",
+        xlabel="robust accuracy of the upstream model",
+        ylabel="robust accuracy of the private model",
+    )
+    gammas = {row["upstream"]: row["gamma"] for row in known}
+    swept = sorted((gammas[name], name) for name in families if families[name] in ("standard", "dpadapter"))
+    shown = {name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets}
+    shown |= {"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")}
+
+    def curve(found: Sequence[frame.Row], key: str) -> list[tuple[float, float]]:
+        return [(gamma, results.over_seeds(results.select(found, upstream=name), key).mean) for gamma, name in swept]
+
+    plot_curves(  # Fig. 5
+        stem.with_name(f"{stem.name}_gamma.png"),
+        {label: curve(*what) for label, what in shown.items()},
+        title="Perturbation magnitude of DPAdapter",
+        subtitle=text,
+        xlabel="γ (0 is standard pre-training)",
+        ylabel="accuracy",
+    )
+
+
+def _grows(config: Any) -> Any:
+    """More seeds, more grids and moved data make no other experiment."""
+    config = copy.deepcopy(config)
+    with config.unlocked():
+        del config.seeds, config.grids
+        config.pretrain.data.data_dir = ""
+    return config
+
+
+STUDY = frame.Study(
+    name="table",
+    open=_Bench,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=lambda result: results.markdown(_tables(result, None)),
+    tables=_tables,
+    figures=_figures,
+    grows=_grows,
+)

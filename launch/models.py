@@ -1,0 +1,168 @@
+"""Which network a study uses. All configs say it in one vocabulary.
+
+A *model* is described by
+
+    name, options  as in `jaxdp.models.create`
+    num_classes    only where the data does not say it
+    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel
+    checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left out for none
+    naming         of the checkpoint, "auto" by default
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdp import data
+from jaxdp.data import Source
+from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
+from jaxdp.models.training import train_without_privacy
+from jaxdp.release import locked
+from jaxdp.transforms import losses
+
+Params = Any
+
+
+def network(config: Any, num_classes: int | None = None) -> Pretrained:
+    """Returns the network of a config, on images in [0, 1]; without parameters if there is no checkpoint.
+
+    Args:
+      config: the `model` part of a study's config, see above.
+      num_classes: number of logits; by default config.num_classes.
+
+    Raises:
+      ValueError: the parts do not fit.
+      FileNotFoundError: there is no such checkpoint.
+    """
+    classes = config.num_classes if num_classes is None else num_classes
+    model = create(config.name, num_classes=classes, **dict(config.options))
+    preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
+    if config.get("checkpoint", ""):
+        naming = config.get("naming", "auto")
+        return load_checkpoint(config.checkpoint, model=model, naming=naming, preprocessing=preprocessing)
+    if preprocessing is None:
+        raise ValueError(
+            "config.model.preprocessing must be given to train a source model, for example a size and mean."
+        )
+    return Pretrained(model, {}, preprocessing)
+
+
+def fit_images(network: Pretrained, source: Source) -> Source:
+    """Returns a source whose images have the side and channels that the network takes."""
+    return data.fit_images(source, network.preprocessing.size, len(network.preprocessing.mean))
+
+
+def with_classes(network: Pretrained, num_classes: int) -> Pretrained:
+    """Returns the network with another number of logits, without parameters."""
+    return dataclasses.replace(network, model=network.model.clone(num_classes=num_classes), params={})
+
+
+def fresh(network: Pretrained, seed: int) -> Params:
+    """Returns initial parameters."""
+    side, channels = network.preprocessing.size, len(network.preprocessing.mean)
+    return network.model.init(jax.random.key(seed), jnp.zeros((1, side, side, channels)))["params"]
+
+
+def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
+    """Returns the cross entropy of one example {"image", "label"}."""
+
+    def cross_entropy(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
+        logits = network.apply_fn(params, example["image"][None])[0]
+        return losses.softmax_cross_entropy(logits, example["label"])
+
+    return cross_entropy
+
+
+def logits(network: Pretrained, params: Params, source: Source, *, batch_size: int = 500) -> np.ndarray:
+    """Returns the logits of all images of a source, float32 [n, C]."""
+    predict = jax.jit(network.apply_fn)
+    rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
+    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in rows])
+    return found[mask]
+
+
+def train(
+    network: Pretrained,
+    params: Params,
+    source: Source,
+    how: Any,
+    *,
+    seed: int,
+    optimizer: Callable[..., optax.GradientTransformation] = optax.adam,
+    augment: Any = None,
+    label: str,
+) -> Params:
+    """Returns parameters trained without privacy, for public images and for references.
+
+    Args:
+      network: as in `network`.
+      params: to start from.
+      source: images to train on.
+      how: steps, batch_size and learning_rate, which decays as a cosine.
+      seed: of the order of the images and of their augmentation.
+      optimizer: takes the schedule of the learning rate.
+      augment, label: as in `jaxdp.models.train_without_privacy`.
+    """
+    return train_without_privacy(
+        loss(network),
+        params,
+        source,
+        optimizer(optax.cosine_decay_schedule(how.learning_rate, how.steps)),
+        steps=how.steps,
+        batch_size=how.batch_size,
+        seed=seed.to_bytes(16, "little"),
+        augment=augment,
+        label=label,
+    )
+
+
+def trained(
+    network: Pretrained,
+    images: Callable[[], Source],
+    how: Any,
+    path: pathlib.Path,
+    *,
+    seed: int,
+    label: str = "source model",
+    **options: Any,
+) -> Pretrained:
+    """Returns the network with the parameters of its checkpoint, or of `path`, where they are put after training.
+
+    Args:
+      network: as in `network`.
+      images: PUBLIC images to train on, asked for if there is no file yet.
+      how, seed, label, **options: as in `train`; the seed is that of the initial parameters, too.
+      path: a .safetensors file.
+    """
+    if network.params:
+        return network
+    if not path.exists():
+        with locked(path.with_name(f"{path.name}.lock"), wait=True):
+            if not path.exists():
+                start = fresh(network, seed)
+                save_params(path, train(network, start, images(), how, seed=seed, label=label, **options))
+    return dataclasses.replace(network, params=load_params(path))
+
+
+def source_model(config: Any, images: Callable[[], Source], root: pathlib.Path, name: str = "source") -> Pretrained:
+    """Returns the model of a config with parts `model` and `train`, trained once in `root` if it has no checkpoint.
+
+    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips; 0 for
+    neither) and init_seed.
+    """
+    padding = config.train.crop_padding
+    return trained(
+        network(config.model),
+        images,
+        config.train,
+        root / f"{name}.safetensors",
+        seed=config.train.init_seed,
+        optimizer=optax.adamw,
+        augment=(lambda key, x: {**x, "image": data.augment(key, x["image"], padding=padding)}) if padding else None,
+    )

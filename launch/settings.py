@@ -1,0 +1,87 @@
+"""Numbers of a config: a mistake in one is refused before a workdir is bound and anything is spent."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class _Rule(NamedTuple):
+    """Finite numbers from `low` to `high`, which belong to them; integers if `whole`."""
+
+    low: float
+    high: float
+    says: str
+    whole: bool = False
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is one of them; NaN and infinity never are."""
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.whole and value % 1)
+
+
+_ANY = _Rule(-math.inf, math.inf, "finite")
+_COUNT = _Rule(1, math.inf, "an integer of at least 1", whole=True)
+_COUNT_OR_NONE = _Rule(0, math.inf, "an integer of at least 0", whole=True)
+_POSITIVE = _Rule(1e-30, 1e30, "positive, between 1e-30 and 1e+30")  # what float32 can hold, with room for products
+_NOT_NEGATIVE = _Rule(0, 1e30, "at least 0 and at most 1e+30")
+_SHARE = _Rule(0, 1, "in [0, 1]")
+_BELOW_ONE = _Rule(0, math.nextafter(1, 0), "in [0, 1)")
+_NORM = _Rule(1e-8, 1e8, "between 1e-08 and 1e+08, so that float32 squares neither overflow nor underflow")
+_SEVERITY = _Rule(1, 5, "an integer in 1..5", whole=True)
+# By the last names of a field, of which more count first; `values` stands for the field that has it.
+_NAMES: Mapping[_Rule, str] = {
+    _NORM: "clip_norm clip_norms residual_clip_norm",
+    _POSITIVE: (
+        "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons budgets std scales radius "
+        "separation threshold ratio temperature factor "
+        "parts.public parts.private parts.sources parts.stream parts.client parts.test"
+    ),
+    _COUNT: (
+        "steps epochs batch_size physical_batch_size perturbation_batch_size checkpoint_every accumulate every period "
+        "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
+        "client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
+        "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds "
+        "data.images tuning.images"
+    ),
+    _COUNT_OR_NONE: (
+        "data.tuning.images pretrain.steps augmult copies n_patches directions microbatch_size warmup_steps "
+        "crop_padding images "
+        "server_images frontends size channels dimensions cut dense head_hidden seed seeds init_seed split_seed "
+        "data_seed query_seed"
+    ),
+    _NOT_NEGATIVE: (
+        "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale query_laplace_scale "
+        "noise_multiplier relative_std fisher_strength"
+    ),
+    _BELOW_ONE: "momentum ema_decay quantile delta",
+    _SHARE: "public_fraction test_fraction pretrain_fraction label_share patch_share confidence whiten keep drops",
+    _SEVERITY: "severity",
+}
+_RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+
+
+def check_numbers(config: Any) -> None:
+    """Refuses a number of a config that no experiment can use, such as a clip norm of 0 or a learning rate of NaN.
+
+    Args:
+      config: an `ml_collections.ConfigDict`, or nested dicts, lists and tuples.
+
+    Raises:
+      ValueError: the message has the field, its value and what it must be.
+    """
+    for names, value in _numbers(config, ()):
+        named = [name for name in names if name != "values"]
+        rule = next((found for i in (-3, -2, -1) if (found := _RULES.get(".".join(named[i:])))), _ANY)
+        if not rule.allows(value):
+            field = ".".join(names)
+            raise ValueError(f"config.{field} must be {rule.says}, got {value!r}; change it with --config.{field}=...")
+
+
+def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:
+    if hasattr(value, "items"):
+        for name, inner in value.items():
+            yield from _numbers(inner, (*names, str(name)))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, names)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield names, value
