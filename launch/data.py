@@ -73,7 +73,7 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
 
 
 def _share(role: str, part: Any, records: int) -> float:
-    if isinstance(part, bool) or not isinstance(part, int | float) or part <= 0:
+    if isinstance(part, bool) or not isinstance(part, int | float) or part <= 0 or (part > 1 and part % 1):
         raise ValueError(
             f"config.data.parts.{role} must be a share in (0, 1) or a number of records of a bundled set, got {part!r}."
         )

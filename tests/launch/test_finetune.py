@@ -1,6 +1,5 @@
 """The launcher as a user runs it: whole experiments in processes of their own, some of them killed."""
 
-import ast
 import importlib.util
 import json
 import math
@@ -17,24 +16,17 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
-from jaxdp import data, finetune, models
+from jaxdp import data, models
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
+from launch import finetune as launched
+from launch import frame
+from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DIGITS = {
-    "model.options.widths": "(4,)",
-    "pretrain.steps": "3",
-    "no_privacy.steps": "3",
-    "private.steps": "6",
-    "private.batch_size": "64",
-    "private.physical_batch_size": "64",
-    "private.checkpoint_every": "6",
-    "private.augmult": "2",
-    "references": "False",
-}
+CELL = pathlib.Path("cells", "private")
 
 
 def command(config, workdir, overrides):
@@ -52,7 +44,7 @@ def environment():
 def launch(workdir, config="configs/digits_dpsgd.py", **overrides):
     overrides = {name.replace("__", "."): value for name, value in overrides.items()}
     if config == "configs/digits_dpsgd.py":
-        overrides = {**DIGITS, **overrides}
+        overrides = {**tiny.FINETUNE, **overrides}
     return subprocess.run(
         command(config, workdir, overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
     )
@@ -77,8 +69,8 @@ def steps_charged(folder, dataset="digits/private"):
 
 def plant_seed(workdir):
     """Give the private run the seed that it would otherwise draw, so that two experiments can be compared."""
-    (workdir / "private").mkdir(parents=True)
-    (workdir / "private" / "secret_seed").write_text(bytes(range(16)).hex())
+    (workdir / CELL).mkdir(parents=True)
+    (workdir / CELL / "secret_seed").write_text(bytes(range(16)).hex())
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +85,12 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_what_it_promises(finished):
     workdir, process = finished
     names = set(contents(workdir))
-    assert {"result.json", "training.png", "params.safetensors", "ledger.sqlite", "private/metrics.jsonl"} <= names
-    assert any(name.startswith("private/checkpoints/6/") for name in names)
+    assert {"result.json", "training.png", "params.safetensors", "ledger.sqlite", f"{CELL}/metrics.jsonl"} <= names
+    assert any(name.startswith(f"{CELL}/checkpoints/6/") for name in names)
     assert (workdir / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert "90 public examples (digits/public), 1168 private (digits/private), 539 test (digits/test)" in process.stdout
+    assert "90 public (digits/public), 1168 private (digits/private), 539 test (digits/test)" in process.stdout
     assert "The ledger recomputes epsilon = " in process.stdout
-    assert [row["step"] for row in read_metrics(workdir / "private" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(workdir / CELL / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_no_secret_is_left(finished):
@@ -139,25 +131,6 @@ def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
     assert result_of(workdir)["private"] == pytest.approx((found == rows["label"]).mean(), abs=1.5 / len(test))
 
 
-def test_a_finished_run_says_so_and_does_nothing(finished):
-    workdir, process = finished
-    before = contents(workdir)
-    again = launch(workdir)
-    assert again.returncode == 0, again.stderr
-    assert "holds a finished run: nothing to do" in again.stdout
-    assert process.stdout.split("\n\n")[1] in again.stdout  # the table of results
-    assert contents(workdir) == before
-
-
-def test_another_config_in_the_same_workdir_is_refused(finished):
-    workdir, _ = finished
-    before = contents(workdir)
-    other = launch(workdir, private__clip_norm="0.5", model__options__widths="(8,)")
-    assert other.returncode != 0
-    assert "belongs to an experiment with another model.options.widths, private.clip_norm" in other.stderr
-    assert contents(workdir) == before
-
-
 def test_references_have_a_ledger_of_their_own(tmp_path):
     process = launch(tmp_path / "run", references="True", private__steps="2")
     assert process.returncode == 0, process.stderr
@@ -173,13 +146,13 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
     workdir = tmp_path / "run"
     plant_seed(workdir)
     process = subprocess.Popen(
-        command("configs/digits_dpsgd.py", workdir, DIGITS),
+        command("configs/digits_dpsgd.py", workdir, tiny.FINETUNE),
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    charges = workdir / "private" / "charges.jsonl"
+    charges = workdir / CELL / "charges.jsonl"
     deadline = time.monotonic() + 120
     while not (charges.exists() and charges.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -187,7 +160,7 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
     assert process.wait() == -signal.SIGKILL
     assert not (workdir / "result.json").exists()
     # One chunk, so that the planted seed covers the whole run.
-    assert sum(steps_charged(workdir).values()) == 6 and (workdir / "private" / "secret_seed").exists()
+    assert sum(steps_charged(workdir).values()) == 6 and (workdir / CELL / "secret_seed").exists()
     again = launch(workdir)
     assert again.returncode == 0, again.stderr
     whole, _ = finished
@@ -203,40 +176,25 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"private__schedule": "linear"}, "config.private.schedule must be one of"),
-        ({"private__batch_size": "2000"}, "sampling_probability must be in"),
-        ({"private__clip_norm": "-1.0"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
-        ({"private__clip_norm": "0.0"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
-        ({"private__clip_norm": "1e-300"}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__schedule": "linear"}, "config.private.schedule has 'linear', which is not one of constant, cosine"),
+        ({"private__batch_size": 2000}, "sampling_probability must be in"),
+        ({"private__clip_norm": -1.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"private__clip_norm": 1e-300}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
         ({"private__learning_rate": math.nan}, "config.private.learning_rate must be positive"),
         ({"private__learning_rate": math.inf}, "config.private.learning_rate must be positive"),
-        ({"private__checkpoint_every": "0"}, "config.private.checkpoint_every must be an integer of at least 1"),
+        ({"private__checkpoint_every": 0}, "config.private.checkpoint_every must be an integer of at least 1"),
         ({"private__epsilon": math.nan}, "config.private.epsilon must be positive"),
-        ({"pretrain__steps": "0"}, "config.pretrain.steps must be at least 1 with public examples"),
+        ({"pretrain__steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
         ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds'"),
-        ({"data__name": "breast_cancer"}, "must name a data set of images"),
-        ({"data__crop_padding": "0"}, "augmult must be at least 1, and 1 without augment; got 2"),
+        ({"data__name": "breast_cancer"}, "must name a data set of images, got .breast_cancer/public. without any"),
+        ({"data__crop_padding": 0}, "augmult must be at least 1, and 1 without augment; got 2"),
     ],
 )
 def test_a_refused_config_can_be_mended_in_the_same_workdir(tmp_path, overrides, message):
-    config = digits_config(**overrides)
     with pytest.raises(ValueError, match=message):
-        finetune.run(config, tmp_path / "run")
+        frame.run(launched.STUDY, tiny.finetune(**overrides), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def digits_config(**overrides):
-    config = load("configs/digits_dpsgd.py").get_config()
-    values = {**DIGITS, **{name.replace("__", "."): value for name, value in overrides.items()}}
-    config.update_from_flattened_dict({name: convert(value) for name, value in values.items()})
-    return config
-
-
-def convert(text):
-    try:
-        return ast.literal_eval(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
 
 
 def load(path):
@@ -283,7 +241,7 @@ def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(tmp_path, n
     config = load(path.split(":")[0]).get_config(*path.split(":")[1:])
     config.data.data_dir = str(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=f"data set '{name}' is not prepared"):
-        finetune.run(config, tmp_path / "run")
+        frame.run(launched.STUDY, config, tmp_path / "run")
     # Nothing of the experiment is there, so the mended command runs in the same workdir.
     assert not (tmp_path / "run").exists()
 
@@ -296,7 +254,7 @@ def test_two_steps_on_real_data(tmp_path, name):
         tmp_path / "run",
         path,
         data__data_dir=os.environ["JAXDP_DATA_DIR"],
-        data__test_split="test[:200]",
+        data__parts__test="test[:200]",
         private__steps="2",
         private__checkpoint_every="1",
         private__batch_size="12",
@@ -308,25 +266,4 @@ def test_two_steps_on_real_data(tmp_path, name):
     assert result["dataset"] == dataset
     step = dp_event.PoissonSampledDpEvent(12 / n, dp_event.GaussianDpEvent(result["noise_multiplier"]))
     assert steps_charged(tmp_path / "run", dataset) == {step: 2}
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "private" / "metrics.jsonl")] == [1, 2]
-
-
-# --- The command line ------------------------------------------------------------------------------------------------
-
-
-def test_missing_or_superfluous_arguments_are_refused():
-    for arguments, message in [([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")]:
-        process = subprocess.run(
-            [sys.executable, "-m", "launch.finetune", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert process.returncode != 0
-        assert message in process.stdout + process.stderr
-    process = subprocess.run(
-        [*command("configs/digits_dpsgd.py", "workdir", {}), "digits"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert process.returncode != 0
-    assert "unexpected arguments ['digits']" in process.stdout + process.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / CELL / "metrics.jsonl")] == [1, 2]
