@@ -196,7 +196,7 @@ def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) ->
     return f"{second} over {first}: {mean:+.4f} (standard error {error:.4f}), higher in {higher} of {pairs}"
 
 
-def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
+def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, grid in result["grids"].items():
         tables[f"{name}: accuracy, mean ± standard deviation over {result['seeds']} seeds"] = grid["table"]
@@ -256,7 +256,9 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     )
     gammas = {row["upstream"]: row["gamma"] for row in known}
     swept = sorted((gammas[name], name) for name in families if families[name] in ("standard", "dpadapter"))
-    shown = {name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets}
+    shown: dict[str, tuple[Sequence[frame.Row], str]] = {
+        name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets
+    }
     shown |= {"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")}
 
     def curve(found: Sequence[frame.Row], key: str) -> list[tuple[float, float]]:
@@ -287,8 +289,8 @@ STUDY = frame.Study(
     cells=_cells,
     run=_run,
     result=_result,
-    summary=lambda result: results.markdown(_tables(result, None)),
-    tables=_tables,
+    summary=lambda result: results.markdown(_tables(result)),
+    tables=lambda result, work: _tables(result),
     figures=_figures,
     grows=_grows,
 )

@@ -150,9 +150,15 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
     judge = functools.partial(finetune.accuracy, task.network.apply_fn)
     if cell.model == "no_privacy":
-        options = {"augment": augmentation(config.data), "label": "no privacy"}
-        how = config.no_privacy
-        params = models.train(task.network, start, task.private, how, seed=config.init_seed, **options)
+        params = models.train(
+            task.network,
+            start,
+            task.private,
+            config.no_privacy,
+            seed=config.init_seed,
+            augment=augmentation(config.data),
+            label="no privacy",
+        )
         return {"accuracy": judge(params, task.test)}
     private = config.private
     ledger = root / "ledger.sqlite" if cell.model == "private" else root / "references" / "ledger.sqlite"

@@ -356,12 +356,18 @@ def _program(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, a
         raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
+    tell(experiment, config.value, workdir.value)
+
+
+def tell(experiment: Callable[[Any, str], Any], config: Any, workdir: str) -> None:
+    """Runs `experiment(config, workdir)` and exits with a sentence after a mistake that its user can mend."""
     try:
-        experiment(config.value, workdir.value)
+        experiment(config, workdir)
     except MISTAKES as error:
         logging.debug("The mistake was found here:", exc_info=True)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         sys.exit(
-            f"{type(error).__name__}: {error}{notes}\nWhat is finished is kept, and a ledger counts all that was "
-            "reserved. Once this is mended the same command goes on and pays nothing twice."
+            f"{type(error).__name__}: {error}{notes}\nWhat is finished is kept, and the ledger counts all that was "
+            "reserved. Once this is mended the same command goes on and pays nothing twice. (--verbosity=1 shows where "
+            "the mistake was found.)"
         )

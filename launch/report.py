@@ -7,7 +7,7 @@ from absl import app
 
 def main(argv: Sequence[str]) -> None:
     """Writes WORKDIR/report.html."""
-    from jaxdp.lifecycle import document
+    from .lifecycle import document
 
     if len(argv) != 2:
         raise app.UsageError("give the workdir of one lifecycle: python -m launch.report WORKDIR")

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp.data import check_disjoint, from_tfds, shifts, sources
+from jaxdp.data import check_disjoint, from_tfds, sources
 from jaxdp.files import Limits
-from jaxdp.lifecycle import parts as lifecycle
-from jaxdp.prediction import tasks
 from jaxdp.split import tasks as split_tasks
+from launch.data import ROLES, parts
 
 EXPECTED = {
     ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
@@ -193,26 +192,16 @@ def test_parts_that_cannot_be_read_are_refused(data_dir):
         check_disjoint({"a": ("no_such_data_set", "train", data_dir)})
 
 
-def test_stages_refuse_overlapping_splits(data_dir):
-    def refused(load, pair, shared, **fields):
-        config = ConfigDict({"source": "tfds", "name": "tiny_slices", "data_dir": data_dir, **fields})
-        with pytest.raises(
-            ValueError, match=f"config.data.{pair[0]}=.* and config.data.{pair[1]}=.* share {shared} record"
-        ):
-            load(config)
-
-    splits = {"public": "test", "private": "train[:20]", "sources": "train[19:30]", "stream": "train[30:33]"}
-    splits["client"] = "train[33:35]"
-    refused(
-        lifecycle._parts, ("parts.private", "parts.sources"), 1,
-        parts={part: f"tiny_slices/{split}" for part, split in {**splits, "test": "train[35:]"}.items()},
-    )  # fmt: skip
-    fields = {"public_split": "test[:5]", "private_split": "train", "test_split": "test[3:]"}
-    refused(tasks._image_splits, ("public_split", "test_split"), 2, **fields)
-    fields |= {"network": {"name": "tiny_slices", "split": "train[:3]"}}
-    refused(tasks._network_source, ("network.split", "private_split"), 3, **fields)
-    fields = {"public_name": "tiny_slices", "public_split": "train", "test_split": "train[:4]", "corrupted_name": ""}
-    refused(lambda config: shifts.clean_images(config, None), ("public_split", "test_split"), 4, **fields)
+def test_parts_that_share_a_record_are_refused(data_dir):
+    config = {"source": "tfds", "name": "tiny_slices", "data_dir": data_dir}
+    roles = {"public": "test", "private": "train[:20]", "sources": "tiny_slices/train[19:30]", "test": "train[30:]"}
+    with pytest.raises(ValueError, match=r"parts.private=.* and config.data.parts.sources=.* share 1 record"):
+        parts(ConfigDict({**config, "parts": roles}), "public", "private")
+    roles["sources"] = ""
+    found = parts(ConfigDict({**config, "parts": roles}), *ROLES)
+    assert {role: len(source) for role, source in found.items()} == {
+        **{"public": len(found["public"]), "private": 20, "test": len(found["test"])}
+    }
 
 
 @pytest.mark.parametrize("name", ["server", "tuning", "client_test"])

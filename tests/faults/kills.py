@@ -61,7 +61,6 @@ import launch.recalibrate
 import launch.split
 from jaxdp import data, finetune
 from jaxdp.files import write_json
-from jaxdp.lifecycle import experiment as lifecycle
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition, to_json
 from jaxdp.privacy.ledger import Head, LedgerDamaged
@@ -72,6 +71,7 @@ from jaxdp.split import roles
 from jaxdp.split.exchange import manifest_sum, receive_queries, send_answers
 from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
+from launch import lifecycle
 
 _LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too

@@ -71,3 +71,43 @@ def dpadapter(**grid: Any) -> Any:
     }
     config.upstreams = {"standard": config.upstreams.standard}
     return config
+
+
+LIFECYCLE = {
+    "data.parts.public": 60,
+    "data.parts.private": 60,
+    "data.parts.sources": 20,
+    "data.parts.stream": 16,
+    "data.parts.client": 12,
+    "data.parts.test": 40,
+    "data.sources": 2,
+    "model.options.widths": (8,),
+    "pretrain.steps": 4,
+    "pretrain.checkpoint_every": 4,
+    "pretrain.perturbation_batch_size": 32,
+    "finetune.steps": 4,
+    "finetune.checkpoint_every": 2,
+    "finetune.batch_size": 16,
+    "finetune.physical_batch_size": 24,
+    "finetune.augmult": 0,
+    "adapt.batch_size": 8,
+    "adapt.epsilon": 4.0,
+    "predict.queries": 4,
+    "predict.max_distance": 4,
+    "audit_finetune.candidates": 2,
+    "audit_finetune.trials": 10,
+    "audit_recalibrate.trials": 10,
+    "audit_predict.images": 8,
+    "audit_predict.candidates": 2,
+    "audit_predict.trials": 10,
+    "split.directions": 2,
+    "audit_split.candidates": 8,
+    "audit_split.trials": 10,
+    "audit_adapt.candidates": 2,
+    "audit_adapt.trials": 10,
+}
+
+
+def lifecycle(**changes: Any) -> Any:
+    """The bundled digits."""
+    return _config("lifecycle_digits", LIFECYCLE, changes)

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from jaxdp.files import write_json
-from jaxdp.lifecycle import document
 from jaxdp.privacy import GaussianDpEvent, Ledger
 from jaxdp.report import plot_curves
+from launch.lifecycle import document
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH")

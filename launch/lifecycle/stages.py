@@ -26,22 +26,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import audit, data, finetune, models, prediction, pretrain, privacy, recalibration, split, tta
+from jaxdp import audit, finetune, prediction, pretrain, privacy, recalibration, split, tta
 from jaxdp.audit import finetune as finetune_canaries
 from jaxdp.audit import prediction as prediction_canaries
 from jaxdp.audit import recalibration as recalibration_canaries
 from jaxdp.audit import split as split_canaries
 from jaxdp.audit import tta as tta_canaries
-from jaxdp.finetune.configured import configured_trainer
-from jaxdp.lifecycle.cache import Charges, Job, Stage
-from jaxdp.lifecycle.parts import Parts
-from jaxdp.models import Pretrained
+from jaxdp.data import Source, augmentation, from_arrays
+from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.tasks import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
+
+from .. import data, models
+from ..finetune import released, trainer
+from .cache import Charges, Job, Stage
+from .parts import Parts
 
 Params = Any
 
@@ -60,36 +63,19 @@ def accounts(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _network(config: Any, num_classes: int) -> Pretrained:
-    """The architecture, on images in [0, 1], without parameters."""
-    how = config.model
-    model = models.create(how.name, num_classes=num_classes, **dict(how.options))
-    return Pretrained(model, {}, models.Preprocessing(**how.preprocessing))
+    return models.network(config.model, num_classes)
 
 
-def _fresh(network: Pretrained, seed: int) -> Params:
-    side, channels = network.preprocessing.size, len(network.preprocessing.mean)
-    return network.model.init(jax.random.key(seed), jnp.zeros((1, side, side, channels)))["params"]
+def _backbone(job: Job) -> tuple[Pretrained, Params]:
+    """The public backbone."""
+    path = job.before["pretrain"].folder / "backbone.safetensors"
+    return _network(job.config, job.data.public.num_classes), load_params(path)
 
 
-def _loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
-    """Cross entropy of one example."""
-
-    def loss(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
-        return losses.softmax_cross_entropy(network.apply_fn(params, example["image"][None])[0], example["label"])
-
-    return loss
-
-
-def _logits(network: Pretrained, params: Params, source: data.Source) -> np.ndarray:
-    """[n, C], of all images of a source."""
-    predict = jax.jit(network.apply_fn)
-    rows, mask = data.pad_to_physical(np.arange(len(source)), min(500, len(source)))
-    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in rows])
-    return found[mask]
-
-
-def _labels(source: data.Source) -> np.ndarray:
-    return source.gather(np.arange(len(source)))["label"]
+def _model(job: Job) -> tuple[Pretrained, Params]:
+    """The fine-tuned model."""
+    path = job.before["finetune"].folder / "model.safetensors"
+    return _network(job.config, job.data.private.num_classes), load_params(path)
 
 
 # --- Pre-training -----------------------------------------------------------------------------------------------------
@@ -99,7 +85,7 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     """Trains a backbone on public images so that noise on its parameters hurts less; no ledger is asked."""
     how, public = job.config.pretrain, job.data.public
     network = _network(job.config, public.num_classes)
-    loss = _loss(network)
+    loss = models.loss(network)
     trainer = pretrain.dpadapter(
         lambda params, batch: jax.vmap(loss, in_axes=(None, 0))(params, batch).mean(),
         optax.sgd(optax.cosine_decay_schedule(how.learning_rate, how.steps), momentum=0.9),
@@ -107,17 +93,17 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     )
     params = pretrain.fit(
         trainer,
-        _fresh(network, how.seed),
+        models.fresh(network, how.seed),
         public,
         steps=how.steps,
         perturbation_batch_size=how.perturbation_batch_size,
         update_batch_size=how.batch_size,
         seed=how.seed.to_bytes(16, "little"),
-        augment=data.augmentation(job.config.augmentation),
+        augment=augmentation(job.config.augmentation),
         workdir=job.folder,
         checkpoint_every=how.checkpoint_every,
     ).params
-    models.save_params(job.folder / "backbone.safetensors", params)
+    save_params(job.folder / "backbone.safetensors", params)
 
     # With other classes than the test images have, it is the public images that say how well it learned.
     judge = job.data.test if job.data.test.num_classes == public.num_classes else public
@@ -141,15 +127,15 @@ def finetune_private(job: Job) -> dict[str, Any]:
     """Trains the backbone on the private training set."""
     how, private, test = job.config.finetune, job.data.private, job.data.test
     network = _network(job.config, private.num_classes)
-    start = _fresh(network, how.seed)
-    backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
+    start = models.fresh(network, how.seed)
+    _, backbone = _backbone(job)
     same_head = job.data.public.num_classes == private.num_classes and not how.new_head
-    start = models.merge_pretrained(start, backbone, exclude=() if same_head else ("head",))
-    trainer = _trainer(job.config, _loss(network), len(private), job.data.public, private.num_classes)
+    start = merge_pretrained(start, backbone, exclude=() if same_head else ("head",))
+    made = _trainer(job.config, network, job.data)
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     account = job.account(private.name)
     state = finetune.fit(
-        trainer,
+        made,
         start,
         private,
         steps=how.steps,
@@ -158,8 +144,8 @@ def finetune_private(job: Job) -> dict[str, Any]:
         checkpoint_every=how.checkpoint_every,
         evaluate=lambda params: {"accuracy": judge(params, test)},
     )
-    params = state.params if state.ema is None else state.ema
-    models.save_params(job.folder / "model.safetensors", params)
+    params = released(state)
+    save_params(job.folder / "model.safetensors", params)
     rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
     plot_training(
         job.folder / "training.png",
@@ -169,30 +155,25 @@ def finetune_private(job: Job) -> dict[str, Any]:
         delta=how.delta,
         dataset=private.name,
     )
-    event = trainer.event(0, how.steps)
+    event = made.event(0, how.steps)
     return {
         "before": before,
         "accuracy": judge(params, test),
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
         "delta": how.delta,
-        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(made.privatizer.event_at(0).noise_multiplier),
         "steps": how.steps,
         "method": how.method,
     }
 
 
 def _finetune_charges(config: Any, parts: Parts) -> Charges:
-    private = parts.private
-    network = _network(config, private.num_classes)
-    trainer = _trainer(config, _loss(network), len(private), parts.public, private.num_classes)
-    return {private.name: trainer.event(0, config.finetune.steps)}
+    made = _trainer(config, _network(config, parts.private.num_classes), parts)
+    return {parts.private.name: made.event(0, config.finetune.steps)}
 
 
-def _trainer(config: Any, loss: Any, num_examples: int, public: data.Source, num_classes: int) -> Any:
-    augment = data.augmentation(config.augmentation)
-    return configured_trainer(
-        config.finetune, loss, num_examples, augment=augment, public=public, num_classes=num_classes
-    )
+def _trainer(config: Any, network: Pretrained, parts: Parts) -> finetune.PrivateTrainer:
+    return trainer(config.finetune, network, parts.private, parts.public, config.augmentation)
 
 
 # --- Recalibration ----------------------------------------------------------------------------------------------------
@@ -202,15 +183,15 @@ def recalibrate(job: Job) -> dict[str, Any]:
     """Fits the model's confidence to the images of several sources, each of which answers with noise and pays."""
     epsilon = job.config.recalibrate.epsilon
     network, params = _model(job)
-    sources = [
-        recalibration.Source(_logits(network, params, source), _labels(source), account=job.account(source.name))
-        for source in job.data.sources
-    ]
+    sources = []
+    for source in job.data.sources:
+        logits, labels = models.logits(network, params, source), data.labels(source)
+        sources.append(recalibration.Source(logits, labels, account=job.account(source.name)))
     found = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
-    models.save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
+    save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
 
     ((shift, test),) = job.data.source_test.items()
-    logits, labels = _logits(network, params, test), _labels(test)
+    logits, labels = models.logits(network, params, test), data.labels(test)
     right = logits.argmax(1) == labels
     confidences = {"before": recalibration.none().apply(logits), "after": found.apply(logits)}
     diagrams = {
@@ -246,12 +227,6 @@ def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
     return float(recalibration.ece(jnp.asarray(confidence), jnp.asarray(right), bins=10))
 
 
-def _model(job: Job) -> tuple[Pretrained, Params]:
-    """The fine-tuned model."""
-    path = job.before["finetune"].folder / "model.safetensors"
-    return _network(job.config, job.data.private.num_classes), models.load_params(path)
-
-
 # --- Adaptation -------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +247,7 @@ def adapt(job: Job) -> dict[str, Any]:
         evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
         progress=True,
     )
-    models.save_params(job.folder / "adapted.safetensors", served.state.params)
+    save_params(job.folder / "adapted.safetensors", served.state.params)
     source = {shift: judge(params, test) for shift, test in job.data.stream_test.items()}
     adapted = [(batch.domains[0], row["accuracy"]) for batch, row in zip(batches, served.evaluated, strict=True)]
     first = source[adapted[0][0]]
@@ -325,11 +300,11 @@ def upload(job: Job) -> dict[str, Any]:
         job.account(client.name),
         release=release,
         representations=represent(client),
-        labels=_labels(client),
+        labels=data.labels(client),
         projection=projection,
         workdir=job.folder,
     )
-    models.save_params(job.folder / "upload.safetensors", released._asdict())
+    save_params(job.folder / "upload.safetensors", released._asdict())
     return {
         "images": len(client),
         "directions": how.directions,
@@ -348,14 +323,13 @@ def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.Pr
     return split.PrivateRelease.calibrated(clip_norm=clip_norm, num_classes=num_classes, **terms)
 
 
-def _client_release(job: Job) -> tuple[Callable[[data.Source], np.ndarray], split.Projection, split.PrivateRelease]:
+def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Projection, split.PrivateRelease]:
     """`represent(source) -> [n, 1, D]`, where public representations vary most, and the release with its clip norm."""
     public = job.data.public
-    network = _network(job.config, public.num_classes)
-    backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
+    network, backbone = _backbone(job)
 
-    def represent(source: data.Source) -> np.ndarray:
-        return _logits(network, backbone, source)[:, None]
+    def represent(source: Source) -> np.ndarray:
+        return models.logits(network, backbone, source)[:, None]
 
     projection = split.fit_projection(represent(public), job.config.split.directions)
     norms = np.linalg.norm(np.asarray(split.project(projection, represent(public))), axis=1)
@@ -369,13 +343,13 @@ def _client_release(job: Job) -> tuple[Callable[[data.Source], np.ndarray], spli
 def deploy(job: Job) -> dict[str, Any]:
     """Puts together what was released: the adapted parameters and the confidences that fit the sources."""
     network, params = _model(job)
-    adapted = models.load_params(job.before["adapt"].folder / "adapted.safetensors")
-    parameters = models.load_params(job.before["recalibrate"].folder / "confidence.safetensors")
-    models.save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
+    adapted = load_params(job.before["adapt"].folder / "adapted.safetensors")
+    parameters = load_params(job.before["recalibrate"].folder / "confidence.safetensors")
+    save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
 
-    def error(params: Params, confidence: recalibration.Recalibration, test: data.Source) -> float:
-        logits = _logits(network, params, test)
-        return _ece(confidence.apply(logits), logits.argmax(1) == _labels(test))
+    def error(params: Params, confidence: recalibration.Recalibration, test: Source) -> float:
+        logits = models.logits(network, params, test)
+        return _ece(confidence.apply(logits), logits.argmax(1) == data.labels(test))
 
     return {
         "ece": {
@@ -441,16 +415,15 @@ def certificates(job: Job) -> dict[str, Any]:
         xlabel="training images added or removed, k",
         ylabel="share of answers that stay the same whatever they are",
     )
-    return {"without_noise": float(np.mean(np.asarray(certificates.label) == _labels(test))), "shares": shares}
+    return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
 
 
-def _featurise(job: Job) -> Callable[[data.Source], dict[str, np.ndarray]]:
+def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
     """`records(source) -> {"x" [n, d], "y" [n]}`: outputs of the public backbone, scaled on public images; labels."""
     how, public = job.config.predict, job.data.public
-    network = _network(job.config, public.num_classes)
-    backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
-    features = FeatureMap.fit(_logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
-    return lambda source: {"x": features(_logits(network, backbone, source)), "y": _labels(source)}
+    network, backbone = _backbone(job)
+    features = FeatureMap.fit(models.logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
+    return lambda source: {"x": features(models.logits(network, backbone, source)), "y": data.labels(source)}
 
 
 def _certified(how: Any, images: int, num_classes: int, records: dict[str, np.ndarray]) -> prediction.Bounds:
@@ -484,16 +457,16 @@ def audit_finetune(job: Job) -> dict[str, Any]:
     """Attacks a step of the fine-tuning by public images with wrong labels, and the sampling of its batches."""
     how, private = job.config.audit_finetune, job.data.private
     network, params = _model(job)
-    trainer = _trainer(job.config, _loss(network), len(private), job.data.public, private.num_classes)
+    made = _trainer(job.config, network, job.data)
     images = job.data.public.gather(np.arange(min(how.candidates, len(job.data.public))))
     wrong = (images["label"] + 1) % private.num_classes
-    examples = data.from_arrays(image=images["image"], label=wrong, num_classes=private.num_classes)
+    examples = from_arrays(image=images["image"], label=wrong, num_classes=private.num_classes)
     step = finetune_canaries.audit_step(
-        trainer, params, examples, trials=how.trials, delta=job.config.finetune.delta, confidence=_CONFIDENCE
+        made, params, examples, trials=how.trials, delta=job.config.finetune.delta, confidence=_CONFIDENCE
     )
     found = [(step, "one step of fine-tuning, if the image is in its batch")]
-    if trainer.sampler.sampling_probability < 1:
-        batches = finetune_canaries.audit_sampling(trainer, trials=how.trials, confidence=_CONFIDENCE)
+    if made.sampler.sampling_probability < 1:
+        batches = finetune_canaries.audit_sampling(made, trials=how.trials, confidence=_CONFIDENCE)
         found.append((batches, "which images are in a batch of fine-tuning"))
     return _audited(found, [private.name])
 
@@ -505,8 +478,8 @@ def audit_recalibrate(job: Job) -> dict[str, Any]:
     others = test.take(np.arange(min(20, len(test))))
     found = recalibration_canaries.audit_source(
         recalibration.LogisticBinning(),
-        _logits(network, params, others),
-        _labels(others),
+        models.logits(network, params, others),
+        data.labels(others),
         epsilon=job.config.recalibrate.epsilon,
         trials=job.config.audit_recalibrate.trials,
         confidence=_CONFIDENCE,
@@ -532,7 +505,7 @@ def audit_split(job: Job) -> dict[str, Any]:
     how = job.config.audit_split
     represent, projection, release = _client_release(job)
     public = job.data.public.take(np.arange(min(how.candidates, len(job.data.public))))
-    labels = _labels(public) % release.num_classes
+    labels = data.labels(public) % release.num_classes
     terms = {"projection": projection, "trials": how.trials, "confidence": _CONFIDENCE}
     attack = functools.partial(split_canaries.audit_upload, release, represent(public), labels, **terms)
     found = [

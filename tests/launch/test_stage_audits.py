@@ -9,8 +9,9 @@ import pytest
 
 from jaxdp import audit, models
 from jaxdp.finetune.dp_sgd import GradientSum
-from jaxdp.lifecycle import parts, stages
 from jaxdp.transforms import noise
+from launch import models as networks
+from launch.lifecycle import parts, stages
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = {
@@ -28,9 +29,9 @@ def job(tmp_path_factory):
     config = importlib.import_module("configs.lifecycle_digits").get_config()
     config.update_from_flattened_dict(SMALL)
     folder = pathlib.Path(tmp_path_factory.mktemp("before"))
-    network = stages._network(config, 10)
+    network = networks.network(config.model, 10)
     for name in ("backbone", "model"):
-        models.save_params(folder / f"{name}.safetensors", stages._fresh(network, 0))
+        models.save_params(folder / f"{name}.safetensors", networks.fresh(network, 0))
     before = {name: SimpleNamespace(folder=folder) for name in ("pretrain", "finetune")}
     return SimpleNamespace(config=config, data=parts.load(config.data), before=before)
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from jaxdp.files import write_json
-from jaxdp.lifecycle import cache, document
 from jaxdp.privacy import GaussianDpEvent, Ledger
+from launch.lifecycle import cache, document
 
 FORGED = "<script>alert(1)</script>"
 BOTH = {"before": 0.5, "after": 0.25}

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import json
 import os
@@ -18,68 +17,28 @@ import time
 import numpy as np
 import pytest
 
-import launch.lifecycle
 import launch.report
 from jaxdp import finetune
-from jaxdp.lifecycle import Interrupted, cache, document, experiment, parts, stages
 from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PureDpEvent
 from jaxdp.privacy.events import composition, from_json
 from jaxdp.release import Release, Till, alone, load_arrays, secrets
 from jaxdp.release import till as till_module
+from launch import data, frame
+from launch.lifecycle import Interrupted, cache, document, life, parts, stages
+from launch.lifecycle.__main__ import experiment
+from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-TINY = {
-    "data.parts.public": 60,
-    "data.parts.private": 60,
-    "data.parts.sources": 20,
-    "data.parts.stream": 16,
-    "data.parts.client": 12,
-    "data.parts.test": 40,
-    "data.sources": 2,
-    "model.options.widths": (8,),
-    "pretrain.steps": 4,
-    "pretrain.checkpoint_every": 4,
-    "pretrain.perturbation_batch_size": 32,
-    "finetune.steps": 4,
-    "finetune.checkpoint_every": 2,
-    "finetune.batch_size": 16,
-    "finetune.physical_batch_size": 24,
-    "finetune.augmult": 0,
-    "adapt.batch_size": 8,
-    "adapt.epsilon": 4.0,
-    "predict.queries": 4,
-    "predict.max_distance": 4,
-    "audit_finetune.candidates": 2,
-    "audit_finetune.trials": 10,
-    "audit_recalibrate.trials": 10,
-    "audit_predict.images": 8,
-    "audit_predict.candidates": 2,
-    "audit_predict.trials": 10,
-    "split.directions": 2,
-    "audit_split.candidates": 8,
-    "audit_split.trials": 10,
-    "audit_adapt.candidates": 2,
-    "audit_adapt.trials": 10,
-}
-
 
 NAMES = [stage.name for stage in stages.STAGES]
 PAID = ("digits/private", "hospital 0", "hospital 1", "stream", "clinic")
 
 
-def tiny(**changes):
-    """The bundled lifecycle at a size that a test can pay for; `a__b` in `changes` is the field a.b."""
-    config = importlib.import_module("configs.lifecycle_digits").get_config()
-    config.update_from_flattened_dict({**TINY, **{name.replace("__", "."): value for name, value in changes.items()}})
-    return config
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("lifecycle") / "run"
-    return root, experiment.run(tiny(), root)
+    return root, life.run(tiny.lifecycle(), root)
 
 
 @pytest.fixture
@@ -96,13 +55,13 @@ def ran(monkeypatch):
     def watched(stage):
         return dataclasses.replace(stage, run=lambda job: (names.append(stage.name), stage.run(job))[1])
 
-    monkeypatch.setattr(experiment, "STAGES", tuple(map(watched, stages.STAGES)))
+    monkeypatch.setattr(life, "STAGES", tuple(map(watched, stages.STAGES)))
     return names
 
 
 def replaced(monkeypatch, name, run):
     wanted = [dataclasses.replace(stage, run=run) if stage.name == name else stage for stage in stages.STAGES]
-    monkeypatch.setattr(experiment, "STAGES", tuple(wanted))
+    monkeypatch.setattr(life, "STAGES", tuple(wanted))
 
 
 def spent(root):
@@ -151,8 +110,8 @@ def test_every_stage_is_done_and_pays_what_the_config_says(finished):
 
 
 def test_no_record_is_in_two_parts():
-    config = tiny().data
-    cut = parts._parts(config)
+    config = tiny.lifecycle().data
+    cut = data.parts(config, *data.ROLES)
     rows = np.concatenate([source.rows for source in cut.values()])
     assert len(set(rows.tolist())) == len(rows) == sum(config.parts.values())
     loaded = parts.load(config)
@@ -164,7 +123,7 @@ def test_no_record_is_in_two_parts():
 
 def test_a_second_run_does_nothing(copied, ran, capsys):
     before = spent(copied), (copied / "report.html").read_bytes(), (copied / "lifecycle.json").read_bytes()
-    experiment.run(tiny(), copied)
+    life.run(tiny.lifecycle(), copied)
     assert ran == []
     assert before == (spent(copied), (copied / "report.html").read_bytes(), (copied / "lifecycle.json").read_bytes())
     assert capsys.readouterr().out.count("nothing to do") == len(NAMES)
@@ -174,8 +133,8 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     plain, before, apart = (copied / "report.html").read_text(), spent(copied), copied / "certificates.html"
     assert plain.count("data:image/png;base64,") == 4 and "certificates.html" not in plain and not apart.exists()
 
-    config = tiny(certificates__show=True)
-    states = experiment.run(config, copied)
+    config = tiny.lifecycle(certificates__show=True)
+    states = life.run(config, copied)
     assert ran == ["certificates"] and spent(copied) == before
     text = apart.read_text()
     body = re.sub(r"<[^>]*>", "", text.partition("<body>")[2]).strip()
@@ -194,7 +153,7 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     assert report.replace(said, "").replace('"show": true', '"show": false') == plain
     assert document.write(copied).name == "report.html" and apart.read_text() == text
 
-    experiment.run(tiny(), copied)
+    life.run(tiny.lifecycle(), copied)
     assert not apart.exists() and (copied / "report.html").read_text() == plain and spent(copied) == before
 
 
@@ -203,7 +162,11 @@ def test_changed_data_is_noticed(finished):
     done = {name: cache.find(root / state["folder"]) for name, state in states.items()}
     keys = [
         {stage.name: stage.key(config, parts.load(config.data), done) for stage in stages.STAGES}
-        for config in (tiny(), tiny(data__stream_shifts=("contrast",)), tiny(data__split_seed=1))
+        for config in (
+            tiny.lifecycle(),
+            tiny.lifecycle(data__stream_shifts=("contrast",)),
+            tiny.lifecycle(data__split_seed=1),
+        )
     ]
     assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {"adapt", "deploy", "audit_adapt"}
     assert all(keys[0][name] != keys[2][name] for name in NAMES)
@@ -213,11 +176,11 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(c
     def fail(job):
         raise RuntimeError("the line to <hospital> 3 is dead")
 
-    before, changed = spent(copied), tiny(recalibrate__epsilon=0.5)
+    before, changed = spent(copied), tiny.lifecycle(recalibrate__epsilon=0.5)
     shutil.rmtree(copied / "audit_finetune")
     with monkeypatch.context() as patch:
         replaced(patch, "recalibrate", fail)
-        states = experiment.run(changed, copied)
+        states = life.run(changed, copied)
     skipped = ["deploy", "audit_recalibrate"]
     assert states["recalibrate"]["status"] == "failed"
     assert [name for name in NAMES if states[name]["status"] == "skipped"] == skipped
@@ -233,12 +196,12 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(c
     assert "the line to <hospital> 3 is dead" in written.read_text()
     assert spent(copied) == before
 
-    states = experiment.run(changed, copied)
+    states = life.run(changed, copied)
     assert {state["status"] for state in states.values()} == {"done"} and not written.exists()
     assert ran == ["recalibrate", *skipped]
     after = spent(copied)
     assert after["hospital 0"] == 1.5 and after["stream"] == before["stream"]
-    experiment.run(tiny(), copied)  # what was made with the first config is still there, and paid for
+    life.run(tiny.lifecycle(), copied)  # what was made with the first config is still there, and paid for
     assert len(ran) == 3 and spent(copied) == after
 
 
@@ -248,14 +211,14 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
     shutil.copytree(copied / "pretrain", second / "pretrain")
     before = spent(copied)
     with pytest.raises(BudgetExceeded, match="digits/private"):
-        experiment.run(tiny(ledger=shared), second)
+        life.run(tiny.lifecycle(ledger=shared), second)
     assert spent(copied) == before and not (second / "ledger.sqlite").exists()
     second = pathlib.Path(shutil.copytree(copied, tmp_path / "third", ignore=shutil.ignore_patterns("ledger.sqlite*")))
-    experiment.run(tiny(ledger=shared), second)  # of which the shared ledger knows every charge
+    life.run(tiny.lifecycle(ledger=shared), second)  # of which the shared ledger knows every charge
     assert spent(copied) == before and not (second / "ledger.sqlite").exists()
     assert f"{before['digits/private']:.6g}" in (second / "report.html").read_text()
     with pytest.raises(ValueError, match=r"'stream' is already registered with epsilon 8\.0, not 9\.0"):
-        experiment.run(tiny(ledger=shared, budgets__stream__epsilon=9.0), second)
+        life.run(tiny.lifecycle(ledger=shared, budgets__stream__epsilon=9.0), second)
     for name in ("ledger.sqlite", "ledger.sqlite.head"):
         (copied / name).rename(tmp_path / name)  # the report can still be read, and made
     text = (second / "report.html").read_bytes()
@@ -270,7 +233,7 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
 
 def refused(config, root, words):
     with pytest.raises((BudgetExceeded, ValueError), match=words) as error:
-        experiment.run(config, root)
+        life.run(config, root)
     if (root / "ledger.sqlite").exists():
         with Ledger(root / "ledger.sqlite") as ledger:
             assert all(not ledger.events(name) for name in PAID)
@@ -280,11 +243,11 @@ def refused(config, root, words):
 
 def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, ran):
     root = tmp_path / "run"
-    error = refused(tiny(budgets__private__epsilon=5.0), root, "dataset 'digits/private', budget epsilon 5")
+    error = refused(tiny.lifecycle(budgets__private__epsilon=5.0), root, "dataset 'digits/private', budget epsilon 5")
     assert 6 < error.value.would_spend < 10  # of fine-tuning and the answers together
-    refused(tiny(budgets__private__epsilon=5.0, finetune__epsilon=1.0), root, "digits/private")
+    refused(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=1.0), root, "digits/private")
     assert ran == []
-    states = experiment.run(tiny(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5), root)
+    states = life.run(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5), root)
     assert {state["status"] for state in states.values()} == {"done"} and spent(root)["digits/private"] < 5
 
 
@@ -304,7 +267,7 @@ def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, ran):
     ],
 )
 def test_a_wrong_config_of_any_stage_spends_nothing_in_any_other(tmp_path, ran, changes, words):
-    refused(tiny(**changes), tmp_path / "run", words)
+    refused(tiny.lifecycle(**changes), tmp_path / "run", words)
     assert ran == []
 
 
@@ -316,7 +279,7 @@ def test_after_a_private_stage_has_failed_nothing_more_is_spent(tmp_path, finish
     shutil.copytree(finished[0] / "pretrain", root / "pretrain")
     with monkeypatch.context() as patch:
         replaced(patch, "finetune", fail)
-        states = experiment.run(tiny(), root)
+        states = life.run(tiny.lifecycle(), root)
     assert states["finetune"]["status"] == "failed"
     assert states["predict"] == {
         "status": "skipped",
@@ -345,8 +308,8 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
     for place in ((finetune.loop._Files, "save"), (till_module, "_save_arrays"), (cache, "keep")):
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(*place, stop)
-            experiment.run(tiny(**changes), root)
-    states = experiment.run(tiny(**changes), root)
+            life.run(tiny.lifecycle(**changes), root)
+    states = life.run(tiny.lifecycle(**changes), root)
     assert {state["status"] for state in states.values()} == {"done"}
     assert spent(root) == pytest.approx(spent(finished[0])) and not list(root.rglob("secret_seed"))
 
@@ -355,13 +318,13 @@ def test_a_lost_ledger_is_told_everything_again(copied, ran):
     before = spent(copied)
     (copied / "ledger.sqlite").unlink()
     with pytest.raises(LedgerDamaged, match="is gone: only its head is there"):  # nobody starts from 0 by accident
-        experiment.run(tiny(), copied)
+        life.run(tiny.lifecycle(), copied)
     (copied / "ledger.sqlite.head").unlink()
-    experiment.run(tiny(), copied)
+    life.run(tiny.lifecycle(), copied)
     assert ran == [] and spent(copied) == pytest.approx(before)
     lose(copied)
     with pytest.raises(BudgetExceeded, match="hospital 0"):
-        experiment.run(tiny(budgets__sources__epsilon=0.5), copied)
+        life.run(tiny.lifecycle(budgets__sources__epsilon=0.5), copied)
 
 
 def test_a_spoilt_folder_is_not_taken_for_a_finished_stage(copied):
@@ -379,23 +342,33 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
 
     def refused(config, words):
         with pytest.raises(SystemExit, match=words) as stopped:
-            launch.lifecycle.experiment(config, str(root))
+            frame.tell(experiment, config, str(root))
         assert "Traceback" not in str(stopped.value) and "the same command goes on" in str(stopped.value)
         assert not root.exists()
 
-    config = tiny()
-    config.data.parts = {name: "cifar10/test" for name in parts.PARTS}
+    config = tiny.lifecycle()
+    config.data.parts = {name: "cifar10/test" for name in data.ROLES}
     config.data.update({"source": "tfds", "data_dir": str(tmp_path)})  # neither the data nor a network: none is asked
     refused(config, r"FileNotFoundError: data set 'cifar10' is not prepared(.|\n)*tfds build cifar10")
-    refused(tiny(data__source="tfds"), r"ValueError: config\.data\.parts must name TFDS splits")
-    refused(tiny(data__parts__public=1797), "ValueError: .*add up to at most 1797")
-    refused(tiny(data__source="cloud"), r"ValueError: config\.data\.source must be 'bundled' or 'tfds', got 'cloud'\.")
-    refused(tiny(data__sources=21), "ValueError: .*every one needs an image")
+    refused(tiny.lifecycle(data__source="tfds"), r"ValueError: config\.data\.parts\.public must be a TFDS split")
+    refused(tiny.lifecycle(data__parts__public=1797), "ValueError: .*add up to at most 1797")
+    refused(
+        tiny.lifecycle(data__source="cloud"),
+        r"ValueError: config\.data\.source must be 'bundled' or 'tfds', got 'cloud'\.",
+    )
+    refused(tiny.lifecycle(data__sources=21), "ValueError: .*every one needs an image")
     with alone(root), pytest.raises(SystemExit, match="ValueError: another process is running"):
-        launch.lifecycle.experiment(tiny(), str(root))
+        frame.tell(experiment, tiny.lifecycle(), str(root))
     with pytest.raises(SystemExit, match=r"ValueError: path .* does not exist; create the directory first"):
-        launch.lifecycle.experiment(tiny(ledger=str(tmp_path / "nowhere" / "ledger.sqlite")), str(root))
+        frame.tell(experiment, tiny.lifecycle(ledger=str(tmp_path / "nowhere" / "ledger.sqlite")), str(root))
     assert not (root / "ledger.sqlite").exists()
+
+
+def test_a_workdir_of_an_earlier_release_is_refused(tmp_path):
+    (tmp_path / "lifecycle.json").write_text('{"version": "0.1.0", "config": {}, "stages": {}}')
+    with pytest.raises(ValueError, match="made by another release of jaxdp"):
+        life.run(tiny.lifecycle(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lifecycle.json"]
 
 
 # --- Ctrl-C, kill -9, full disks, and two at once ---------------------------------------------------------------------
@@ -403,7 +376,7 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
 
 def command(workdir, **changes):
     """The launcher's, for a process of its own."""
-    fields = {**TINY, **{name.replace("__", "."): value for name, value in changes.items()}}
+    fields = {**tiny.LIFECYCLE, **{name.replace("__", "."): value for name, value in changes.items()}}
     arguments = ["--config", "configs/lifecycle_digits.py", "--workdir", str(workdir)]
     # A process in the background of a shell would ignore Ctrl-C.
     code = (
@@ -424,7 +397,7 @@ def wait_for(path, process):
 
 
 def first_stages(monkeypatch, number):
-    monkeypatch.setattr(experiment, "STAGES", stages.STAGES[:number])
+    monkeypatch.setattr(life, "STAGES", stages.STAGES[:number])
 
 
 def pays(job):
@@ -443,9 +416,9 @@ def paying(monkeypatch):
         dataclasses.replace(stage, charges=lambda config, data: {"hospital 0": PureDpEvent(1.0)})
         if stage.name == "deploy"
         else stage
-        for stage in experiment.STAGES
+        for stage in life.STAGES
     ]
-    monkeypatch.setattr(experiment, "STAGES", tuple(wanted))
+    monkeypatch.setattr(life, "STAGES", tuple(wanted))
 
 
 @contextlib.contextmanager
@@ -460,7 +433,7 @@ def full_disk():
 
 
 def test_ctrl_c_in_any_stage(copied, monkeypatch):
-    before, loaded = spent(copied), parts.load(tiny().data)
+    before, loaded = spent(copied), parts.load(tiny.lifecycle().data)
     monkeypatch.setattr(parts, "load", lambda config: loaded)
 
     def interrupted(job):
@@ -472,16 +445,16 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
             finished.rename(copied / "away")
             replaced(patch, name, interrupted)
             with pytest.raises(Interrupted, match=rf"Interrupted in stage '{name}'.*pays nothing twice"):
-                experiment.run(tiny(), copied)
+                life.run(tiny.lifecycle(), copied)
             report = (copied / "report.html").read_text()
             assert "interrupted" in report and "stopped by the user; the next run goes on" in report
             (copied / "away").rename(finished)
-    assert {state["status"] for state in experiment.run(tiny(), copied).values()} == {"done"}
+    assert {state["status"] for state in life.run(tiny.lifecycle(), copied).values()} == {"done"}
     assert spent(copied) == before and unfinished(copied) == 0
 
 
 @pytest.mark.parametrize(
-    "place", [(Ledger, "register"), (cache, "settle"), (experiment, "write_json"), (document, "_page"), (os, "replace")]
+    "place", [(Ledger, "register"), (cache, "settle"), (life, "write_json"), (document, "_page"), (os, "replace")]
 )
 def test_ctrl_c_between_stages(copied, monkeypatch, place):
     before = spent(copied), (copied / "report.html").read_bytes()
@@ -491,7 +464,7 @@ def test_ctrl_c_between_stages(copied, monkeypatch, place):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(*place, interrupted)
-        experiment.run(tiny(), copied)
+        life.run(tiny.lifecycle(), copied)
     assert before == (spent(copied), (copied / "report.html").read_bytes())  # whole, if old
     with alone(copied):  # nothing holds it any more
         pass
@@ -524,7 +497,7 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished):
 KILLED = """
 import importlib, os, pathlib, shutil, signal, sys
 import jax
-from jaxdp.lifecycle import experiment
+from launch.lifecycle import life
 from jaxdp.release import till
 workdir, seen, *fields = sys.argv[1:]
 jax.config.update("jax_numpy_rank_promotion", "raise")  # as the tests do: another setting would be another release
@@ -539,20 +512,20 @@ def killed(path, arrays, metadata):
 till._save_arrays = killed
 config = importlib.import_module("configs.lifecycle_digits").get_config()
 config.update_from_flattened_dict(eval(fields[0]))
-experiment.run(config, workdir)
+life.run(config, workdir)
 """
 
 
 def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
     shutil.rmtree(copied / "recalibrate")
     lose(copied)
-    killed = start([sys.executable, "-c", KILLED, str(copied), str(tmp_path / "seen"), repr(TINY)])
+    killed = start([sys.executable, "-c", KILLED, str(copied), str(tmp_path / "seen"), repr(tiny.LIFECYCLE)])
     _, errors = killed.communicate(timeout=300)
     assert killed.returncode == -signal.SIGKILL, errors
     assert spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2  # it counts
     (seed,) = copied.rglob("secret_seed")
     first_stages(monkeypatch, 3)
-    states = experiment.run(tiny(), copied)
+    states = life.run(tiny.lifecycle(), copied)
     assert {state["status"] for state in states.values()} == {"done"}
     assert spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0 and not seed.exists()
     (path,) = copied.glob("recalibrate/*/released.safetensors")
@@ -569,12 +542,12 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
         patch.setattr(secrets, "stored", lambda *args: (derive(*args), full.enter_context(full_disk()))[0])
         with pytest.raises(SystemExit, match=r"OSError: (.|\n)*the ledger counts all that was reserved") as stopped:
-            launch.lifecycle.experiment(tiny(), str(copied))
+            frame.tell(experiment, tiny.lifecycle(), str(copied))
     assert "Traceback" not in str(stopped.value)
     assert re.search(r"deploy: failed, OSError: ledger '.*' cannot be read or written", capsys.readouterr().out)
     assert spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0  # not charged, as nothing was computed
     assert "What each data set paid" in document.write(copied).read_text()
-    experiment.run(tiny(), copied)
+    life.run(tiny.lifecycle(), copied)
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 0
 
 
@@ -585,9 +558,9 @@ def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch):
     with contextlib.ExitStack() as full, monkeypatch.context() as patch:
         patch.setattr(till_module, "_save_arrays", lambda *args: (save(*args), full.enter_context(full_disk())))
         with pytest.raises(SystemExit, match="OSError"):
-            launch.lifecycle.experiment(tiny(), str(copied))
+            frame.tell(experiment, tiny.lifecycle(), str(copied))
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 1
-    experiment.run(tiny(), copied)
+    life.run(tiny.lifecycle(), copied)
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 0
 
 
@@ -606,7 +579,7 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
         return accuracy(*args)
 
     monkeypatch.setattr(finetune, "accuracy", once_started)
-    states = experiment.run(tiny(**changes), first)
+    states = life.run(tiny.lifecycle(**changes), first)
     _, errors = others[0].communicate(timeout=300)
     assert others[0].returncode == 1 and "Traceback" not in errors, errors
     assert re.search(r"BudgetExceeded: dataset 'digits/private', .* room that others hold", errors), errors

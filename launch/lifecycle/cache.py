@@ -18,14 +18,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdp.files import read_json, write_json
-from jaxdp.lifecycle.parts import Parts
 from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, from_json
 from jaxdp.release import notes
 from jaxdp.release import settle as settle_notes
 from jaxdp.version import __version__
 
+from .parts import Parts
+
 Charges = dict[str, DpEvent]
+FORMAT = 2  # of workdirs; those of the first releases had no number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +95,15 @@ class Stage:
             "version": __version__,
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_release(path: pathlib.Path) -> None:
+    """Raises ValueError if lifecycle.json at `path` was written by a release with another layout."""
+    if path.exists() and read_json(path).get("format") != FORMAT:
+        raise ValueError(
+            f"{path.parent} was made by another release of jaxdp, whose layout it has; use a new workdir. "
+            "A ledger that config.ledger names can stay."
+        )
 
 
 def find(folder: pathlib.Path) -> Done | None:

@@ -1,4 +1,4 @@
-"""A model's whole life from a config: every stage once, one ledger, one report.
+"""Which stages are run, in which order, and what is asked of the ledger before.
 
 The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments say what each field
 means.
@@ -16,11 +16,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxdp.files import write_json
-from jaxdp.lifecycle import cache, document, parts
-from jaxdp.lifecycle.stages import STAGES, accounts
 from jaxdp.privacy import BudgetExceeded, DpEvent, Hold, Ledger
-from jaxdp.release import alone, check_numbers
+from jaxdp.release import alone
 from jaxdp.version import __version__
+
+from ..settings import check_numbers
+from . import cache, document, parts
+from .stages import STAGES, accounts
 
 # What only the owners of private images may read.
 _PRIVATE = {"private", "sources", "stream", "client"}
@@ -37,7 +39,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     is held while the lifecycle runs: nothing private runs unless everything fits. A stage that fails leaves the others
     usable. What builds on it is skipped, and so is every later stage that would spend. The next call tries it again. A
     stage whose config, data and predecessors are as they were is not run again, and nothing is paid for twice
-    (`jaxdp.lifecycle.cache`). All of it is written after every stage.
+    (`cache`). All of it is written after every stage.
 
     Args:
       config: the lifecycle.
@@ -64,6 +66,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
+    cache.check_release(root / "lifecycle.json")
     data = parts.load(config.data)
     with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
         for name, terms in accounts(config).items():
@@ -189,6 +192,7 @@ def _write(config: Any, states: dict[str, dict[str, str]], root: pathlib.Path) -
         root / "lifecycle.json",
         {
             "version": __version__,
+            "format": cache.FORMAT,
             "config": json.loads(config.to_json()),
             "accounts": list(accounts(config)),
             "stages": states,

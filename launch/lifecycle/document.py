@@ -83,7 +83,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     certificates.html is NOT private. It is removed if the config no longer asks for it.
 
     Args:
-      workdir: of `jaxdp.lifecycle.run`.
+      workdir: of `launch.lifecycle.run`.
 
     Returns:
       The path of the report.

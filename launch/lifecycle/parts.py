@@ -1,0 +1,88 @@
+"""The data of a lifecycle: disjoint parts of one data set, some of them private, some under a shift."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxdp import data as sources
+from jaxdp.data import Source
+
+from .. import data
+
+
+class Parts(NamedTuple):
+    """Who holds what; no record is in two of them.
+
+    Attributes:
+      public: anybody's, to pre-train on.
+      private: the training set, "<name>/private" in the ledger.
+      sources: the hospitals that recalibrate, "hospital 0", ... in the ledger; their images are under one shift.
+      stream: images that come while the model is in use, "stream" in the ledger, by the shift that they are under.
+      client: images whose owner uploads noisy representations of them, "clinic" in the ledger.
+      test: held out and public, which every figure of quality is measured on.
+      source_test: the test images by the shift of the sources.
+      stream_test: the test images by each shift of the stream.
+    """
+
+    public: Source
+    private: Source
+    sources: tuple[Source, ...]
+    stream: dict[str, Source]
+    client: Source
+    test: Source
+    source_test: dict[str, Source]
+    stream_test: dict[str, Source]
+
+    def records(self, account: str) -> int:
+        """Returns the public number of images behind an account of the ledger."""
+        if account == "stream":
+            return sum(len(images) for images in self.stream.values())
+        return {source.name: len(source) for source in (self.private, self.client, *self.sources)}[account]
+
+    def fingerprints(self, name: str) -> list[str]:
+        """Returns names and fingerprints of the records of an attribute. Those of private data stay beside the data."""
+        part = getattr(self, name)
+        if isinstance(part, Source):
+            part = [part]
+        named = part.items() if isinstance(part, Mapping) else [(source.name, source) for source in part]
+        return [f"{name} {source.fingerprint}" for name, source in named]
+
+
+def load(config: Any) -> Parts:
+    """Reads and divides the data. Which record is in which part does not depend on the records.
+
+    Args:
+      config: the `data` part of a lifecycle's config, whose comments say what each field means.
+
+    Raises:
+      FileNotFoundError: the data is not there; the message says how to get it.
+      ValueError: the parts do not fit the data, or two of them share a record.
+    """
+    found = data.parts(config, *data.ROLES)
+    if missing := [role for role in data.ROLES if role not in found]:
+        raise ValueError(f"config.data.parts must name {', '.join(missing)}, too; got {dict(config.parts)}.")
+    data.require_images(found)
+    held, arriving, test = found["sources"], found["stream"], found["test"]
+    side, _, channels = found["private"].arrays["image"].shape[1:]
+    shifts = tuple(config.stream_shifts)
+    if not 1 <= config.sources <= len(held) or not 1 <= len(shifts) <= len(arriving):
+        raise ValueError(
+            f"config.data has {len(held)} images for config.data.sources={config.sources} sources and {len(arriving)} "
+            f"for the {len(shifts)} of config.data.stream_shifts; every one needs an image."
+        )
+    hospitals = {f"hospital {k}": images for k, images in enumerate(data.cut(held, config.sources))}
+    stream = dict(zip(shifts, data.cut(arriving, len(shifts)), strict=True))
+
+    def corrupted(source: Source, shift: str, name: str = "") -> Source:
+        return data.in_memory(data.under(source, config, shift), name or source.name)
+
+    return Parts(
+        public=sources.fit_images(found["public"], side, channels),
+        private=dataclasses.replace(found["private"], name=f"{config.name}/private"),
+        sources=tuple(corrupted(images, config.source_shift, name) for name, images in hospitals.items()),
+        stream={shift: corrupted(images, shift, "stream") for shift, images in stream.items()},
+        client=dataclasses.replace(found["client"], name="clinic"),
+        test=test,
+        source_test={config.source_shift: corrupted(test, config.source_shift)},
+        stream_test={shift: corrupted(test, shift) for shift in shifts},
+    )

@@ -1,0 +1,51 @@
+"""The wheel: who installs it has the launchers and configs, and the commands that the documentation tells."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.launch import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder that holds what the wheel installs."""
+    root = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(root)]
+    process = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    (wheel,) = root.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(root / "site")
+    return root / "site"
+
+
+def test_it_holds_the_library_the_launchers_and_the_configs(installed):
+    for folder in ("launch", "configs"):
+        files = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")}
+        place = installed / "jaxdp" / folder
+        packed = {path.relative_to(place) for path in place.rglob("*.py")}
+        assert packed == files and len(files) > 10
+    assert (installed / "jaxdp" / "py.typed").exists()
+    assert not (installed / "tests").exists() and not (installed / "launch").exists()
+
+
+@pytest.mark.parametrize("config", ["configs/digits_dpsgd.py", "configs/pretrain/digits.py:sam"])
+def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path, config):
+    """Configs import each other, and the name of a config is looked up in the package."""
+    stage = "finetune" if "dpsgd" in config else "pretrain"
+    fields = tiny.FINETUNE if stage == "finetune" else {**tiny.PRETRAIN, "train.checkpoint_every": 6}
+    command = [sys.executable, "-m", f"jaxdp.launch.{stage}", f"--config={config}", "--workdir=run"]
+    flags = [f"--config.{name}={value}" for name, value in fields.items() if not isinstance(value, dict)]
+    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "run" / "result.json").exists()
