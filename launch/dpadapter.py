@@ -257,9 +257,9 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     gammas = {row["upstream"]: row["gamma"] for row in known}
     swept = sorted((gammas[name], name) for name in families if families[name] in ("standard", "dpadapter"))
     shown: dict[str, tuple[Sequence[frame.Row], str]] = {
-        name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets
+        **{name: (results.select(rows, dataset=name), "accuracy") for name in grid.sets},
+        **{"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")},
     }
-    shown |= {"upstream": (known, "accuracy"), "upstream, robust": (known, "robust_accuracy")}
 
     def curve(found: Sequence[frame.Row], key: str) -> list[tuple[float, float]]:
         return [(gamma, results.over_seeds(results.select(found, upstream=name), key).mean) for gamma, name in swept]
