@@ -4,7 +4,7 @@ r"""Table 1 of Wang et al. 2024 (DPAdapter) and what it leaves open: does robust
         --config.pretrain.data.data_dir=DIR
 
 is the paper's protocol: a ResNet-20 with GroupNorm, pre-trained on CIFAR-100, fine-tuned on CIFAR-10, SVHN and STL-10;
-for accelerators. On CPUs
+for accelerators. Not run by us. On CPUs
 
     python -m launch.finetune --config configs/dpadapter_table1.py:cpu --workdir workdir/table1 \
         --config.pretrain.data.data_dir=DIR

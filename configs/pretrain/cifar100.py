@@ -3,7 +3,7 @@ r"""ResNet-20 with GroupNorm on CIFAR-100 by DPAdapter, as in Wang et al. 2024, 
     python -m launch.pretrain --config configs/pretrain/cifar100.py --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
-A million steps of 5050 gradients each: for accelerators. The method is chosen after a colon or by
+A million steps of 5050 gradients each: for accelerators. Not run by us. The method is chosen after a colon or by
 --config.method.name: "standard", "sam", "amp" (the paper's "vanilla SAM") or "dpadapter". On two CPU cores,
 
     python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter --workdir workdir/pretrain \
