@@ -3,7 +3,8 @@ augmentation multiplicity, a moving average of the parameters, large batches; no
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy; it wants a GPU or TPU. Not run by us. On two CPU cores,
+runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy; it wants a GPU or TPU. Not run by us.
+On two CPU cores,
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 --config.data.data_dir=DIR
 

@@ -6,6 +6,7 @@
 A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here, and fine-tuned on 40,000 private images of
 CIFAR-10; 50 hospitals of 100 images recalibrate it, and it adapts to a stream of 4,096 images under four corruptions.
 The directory holds prepared TFDS data; without it TFDS's usual one is read.
+Not run by us.
 """
 
 from ml_collections import ConfigDict
