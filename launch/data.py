@@ -106,20 +106,43 @@ def read(spec: Any, prepare: Prepare | None = None) -> Source:
     return source.of_classes(spec.classes) if spec.classes else source
 
 
-def under(test: Source, config: Any, shift: str) -> Source:
+def check_apart(sets: Any, first: str, *others: str) -> None:
+    """Raises ValueError where another set, each as in `read`, shares a record with the first.
+
+    Args:
+      sets: the `data` part of a config, by name. Those of TFDS are compared; a set without a name is none.
+      first, others: names.
+    """
+    mine = sets[first]
+    for name in others:
+        other = sets[name]
+        known = other.name and mine.source == other.source == "tfds"
+        if known and not (mine.classes and other.classes and set(mine.classes).isdisjoint(other.classes)):
+            parts = {first: mine, name: other}
+            data.check_disjoint(
+                {f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None) for part, spec in parts.items()}
+            )
+
+
+def under(test: Source | None, config: Any, shift: str) -> Source:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
     Corruptions that are made here are made whenever an image is read; `in_memory` keeps them.
 
+    Args:
+      test: the images without a shift. Images that are corrupted already need none.
+      config: the `data` part of a study's config, see above.
+      shift: its name.
+
     Raises:
-      ValueError: for an unknown shift.
+      ValueError: for an unknown shift, or without test images that are needed.
       FileNotFoundError: as in `parts`.
     """
-    if shift == CLEAN:
-        return test
-    if config.get("corrupted_name", ""):
+    if config.get("corrupted_name", "") and shift != CLEAN:
         return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
-    return data.corrupt(test, shift, severity=config.severity)
+    if test is None:
+        raise ValueError(f"config.data.parts.test must name the images that are put under {shift!r}, got none.")
+    return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 
 def in_memory(source: Source, name: str = "") -> Source:
