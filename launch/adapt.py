@@ -52,9 +52,9 @@ class _Task:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
-        privacy = {"delta": config.privacy.delta, "adjacency": config.privacy.adjacency}
-        found = [calibrate_noise(GaussianDpEvent, epsilon=budget, **privacy) for budget in config.privacy.budgets]
-        self.noise = dict(zip(settings(config)[1:], [0.0, *found], strict=True))
+        at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
+        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in config.privacy.budgets]
+        self.noise = dict(zip(settings(config)[1:], [0.0, *noise], strict=True))
         self._network = models.network(config.model)
         found = data.parts(config.data, "public", "test", prepare=self._network.preprocessing.prepare)
         self.public = found["public"]
@@ -173,7 +173,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         return _choose(cell, config, task)
     if cell.method == SOURCE:  # steps of no length
         served = tta.serve(task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None)
-        return {"visits": 0, "accuracy": served.accuracy}
+        return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
     # A data set of its own for every run: together they would cost much more, which the summary says.
     label = f"{cell.method}, {cell.setting}"
@@ -183,7 +183,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))
         scratch = work.folder(cell) / "scratch"
         served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch, unit="photograph")
-    return {"visits": paid.worst, "accuracy": served.accuracy}
+    return {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
@@ -199,13 +199,15 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     stream, tried = tta.Stream(task.tuning, batch_size=config.protocol.batch_size, seed=0), []
     for candidate in candidates:
         served = tta.serve(task.adapter(cell, candidate), stream, account=None)
-        steps: Any = served.state.opt_state
-        length = float(steps["length"] / jnp.maximum(steps["steps"], 1))
+        made: Any = served.state.opt_state
+        length = float(made["length"] / jnp.maximum(made["steps"], 1))
         tried.append({**candidate, "length": length, "accuracy": _mean(served.accuracy)})
-    return {"chosen": candidates[tried.index(results.best(tried))], "tried": tried}
+    best = results.best(tried)
+    return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
 
 
 def _mean(accuracy: Mapping[str, float]) -> float:
+    """Over the corruptions of a stream."""
     return results.moments(accuracy.values()).mean
 
 
@@ -217,34 +219,35 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     config, privacy, cells = work.config, work.config.privacy, []
     tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
-    means = {(row["method"], row["setting"], row["seed"]): _mean(row["accuracy"]) for row in runs}
 
-    def over(method: str, setting: str, other: str) -> list[float]:
-        """Mean and standard error of the difference to another method as published, on the same streams."""
-        seeds = range(config.protocol.seeds)
-        gap = results.moments(means[method, setting, seed] - means[other, ORIGINAL, seed] for seed in seeds)
+    def over(key: str, mine: list[frame.Row], other: Any) -> list[float]:
+        """Mean and standard error of the difference to what was run on the same streams."""
+        gap = results.paired_difference(
+            [*mine, *other], key, other[0][key], mine[0][key], coordinates=(key, "seed"), value="mean"
+        )
         return [gap.mean, gap.error]
 
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
         mine = results.select(runs, method=method, setting=setting)
-        mean, deviation, _ = results.over_seeds(mine, lambda row: _mean(row["accuracy"]))
+        mean, deviation, _ = results.over_seeds(mine, "mean")
         cell = {
             "method": method,
             "setting": setting,
             **chosen.get((method, setting), {}),
             "mean": mean,
             "std": deviation,
-            "over_source": over(method, setting, SOURCE),
-            "over_original": over(method, setting, method),
+            "over_source": over("method", mine, results.select(runs, method=SOURCE)),
+            "over_original": over("setting", mine, results.select(runs, method=method, setting=ORIGINAL)),
             "per_corruption": {
                 name: results.moments(row["accuracy"][name] for row in mine).mean for name in mine[0]["accuracy"]
             },
         }
         if sigma := work.shared.noise.get(setting):
-            visits, terms = max(row["visits"] for row in mine), {k: privacy[k] for k in ("delta", "adjacency")}
-            paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **terms)
-            cell |= {"noise_multiplier": sigma, "epsilon_sample": paid.sample, "epsilon_unit": paid.unit}
-            cell["visits"] = visits
+            at: Any = {name: privacy[name] for name in ("delta", "adjacency")}
+            visits = max(row["visits"] for row in mine)
+            paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **at)
+            costs = {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
+            cell |= {"noise_multiplier": sigma, **costs}
         cells.append(cell)
     return {
         "cells": cells,
@@ -267,30 +270,42 @@ def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
 
 def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
-    effect, costs, corruptions, steps = [], [], [], []
-    for plain, clipped in zip(*(results.select(cells, setting=s) for s in (ORIGINAL, CLIPPED)), strict=True):
-        gains = (plain["over_source"], clipped["over_source"], clipped["over_original"])
-        names = (*(f"{w} clipping, over no adaptation" for w in ("without", "with")), "change by clipping")
-        shown = (results.percent(*gain, sign="+") for gain in gains)
-        effect.append({"method": plain["method"], **dict(zip(names, shown, strict=True))})
-    for c in _private(cells):
-        noise, visits = {"noise multiplier": c["noise_multiplier"]}, {"visits": c["visits"]}
-        epsilons = {"epsilon of a sample": c["epsilon_sample"], f"epsilon of a {result['unit']}": c["epsilon_unit"]}
-        costs.append({"setting": c["setting"], **noise, **epsilons, **visits})
-    for c in (*cells, source):
-        name = {"method": c["method"], "setting": c["setting"]}
-        corruptions.append(name | {k: results.percent(value) for k, value in c["per_corruption"].items()})
-        if c is not source:
-            steps.append(name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")})
-    streams = f"{result['seeds']} streams"
+    named = [({"method": c["method"], "setting": c["setting"]}, c) for c in cells]
+    by_key = {(c["method"], c["setting"]): c for c in cells}
+
+    def gain(method: str, setting: str, over: str) -> str:
+        return results.percent(*by_key[method, setting][over], sign="+")
+
     return {
-        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {streams}": _accuracies(
-            [source, *cells]
+        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {result['seeds']} streams": (
+            _accuracies([source, *cells])
         ),
-        "The stabilising effect of clipping; difference on the same streams ± standard error": effect,
-        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": costs,
-        "Accuracy in percent per corruption": corruptions,
-        "Hyper-parameters": steps,
+        "The stabilising effect of clipping; difference on the same streams ± standard error": [
+            {
+                "method": method,
+                "without clipping, over no adaptation": gain(method, ORIGINAL, "over_source"),
+                "with clipping, over no adaptation": gain(method, CLIPPED, "over_source"),
+                "change by clipping": gain(method, CLIPPED, "over_original"),
+            }
+            for method in dict.fromkeys(c["method"] for c in cells)
+        ],
+        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
+            {
+                "setting": c["setting"],
+                "noise multiplier": c["noise_multiplier"],
+                "epsilon of a sample": c["epsilon_sample"],
+                f"epsilon of a {result['unit']}": c["epsilon_unit"],
+                "visits": c["visits"],
+            }
+            for c in _private(cells)
+        ],
+        "Accuracy in percent per corruption": [
+            name | {k: results.percent(value) for k, value in c["per_corruption"].items()}
+            for name, c in [*named, ({"method": SOURCE, "setting": ORIGINAL}, source)]
+        ],
+        "Hyper-parameters": [
+            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")} for name, c in named
+        ],
     }
 
 
@@ -298,12 +313,27 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the figures, and says in words what the private form of each method does."""
     config, root = work.config, work.root
     *cells, source = result["cells"]
-    private = functools.partial(Cell, "runs", setting=settings(config)[-1], seed=0)
-    step = {"learning_rate": 1.0, "clip_norm": 1.0}
-    texts = {name: work.shared.adapter(private(method=name), step).method.describe() for name in config.methods}
-    write_durably(root / "methods.txt", "\n\n".join(f"{n}: {text}" for n, text in texts.items()).encode() + b"\n")
+    step, texts = {"learning_rate": 1.0, "clip_norm": 1.0}, []
+    for name in config.methods:
+        private = work.shared.adapter(Cell("runs", name, settings(config)[-1], 0), step)
+        texts.append(f"{name}: {private.method.describe()}\n")
+    write_durably(root / "methods.txt", "\n".join(texts).encode())
     names = list(enumerate(source["per_corruption"]))
     about = f"{len(names)} corruptions, {result['seeds']} streams of {result['images']} photographs"
+    over_stream: Any = {"subtitle": about, "xlabel": "", "xticks": {k: name.replace("_", " ") for k, name in names}}
+
+    def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> dict[str, list[tuple[float, float]]]:
+        return {c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names] for c in shown}
+
+    for setting in settings(config):
+        mine, file = results.select(cells, setting=setting), f"{frame.file_name(setting)}.png"
+        title, ylabel = f"Accuracy over the stream, {setting}", "accuracy on the corruption"
+        shown = curves([*mine, source], {})
+        plot_curves(root / f"stream_{file}", shown, title=title, ylabel=ylabel, **over_stream)
+        title, ylabel = f"What adaptation gains over the stream, {setting}", f"{ylabel} less that of the source model"
+        shown, zero = curves(mine, source["per_corruption"]), {SOURCE: 0.0}
+        plot_curves(root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream)
+    on_log: Any = {"ylabel": "mean accuracy over the stream", "xscale": "log"}
     if noisy := sorted((c for c in cells if "visits" in c), key=lambda c: c["epsilon_sample"]):
         plot_curves(
             root / "by_epsilon.png",
@@ -311,42 +341,22 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             title="Accuracy under corruption against ε of a sample",
             subtitle=f"{about}, δ = {result['delta']:g}",
             xlabel="ε of one visit (log scale)",
-            ylabel="mean accuracy over the stream",
-            xscale="log",
             xticks={c["epsilon_sample"]: c["setting"].removeprefix("epsilon ") for c in noisy},
             references={SOURCE: source["mean"]},
+            **on_log,
         )
-
-    def over_stream(name: str, shown: Sequence[frame.Row], less: Mapping[str, float], **texts: Any) -> None:
-        plot_curves(
-            root / f"{frame.file_name(name)}.png",
-            {c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names] for c in shown},
-            subtitle=about,
-            xlabel="",
-            xticks={k: n.replace("_", " ") for k, n in names},
-            **texts,
-        )
-
-    for setting in settings(config):
-        mine, text = results.select(cells, setting=setting), "accuracy on the corruption"
-        title = f"Accuracy over the stream, {setting}"
-        over_stream(f"stream_{setting}", [*mine, source], {}, title=title, ylabel=text)
-        text, title = f"{text} less that of the source model", f"What adaptation gains over the stream, {setting}"
-        less, line = source["per_corruption"], {"references": {SOURCE: 0.0}}
-        over_stream(f"gain_{setting}", mine, less, title=title, ylabel=text, **line)
-    for method in dict.fromkeys(row["method"] for row in result["tried"]):
-        moved = [row for row in results.select(result["tried"], method=method) if row["length"] > 0]
-        lengths = {
-            s: sorted((r["length"], r["accuracy"]) for r in results.select(moved, setting=s)) for s in settings(config)
-        }
+    moved = [row for row in result["tried"] if row["length"] > 0]
+    for method in dict.fromkeys(row["method"] for row in moved):
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        for row in results.select(moved, method=method):
+            lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
         plot_curves(
             root / f"stability_{method}.png",
-            {setting: points for setting, points in lengths.items() if points},
+            {setting: sorted(points) for setting, points in lengths.items()},
             title=f"{method}: accuracy against the length of an update",
             subtitle="held-out corruptions; every point is one learning rate",
             xlabel="mean L2 norm of an update (log scale)",
-            ylabel="mean accuracy over the stream",
-            xscale="log",
+            **on_log,
         )
 
 
@@ -363,10 +373,6 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-_BENCHMARK = (
-    "accuracies are functions of the stream's records that no ledger pays for. To adapt to a private stream use "
-    "jaxdp.tta.serve."
-)
 STUDY = frame.Study(
     name="adapt",
     open=_Task,
@@ -376,7 +382,10 @@ STUDY = frame.Study(
     summary=_summary,
     tables=_tables,
     figures=_figures,
-    benchmark=_BENCHMARK,
+    benchmark=(
+        "accuracies are functions of the stream's records that no ledger pays for. To adapt to a private stream use "
+        "jaxdp.tta.serve."
+    ),
 )
 
 if __name__ == "__main__":

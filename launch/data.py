@@ -170,6 +170,38 @@ def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
 
 
+def at_most(source: Source, count: int, *, seed: int) -> Source:
+    """Returns a public choice of `count` records in a random order; of all of them for 0."""
+    return source.take(choose(len(source), count or len(source), seed=seed))
+
+
+def smallest_class(source: Source) -> int:
+    """Returns how many records the rarest class has."""
+    return int(np.bincount(labels(source), minlength=source.num_classes).min())
+
+
+def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]:
+    """Returns `shots` records of every class, class by class, drawn without replacement.
+
+    Raises:
+      ValueError: a class has fewer.
+    """
+    if (most := smallest_class(source)) < shots:
+        raise ValueError(f"shots={shots}, but a class has only {most} images; take fewer shots")
+    rng, known = np.random.Generator(np.random.Philox(key=seed)), labels(source)
+    rows = [rng.choice(np.flatnonzero(known == k), shots, replace=False) for k in range(source.num_classes)]
+    return source.gather(np.concatenate(rows))
+
+
+def turned(source: Source, quarters: int) -> Source:
+    """Returns a source with its images rotated by quarter turns."""
+    if quarters % 4 == 0:
+        return source
+    columns = everything(source)
+    image = np.rot90(columns["image"], quarters, axes=(1, 2))
+    return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
+
+
 def cut(source: Source, pieces: int) -> Sequence[Source]:
     """Returns a source in pieces of nearly equal size, in its order."""
     return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]

@@ -17,7 +17,7 @@ from jaxdp.files import read_npz, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images
 
-from . import frame, results
+from . import data, frame, results
 from .split_runs import (
     ABLATIONS,
     ATTACKERS,
@@ -31,9 +31,12 @@ from .split_runs import (
     UPLOADS,
     VARIANTS,
     Bench,
+    Client,
+    Task,
 )
 
 PUBLISHED_CLIENT = "client, as published"
+STRONGEST = ("noise-aware", "aggregating")  # what every table of attacks has
 _SCORES = {"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)", "psnr": "PSNR"}
 _SHOWN = 10  # images in the figure
 
@@ -69,7 +72,7 @@ class Private(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Reconstructions from uploads ("attacks"), at a scale of the noise ("noise"), or at an epsilon ("private")."""
+    """Reconstructions from an upload; "attacks_noise" at a scale of the noise, "attacks_private" at an epsilon."""
 
     part: str
     upload: str
@@ -92,7 +95,7 @@ def _cells(config: Any) -> Iterator[Any]:
         ("ablation.rows", config.ablation.rows, ABLATIONS, {SA}),
         ("ablation.shots", [config.ablation.shots], config.shots, set()),
         ("attack.uploads", config.attack.uploads, UPLOADS, {SA}),
-        ("attack.attackers", config.attack.attackers, ATTACKERS, {"noise-aware", "aggregating"}),
+        ("attack.attackers", config.attack.attackers, ATTACKERS, set(STRONGEST)),
     ):
         frame.known(name, given, choices)
         if not needed <= set(given):
@@ -105,10 +108,10 @@ def _cells(config: Any) -> Iterator[Any]:
     for method in (*config.stolen, *config.ablation.rows):
         yield from _runs(config, method, shots)
     yield from (Attack("attacks", upload, 1.0) for upload in config.attack.uploads)
-    yield from (Attack("private", PRIVATE, epsilon) for epsilon in config.attack.epsilons)
+    yield from (Attack("attacks_private", PRIVATE, epsilon) for epsilon in config.attack.epsilons)
     for scale in config.noise.scales:
         yield from (run for method in (SA, SA_ONCE) for run in _noisy(config, method, scale))
-        yield Attack("noise", SA, scale)
+        yield Attack("attacks_noise", SA, scale)
     options = config.private
     for chosen in itertools.product(options.shots, options.dimensions, options.epsilons):
         yield from (Private("private", *chosen, seed) for seed in config.seeds)
@@ -128,34 +131,35 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
     config, bench = work.config, work.shared
     match cell:
         case Rate():
-            runs = [_tried(bench, cell, seed) for seed in config.tuning.seeds]
-            return {"accuracy": results.over_seeds(runs).mean}
+            tried = [_tried(bench, cell, seed)["accuracy"] for seed in config.tuning.seeds]
+            return {"accuracy": results.moments(tried).mean}
         case Run():
-            few, rate = bench.client.few(cell.shots, cell.seed), _rate(work, _tuned_as(cell))
-            how = {"rate": rate, "seed": cell.seed, "laplace": cell.laplace}
-            return bench.accuracy(cell.method, bench.client, few, **how)
+            client = _client(bench.client, cell.shots, cell.seed, _rate(work, _tuned_as(cell)))
+            return bench.accuracy(cell.method, client, laplace=cell.laplace)
         case Private():
-            few, rate = bench.client.few(cell.shots, cell.seed), _rate(work, PRIVATE)
-            how = {"epsilon": cell.epsilon, "dimensions": cell.dimensions, "rate": rate, "seed": cell.seed}
+            client = _client(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
             with _account(work, f"client {cell.seed}, {at}") as account:
-                return bench.private(account, bench.client, few, **how)
+                return bench.private(account, client, epsilon=cell.epsilon, dimensions=cell.dimensions)
         case Attack():
             return _attack(cell, work)
     return bench.cost(cell.method)
 
 
+def _client(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
+    return Client(task, data.few_shots(task.pool, shots, seed=seed), seed, rate)
+
+
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     task, options = bench.tuning, bench.config.private
     if cell.method != PRIVATE:
-        few = task.few(bench.config.ablation.shots, seed)
-        return bench.accuracy(cell.method, task, few, rate=cell.rate, seed=seed)
+        return bench.accuracy(cell.method, _client(task, bench.config.ablation.shots, seed, cell.rate))
     # At the largest epsilon, where rates can be told apart.
-    few = task.few(min(max(options.shots), task.most_shots), seed)
-    how = {"epsilon": max(options.epsilons), "dimensions": options.dimensions[0], "rate": cell.rate, "seed": seed}
+    client = _client(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_TERMS, delta=options.delta)
-        return bench.private(ledger.account("tuning"), task, few, **how)
+        account = ledger.account("tuning")
+        return bench.private(account, client, epsilon=max(options.epsilons), dimensions=options.dimensions[0])
 
 
 def _rate(work: frame.Work, method: str) -> float:
@@ -183,30 +187,29 @@ def _account(work: frame.Work, name: str) -> Any:
 
 def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
     """What attackers make of one client's uploads, over its images by attacker and score."""
-    config, bench, seed = work.config, work.shared, work.config.seeds[0]
-    few = bench.client.few(config.ablation.shots, seed)
-    count = len(few["label"])
-    few = _spread(few, min(config.attack.client_images, count))
-    if cell.part == "private":
-        how = {"epsilon": cell.level, "dimensions": config.private.dimensions[0], "seed": seed}
-        found = bench.reconstruct_private(few, **how)
-    elif cell.part == "noise":
+    config, bench, options = work.config, work.shared, work.config.attack
+    client = _client(bench.client, config.ablation.shots, config.seeds[0])
+    client = client._replace(few=_spread(client.few, options.client_images))
+    if cell.part == "attacks_private":
+        dimensions = config.private.dimensions[0]
+        found = bench.reconstruct_private(client, epsilon=cell.level, dimensions=dimensions)
+    elif cell.part == "attacks_noise":
         variant = VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
-        found = bench.reconstruct(few, variant, names=("noise-aware", "aggregating"), seed=seed)
+        found = bench.reconstruct(client, variant, STRONGEST)
     elif cell.upload == SA:  # the ledger shows what it costs to be the client whose upload is attacked
         with _account(work, PUBLISHED_CLIENT) as account:
-            found = bench.reconstruct(few, UPLOADS[SA], names=config.attack.attackers, seed=seed, account=account)
+            found = bench.reconstruct(client, UPLOADS[SA], options.attackers, account)
     else:
-        found = bench.reconstruct(few, UPLOADS[cell.upload], names=config.attack.attackers, seed=seed)
-    images = {"truth": few["image"], **{name: made.images for name, made in found.items()}}
-    write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **_spread(images, _SHOWN)))
+        found = bench.reconstruct(client, UPLOADS[cell.upload], options.attackers)
+    images = _spread({"truth": client.few["image"], **{name: made.images for name, made in found.items()}}, _SHOWN)
+    write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **images))
     return {"attackers": {name: {k: v._asdict() for k, v in made.summary().items()} for name, made in found.items()}}
 
 
-def _spread(arrays: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """So many rows of all arrays, at equal distances."""
+def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """At most so many rows of all arrays, at equal distances."""
     total = len(next(iter(arrays.values())))
-    rows = np.linspace(0, total - 1, count).astype(int)
+    rows = np.linspace(0, total - 1, min(most, total)).astype(int)
     return {name: array[rows] for name, array in arrays.items()}
 
 
@@ -236,7 +239,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         spent = max(work.row(cell)["epsilon"] for cell in mine)
         private.append({"shots": k, "dimensions": d, "epsilon": spent, **mean(mine)})
     return {
-        "classes": work.shared.client.num_classes,
+        "classes": work.shared.num_classes,
         "learning_rates": {
             name: _rate(work, name) for name in dict.fromkeys(r["method"] for r in results.select(rows, part="tuning"))
         },
@@ -244,11 +247,11 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "stealing": {name: mean(_runs(config, name, shots)) for name in config.stolen},
         "ablation": {r: {**mean(_runs(config, r, shots)), "loss": loss(r)} for r in config.ablation.rows},
         "attacks": {name: attacked("attacks", name) for name in config.attack.uploads},
-        "attacks_private": {f"{e:g}": attacked("private", PRIVATE, e) for e in config.attack.epsilons},
+        "attacks_private": {f"{e:g}": attacked("attacks_private", PRIVATE, e) for e in config.attack.epsilons},
         "noise": {
             f"{scale:g}": {
                 **{method: mean(_noisy(config, method, scale)) for method in (SA, SA_ONCE)},
-                "attacks": attacked("noise", SA, scale),
+                "attacks": attacked("attacks_noise", SA, scale),
             }
             for scale in config.noise.scales
         },
@@ -295,7 +298,7 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
             for name, row in result["ablation"].items()
         ],
         f"Tables 5 and 6: reconstruction of {shots} images per class": [
-            {"Upload": upload, "Attacker": attacker, **{_SCORES[s]: _plain(found[s]) for s in scores}}
+            {"Upload": upload, "Attacker": attacker, **{_SCORES[s]: _number(found[s]) for s in scores}}
             for upload, by in attacks.items()
             for attacker, found in by.items()
         ],
@@ -303,7 +306,7 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
             {
                 "scale": scale,
                 **{name: _percent(row[name]["accuracy"]) for name in (SA, SA_ONCE)},
-                **{f"PSNR, {a}": _plain(row["attacks"][a]["psnr"]) for a in ("noise-aware", "aggregating")},
+                **{f"PSNR, {a}": _number(row["attacks"][a]["psnr"]) for a in STRONGEST},
             }
             for scale, row in result["noise"].items()
         ],
@@ -339,10 +342,12 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         ylabel="accuracy",
         references=chance,
     )
-    shown = ("aggregating", "noise-aware")
     plot_curves(
         root / "attack_noise.png",
-        {name: [(x, row["attacks"][name]["psnr"]["mean"]) for x, row in scales.items()] for name in shown},
+        {
+            name: [(x, row["attacks"][name]["psnr"]["mean"]) for x, row in scales.items()]
+            for name in reversed(STRONGEST)
+        },
         title="Reconstruction against Laplace noise",
         subtitle=f"from the uploads of {shots * classes} images: the median of all copies, or one copy",
         xlabel="scale b of the noise",
@@ -366,7 +371,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
     images, notes = dict[str, Any](), {}
     for upload, by in result["attacks"].items():
-        names = [name for name in ("noise-aware", "aggregating") if name in by]
+        names = [name for name in STRONGEST if name in by]
         kept = read_npz(work.folder(Attack("attacks", upload, 1.0)) / "images.npz", ["truth", *names])
         images.setdefault("truth", kept["truth"])
         for name in names:
@@ -383,7 +388,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 
 def _summary(result: Mapping[str, Any]) -> str:
-    seen = {name: result["attacks"][SA][name]["psnr"]["mean"] for name in ("mean image", "noise-aware", "aggregating")}
+    seen = {name: result["attacks"][SA][name]["psnr"]["mean"] for name in ("mean image", *STRONGEST)}
     psnr = ", ".join(f"{name} {value:.1f} dB" for name, value in seen.items())
     shown = min(result["private"], key=lambda row: (abs(math.log(row["epsilon"] / 8)), -row["shots"]))
     return (
@@ -397,9 +402,8 @@ def _percent(moments: Mapping[str, Any]) -> str:
     return results.percent(moments["mean"], moments["error"])
 
 
-def _plain(moments: Mapping[str, Any]) -> str:
-    error = moments["error"]
-    return f"{moments['mean']:.3g}" + ("" if error is None or math.isnan(error) else f" ± {error:.2g}")
+def _number(moments: Mapping[str, Any]) -> str:
+    return results.number(moments["mean"], moments["error"])
 
 
 STUDY = frame.Study(

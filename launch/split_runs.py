@@ -1,11 +1,8 @@
-"""One run of everything that `launch.split` compares: a method, the few images of a client, a seed.
-
-A `Bench` has what does not depend on the client. What has to be trained is made when it is first needed.
-"""
+"""One run of everything that `launch.split` compares: a method, the few images of a client, a seed."""
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.data import Source, from_arrays
+from jaxdp.data import Source
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
 from jaxdp.split import attacks, baselines, copies, costs
@@ -21,7 +18,6 @@ from jaxdp.transforms import noise
 
 from . import data, models
 
-Images = Mapping[str, Any]  # "image" float32 [n, S, S, C] in [0, 1] and "label" int32 [n]
 ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
 
 
@@ -94,46 +90,34 @@ class Task(NamedTuple):
     pool: Source
     test: Source
 
-    @property
-    def num_classes(self) -> int:
-        """K."""
-        return self.test.num_classes
+
+class Client(NamedTuple):
+    """What a run starts from: a task, a few images of it, the seed of everything that is drawn, and a learning rate."""
+
+    task: Task
+    few: Mapping[str, Any]  # "image" float32 [n, S, S, C] in [0, 1] and "label" int32 [n]
+    seed: int
+    rate: float = 0.0
 
     @property
-    def most_shots(self) -> int:
-        """How many images of the pool the rarest class has."""
-        return int(np.bincount(data.labels(self.pool), minlength=self.num_classes).min())
+    def secret(self) -> bytes:
+        """What stands for the secret of a client in a study that can be repeated."""
+        return self.seed.to_bytes(16, "little")
 
-    def few(self, shots: int, seed: int) -> Images:
-        """Returns `shots` images and labels of every class, drawn without replacement.
-
-        Raises:
-          ValueError: a class has fewer.
-        """
-        if self.most_shots < shots:
-            raise ValueError(f"shots={shots}, but a class has only {self.most_shots} images; take fewer shots")
-        rng, labels = np.random.Generator(np.random.Philox(key=seed)), data.labels(self.pool)
-        rows = [rng.choice(np.flatnonzero(labels == k), shots, replace=False) for k in range(self.num_classes)]
-        return self.pool.gather(np.concatenate(rows))
+    def key(self, name: str) -> jax.Array:
+        """Returns the key of a secret stream."""
+        return stream(self.secret, name, impl="threefry2x32")
 
 
 class Bench:
     """The server's model and images, the client's task, and everything that can be run on them.
 
-    The `data` part of the config has the sets of images "server", "client", "client_test" and "tuning", each as in
-    `launch.data.read` and with `images`, at most so many, drawn once; 0 takes all. Besides there are
-
-        pretrain_fraction  share of the server's images that trains the backbone, if that has no checkpoint; D_S is the
-                           rest, of which `server_images` are at most used
-        tuning.rotate      quarter turns, by which known images make another task
-        split_seed         of everything that is drawn
-
-    A `client_test` or `tuning` without a name takes half of the client's images, or D_S.
+    configs/split/digits.py explains the fields of the config. What has to be trained is made when it is first needed.
 
     Attributes:
       backbone: the server's model and where it is cut.
       public: D_S, the server's labelled public images.
-      client: the client's task.
+      client: the client's task, of `num_classes` classes.
       tuning: a task of the server's, on which learning rates are chosen.
       server: `server(variant)`, the frontend that is shipped and the tuned parameters of the backend.
     """
@@ -147,8 +131,8 @@ class Bench:
         def read(spec: Any) -> Source:
             return models.fit_images(network, data.read(spec, network.preprocessing.prepare))
 
-        def limited(source: Source, most: int) -> Source:
-            return source.take(data.choose(len(source), most or len(source), seed=seed))
+        def task(halves: Sequence[Source], *most: int) -> Task:
+            return Task(*(data.at_most(half, count, seed=seed) for half, count in zip(halves, most, strict=True)))
 
         server, self._pretraining = read(sets.server), None
         if server.num_classes != config.model.num_classes:
@@ -163,14 +147,15 @@ class Bench:
             self._pretraining, server = server.split((share, 1 - share), seed=seed)
         cut = config.cut or split.two_thirds(network.model)
         self.backbone = split.Backbone(network.model, network.preprocessing, cut, config.head_hidden)
-        self.public = data.everything(limited(server, sets.server_images))
-        client = read(sets.client)
-        pool, test = (client, read(sets.client_test)) if sets.client_test.name else client.split((0.5, 0.5), seed=seed)
-        self.client = Task(limited(pool, sets.client.images), limited(test, sets.client_test.images))
-        if pool.num_classes != test.num_classes:
-            raise ValueError(f"the client's test images have {test.num_classes} classes, not {pool.num_classes}")
-        halves = (read(sets.tuning) if sets.tuning.name else server).split((0.5, 0.5), seed=seed + 1)
-        self.tuning = Task(*(_turned(limited(half, sets.tuning.images), sets.tuning.rotate) for half in halves))
+        self.public = data.everything(data.at_most(server, sets.server_images, seed=seed))
+        client, known = read(sets.client), (read(sets.tuning) if sets.tuning.name else server)
+        halves = (client, read(sets.client_test)) if sets.client_test.name else client.split((0.5, 0.5), seed=seed)
+        self.client = task(halves, sets.client.images, sets.client_test.images)
+        self.num_classes, theirs = self.client.pool.num_classes, self.client.test.num_classes
+        if theirs != self.num_classes:
+            raise ValueError(f"the client's test images have {theirs} classes, not {self.num_classes}")
+        halves = task(known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images)
+        self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
         self.server, self._projection = functools.cache(self._server), functools.cache(self._fit_projection)
         self._extract = functools.cache(self._make_extract)  # one object, so that decoders compile once
 
@@ -187,13 +172,13 @@ class Bench:
         return self._pretraining
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
-        options, key = self.config.server, jax.random.key(self.config.server.seed)
+        options = self.config.server
         images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
         # Half the images, twice as often: as many steps.
         epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
         if variant != "without Hilbert":
             images, labels = split.merge_hilbert(images, labels)
-        calibration_key, tuning_key = jax.random.split(key)
+        calibration_key, tuning_key = jax.random.split(jax.random.key(options.seed))
         frontends = split.calibrate_frontends(
             calibration_key,
             self.backbone,
@@ -220,30 +205,28 @@ class Bench:
 
     # --- Accuracy -----------------------------------------------------------------------------------------------------
 
-    def accuracy(
-        self, method: str, task: Task, few: Images, *, rate: float, seed: int, laplace: float = 1.0
-    ) -> dict[str, float]:
+    def accuracy(self, method: str, client: Client, *, laplace: float = 1.0) -> dict[str, float]:
         """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with `laplace` times its noise.
 
         A variant has "noisy", too, the accuracy with Laplace noise on the test images.
         """
         if method in VARIANTS:
             variant = VARIANTS[method]
-            return self._split(variant._replace(laplace=variant.laplace * laplace), task, few, rate, seed)
+            return self._split(variant._replace(laplace=variant.laplace * laplace), client)
         baseline = baselines.BASELINES[BASELINES[method]] if method in BASELINES else STOLEN[method]
         adapted = baselines.adapt(
             baseline or self._auxiliary,
             self.backbone,
             self.params if method in (*BASELINES, "Original frontend") else self.server("full")[0],
-            few["image"],
-            few["label"],
-            num_classes=task.num_classes,
-            learning_rate=rate,
+            client.few["image"],
+            client.few["label"],
+            num_classes=client.task.pool.num_classes,
+            learning_rate=client.rate,
             epochs=self._epochs(method),
             batch_size=self.config.baselines.batch_size,
-            key=jax.random.key(seed),
+            key=jax.random.key(client.seed),
         )
-        test = data.everything(task.test)
+        test: Any = data.everything(client.task.test)
         return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
 
     def _epochs(self, method: str) -> int:
@@ -258,22 +241,24 @@ class Bench:
         cut = config.cut or split.two_thirds(model.model)
         return baselines.probe_auxiliary_backend(split.Backbone(model.model, model.preprocessing, cut), model.params)
 
-    def _split(self, variant: Variant, task: Task, few: Images, rate: float, seed: int) -> dict[str, float]:
+    def _split(self, variant: Variant, client: Client) -> dict[str, float]:
         """All variants take the same number of steps, whatever the number of copies."""
-        steps = self.config.adaptation.epochs * self._batches(few["label"], self.config.client.copies)
-        representations, params = self._noisily(few, variant, seed)
-        make = split.augment_then_noise if variant.order == "published" else split.noise_then_augment
-        made = make(_key(seed, "copies"), representations, **self._copying(variant))
-        right = self._adapted(variant, made, few["label"], task, rate, seed, steps)
-        x = self._represent(data.everything(task.test)["image"], variant, params)
-        noisy = x + noise.laplace(stream(_secret(seed), "test images"), x, self._scale(variant))
+        labels, (x, params) = client.few["label"], self._noisily(variant, client)
+        steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
+        right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
+        x = self._represent(data.everything(client.task.test)["image"], variant, params)
+        noisy = x + noise.laplace(stream(client.secret, "test images"), x, self._scale(variant))
         return {"accuracy": right(x), "noisy": right(noisy)}
 
-    def _noisily(self, few: Images, variant: Variant, seed: int) -> tuple[jax.Array, Any]:
+    def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
         """Representations of a client's images, exact but for its noisy frontend, and the parameters of that."""
         params = self.server(variant.server)[0].params
-        params = split.perturb_params(_key(seed, "frontend"), params, **self._model_noise(variant))
-        return self._represent(few["image"], variant, params), params
+        params = split.perturb_params(client.key("frontend"), params, **self._model_noise(variant))
+        return self._represent(client.few["image"], variant, params), params
+
+    def _copies(self, variant: Variant, client: Client, x: jax.Array) -> split.Copies:
+        make = split.augment_then_noise if variant.order == "published" else split.noise_then_augment
+        return make(client.key("copies"), x, **self._copying(variant))
 
     def _model_noise(self, variant: Variant) -> dict[str, Any]:
         return {"alpha": variant.alpha * self.config.client.alpha, "mode": self.config.client.noise_mode}
@@ -299,30 +284,22 @@ class Bench:
         return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
 
     def _adapted(
-        self,
-        variant: Variant,
-        made: Any,
-        labels: Any,
-        task: Task,
-        rate: float,
-        seed: int,
-        steps: int,
-        noise: Any = None,
+        self, variant: Variant, client: Client, made: split.Copies, labels: Any, steps: int, label_noise: Any = None
     ) -> Callable[[jax.Array], float]:
         """The accuracy, from representations of the test images, after adapting the backend to copies."""
-        options, right = self.config.adaptation, data.labels(task.test)
         adapted = split.adapt(
-            jax.random.key(seed),
+            jax.random.key(client.seed),
             self.backbone,
             self.server(variant.server)[1],
             made,
             labels,
-            num_classes=task.num_classes,
-            label_noise=noise,
-            learning_rate=rate,
+            num_classes=client.task.pool.num_classes,
+            label_noise=label_noise,
+            learning_rate=client.rate,
             epochs=max(1, round(steps / self._batches(labels, made.copies))),
-            batch_size=options.batch_size,
+            batch_size=self.config.adaptation.batch_size,
         )
+        right = data.labels(client.task.test)
 
         def accuracy(x: jax.Array) -> float:
             parts = [adapted.logits(x[i : i + 256]) for i in range(0, len(x), 256)]
@@ -340,37 +317,35 @@ class Bench:
 
     def _private_release(self, epsilon: float, dimensions: int) -> tuple[split.Projection, split.PrivateRelease]:
         projection, clip_norm = self._projection(dimensions)
-        classes, terms = self.client.num_classes, {k: self.config.private[k] for k in ("delta", "label_share")}
+        classes, terms = self.num_classes, {k: self.config.private[k] for k in ("delta", "label_share")}
         how = {"epsilon": epsilon, "clip_norm": clip_norm, "num_classes": classes, **terms}
         return projection, split.PrivateRelease.calibrated(**how)
 
-    def private(
-        self, account: Account, task: Task, few: Images, *, epsilon: float, dimensions: int, rate: float, seed: int
-    ) -> dict[str, float]:
+    def private(self, account: Account, client: Client, *, epsilon: float, dimensions: int) -> dict[str, float]:
         """Returns the test accuracy of the private mode, and the epsilon that the client's account shows then."""
         options = self.config.private
         projection, release = self._private_release(epsilon, dimensions)
         released = split.release_privately(
             account,
             release=release,
-            representations=self._represent(few["image"]),
-            labels=few["label"],
+            representations=self._represent(client.few["image"]),
+            labels=client.few["label"],
             projection=projection,
-            seed=_secret(seed),
+            seed=client.secret,
         )
         variant = Variant(laplace=0.0, patches=options.copies > 0)
-        copying = {**self._copying(variant), "copies": options.copies}
-        made = split.augment_then_noise(jax.random.key(seed), split.lift(projection, released.features), **copying)
-        matrix = split.label_noise_matrix(task.num_classes, release.label_epsilon)
-        right = self._adapted(variant, made, released.labels, task, rate, seed, options.steps, matrix)
+        copying, key = {**self._copying(variant), "copies": options.copies}, jax.random.key(client.seed)
+        made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
+        matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
+        right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
         # The backend has seen the subspace of the projection only.
-        test = split.project(projection, self._represent(data.everything(task.test)["image"]))
+        test = split.project(projection, self._represent(data.everything(client.task.test)["image"]))
         return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
 
     # --- Attacks ------------------------------------------------------------------------------------------------------
 
     def reconstruct(
-        self, few: Images, variant: Variant | None, *, names: Any, seed: int, account: Account | None = None
+        self, client: Client, variant: Variant | None, names: Sequence[str], account: Account | None = None
     ) -> dict[str, attacks.Reconstruction]:
         """Returns what the attackers `names` make of a client's uploads; of those of split learning for no variant.
 
@@ -378,34 +353,33 @@ class Bench:
         """
         if variant is None:
             front, _ = self.backbone.divide(self.params)
-            uploads = np.asarray(jax.jit(self.backbone.front)(front, few["image"]))[None]
+            uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
             # There is no noise to know of.
-            return self._attack({"noise-aware": (attacks.Simulation(self.backbone.front), front)}, uploads, few, seed)
-        x, params = self._noisily(few, variant, seed)
+            return self._attack(client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)})
+        x, params = self._noisily(variant, client)
+        copying, alpha = self._copying(variant), self._model_noise(variant)
         if account is not None:
-            what = copies.plan_copies(account, representations=x, **self._copying(variant), label=SA)
-            with Till(seed=_secret(seed)) as till:
+            what = copies.plan_copies(account, representations=x, **copying, label=SA)
+            with Till(seed=client.secret) as till:
                 uploads = till.release(what)
-        elif variant.order == "once":
-            made = split.noise_then_augment(_key(seed, "copies"), x, **self._copying(variant))
-            uploads = np.asarray(made.representations)[None]
         else:
-            uploads = split.augment_then_noise(_key(seed, "copies"), x, **self._copying(variant)).materialized()
-        alpha = self._model_noise(variant)
+            made = self._copies(variant, client, x)
+            once = variant.order == "once"
+            uploads = np.asarray(made.representations)[None] if once else made.materialized()
         attackers = attacks.standard_attackers(
             self._extract(variant.server),
             shipped=self.server(variant.server)[0].params,
             true=params,
             model_noise=functools.partial(split.perturb_params, **alpha) if alpha["alpha"] else None,
-            release=functools.partial(_simulated, variant.order, self._copying(variant)),
+            release=functools.partial(_simulated, variant.order, copying),
             copies=len(uploads),
         )
         if len(uploads) == 1:  # it has no median
             del attackers["aggregating"]
-        return self._attack({name: attackers[name] for name in names if name in attackers}, uploads, few, seed)
+        return self._attack(client, uploads, {name: attackers[name] for name in names if name in attackers})
 
     def reconstruct_private(
-        self, few: Images, *, epsilon: float, dimensions: int, seed: int
+        self, client: Client, *, epsilon: float, dimensions: int
     ) -> dict[str, attacks.Reconstruction]:
         """Returns what a noise-aware attacker makes of a private upload of which he even knows the order."""
         projection, release = self._private_release(epsilon, dimensions)
@@ -414,24 +388,24 @@ class Bench:
             clipped = split.clip_representation(split.project(projection, x), release.clip_norm)
             return split.lift(projection, clipped + noise.gaussian(key, clipped, release.noise_scale))
 
-        x, key = self._represent(few["image"]), stream(_secret(seed), "private upload")
+        x, key = self._represent(client.few["image"]), stream(client.secret, "private upload")
         simulation = attacks.Simulation(self._extract("full"), release=simulated)
         uploads = np.asarray(simulated(key, x, jnp.array(0)))[None]
-        return self._attack({"noise-aware": (simulation, self.server("full")[0].params)}, uploads, few, seed)
+        return self._attack(client, uploads, {"noise-aware": (simulation, self.server("full")[0].params)})
 
     def _make_extract(self, variant: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
         frontend, _ = self.server(variant)
         return lambda params, images: split.quantized_front(self.backbone, frontend, images, params=params)
 
     def _attack(
-        self, attackers: Mapping[str, Any], uploads: np.ndarray, few: Images, seed: int
+        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, Any]
     ) -> dict[str, attacks.Reconstruction]:
         options = self.config.attack
         return attacks.attack(
-            jax.random.key(seed),
+            jax.random.key(client.seed),
             {name: attacks.Attacker(*attacker) for name, attacker in attackers.items()},
             uploads,
-            few["image"],
+            client.few["image"],
             public=self.public["image"][: options.images],
             prefix_tokens=self.backbone.prefix_tokens,
             epochs=options.epochs,
@@ -442,7 +416,7 @@ class Bench:
 
     def cost(self, method: str) -> dict[str, Any]:
         """Returns what a method costs one client with the shots of the ablations (Table 2), measured on this device."""
-        config, classes = self.config, self.client.num_classes
+        config, classes = self.config, self.num_classes
         epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
         found = costs.cost(
             COSTS[method],
@@ -473,18 +447,3 @@ def _simulated(order: str, copying: Mapping[str, Any], key: jax.Array, x: jax.Ar
         return x + noise.laplace(key, x, copying["laplace_scale"])
     images = jnp.arange(len(x), dtype=jnp.int32)
     return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(images, jnp.full_like(images, copy))
-
-
-def _turned(source: Source, turns: int) -> Source:
-    columns = data.everything(source)
-    image = np.rot90(columns["image"], turns, axes=(1, 2))
-    return from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
-
-
-def _secret(seed: int) -> bytes:
-    """What stands for the secret of a client in a study that can be repeated."""
-    return seed.to_bytes(16, "little")
-
-
-def _key(seed: int, name: str) -> jax.Array:
-    return stream(_secret(seed), name, impl="threefry2x32")
