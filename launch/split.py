@@ -17,23 +17,8 @@ from jaxdp.files import read_npz, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images
 
-from . import data, frame, results
-from .split_runs import (
-    ABLATIONS,
-    ATTACKERS,
-    BASELINES,
-    COSTS,
-    PRIVATE,
-    SA,
-    SA_CLEAN,
-    SA_ONCE,
-    STOLEN,
-    UPLOADS,
-    VARIANTS,
-    Bench,
-    Client,
-    Task,
-)
+from . import data, frame, results, split_runs
+from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 PUBLISHED_CLIENT = "client, as published"
 STRONGEST = ("noise-aware", "aggregating")  # what every table of attacks has
@@ -90,12 +75,12 @@ def _cells(config: Any) -> Iterator[Any]:
     for name in ("seeds", "shots", "learning_rates"):
         frame.some(name, config[name])
     for name, given, choices, needed in (
-        ("methods", config.methods, (*BASELINES, SA, SA_ONCE), {"Linear probing", SA}),
-        ("stolen", config.stolen, STOLEN, set()),
-        ("ablation.rows", config.ablation.rows, ABLATIONS, {SA}),
+        ("methods", config.methods, (*split_runs.BASELINES, SA, SA_ONCE), {"Linear probing", SA}),
+        ("stolen", config.stolen, split_runs.STOLEN, set()),
+        ("ablation.rows", config.ablation.rows, split_runs.ABLATIONS, {SA}),
         ("ablation.shots", [config.ablation.shots], config.shots, set()),
-        ("attack.uploads", config.attack.uploads, UPLOADS, {SA}),
-        ("attack.attackers", config.attack.attackers, ATTACKERS, set(STRONGEST)),
+        ("attack.uploads", config.attack.uploads, split_runs.UPLOADS, {SA}),
+        ("attack.attackers", config.attack.attackers, split_runs.ATTACKERS, set(STRONGEST)),
     ):
         frame.known(name, given, choices)
         if not needed <= set(given):
@@ -115,7 +100,7 @@ def _cells(config: Any) -> Iterator[Any]:
     options = config.private
     for chosen in itertools.product(options.shots, options.dimensions, options.epsilons):
         yield from (Private("private", *chosen, seed) for seed in config.seeds)
-    yield from (Cost("costs", method) for method in COSTS if method in (*config.methods, PRIVATE))
+    yield from (Cost("costs", method) for method in split_runs.COSTS if method in (*config.methods, PRIVATE))
 
 
 def _runs(config: Any, method: str, shots: int) -> list[Run]:
@@ -169,9 +154,9 @@ def _rate(work: frame.Work, method: str) -> float:
 
 def _tuned_as(cell: Run) -> str:
     """The method whose learning rate a run has."""
-    if cell.method not in VARIANTS:
+    if cell.method not in split_runs.VARIANTS:
         return cell.method
-    variant = VARIANTS[cell.method]
+    variant = split_runs.VARIANTS[cell.method]
     if variant.laplace * cell.laplace == 0:
         return SA_CLEAN
     return SA_ONCE if variant.order == "once" else SA
@@ -194,13 +179,13 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
         dimensions = config.private.dimensions[0]
         found = bench.reconstruct_private(client, epsilon=cell.level, dimensions=dimensions)
     elif cell.part == "attacks_noise":
-        variant = VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
+        variant = split_runs.VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
         found = bench.reconstruct(client, variant, STRONGEST)
     elif cell.upload == SA:  # the ledger shows what it costs to be the client whose upload is attacked
         with _account(work, PUBLISHED_CLIENT) as account:
-            found = bench.reconstruct(client, UPLOADS[SA], options.attackers, account)
+            found = bench.reconstruct(client, split_runs.UPLOADS[SA], options.attackers, account)
     else:
-        found = bench.reconstruct(client, UPLOADS[cell.upload], options.attackers)
+        found = bench.reconstruct(client, split_runs.UPLOADS[cell.upload], options.attackers)
     images = _spread({"truth": client.few["image"], **{name: made.images for name, made in found.items()}}, _SHOWN)
     write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **images))
     return {"attackers": {name: {k: v._asdict() for k, v in made.summary().items()} for name, made in found.items()}}

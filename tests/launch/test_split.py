@@ -9,7 +9,7 @@ import pytest
 from configs.split import cifar10, deit_b, digits, swin_l, vit_l
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
-from launch import frame, split, split_runs
+from launch import data, frame, split, split_runs
 from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -118,21 +118,21 @@ def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, fie
 
 def test_few_shots_are_drawn_from_the_pool(tmp_path):
     task = split_runs.Bench(tiny.split(), tmp_path).client
-    few = task.few(3, seed=1)
+    few = data.few_shots(task.pool, 3, seed=1)
     np.testing.assert_array_equal(np.bincount(few["label"]), [3] * 5)
     pool, test = (
         {image.tobytes() for image in part.gather(np.arange(len(part)))["image"]} for part in (task.pool, task.test)
     )
     drawn = [image.tobytes() for image in few["image"]]
     assert set(drawn) <= pool and len(set(drawn)) == 15 and not set(drawn) & test
-    assert (task.few(3, seed=2)["image"] != few["image"]).any()
-    with pytest.raises(ValueError, match="shots=1000, but a class has only"):
-        task.few(1000, seed=1)
+    assert (data.few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
+    with pytest.raises(ValueError, match=f"shots=1000, but a class has only {data.smallest_class(task.pool)} images"):
+        data.few_shots(task.pool, 1000, seed=1)
 
 
 def test_known_images_turned_make_another_task(tmp_path):
     known, turned = (split_runs.Bench(tiny.split(data__tuning__rotate=k), tmp_path).tuning for k in (0, 1))
-    first, second = (task.few(2, seed=1) for task in (known, turned))
+    first, second = (data.few_shots(task.pool, 2, seed=1) for task in (known, turned))
     np.testing.assert_array_equal(first["label"], second["label"])
     np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
 
