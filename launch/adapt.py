@@ -1,16 +1,392 @@
-"""Test-time adaptation: python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits."""
+"""Test-time adaptation: python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits.
 
-from typing import Any
+Methods x budgets x seeds over corrupted streams. The tables are those of "Private and Stable Test-Time Adaptation with
+Differential Privacy" (arXiv:2606.01908). In the workdir ledger.sqlite has what each run would cost the photographs of
+its stream, methods.txt what the private form of a method does.
+"""
 
-from launch import frame
+import functools
+import itertools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jaxdp import tta
+from jaxdp.data import Source, imagenet_r_classes, restrict_classes
+from jaxdp.files import write_durably
+from jaxdp.models import Pretrained
+from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
+from jaxdp.report import format_table, plot_curves
+
+from . import data, frame, models, results
+
+# How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
+ORIGINAL, CLIPPED = "original", "clipped"
+METHODS = ("Tent", "EATA", "SAR", "DeYO")
+SOURCE = "no adaptation"
 
 
-def experiment(config: Any, workdir: str) -> None:
-    """Runs the experiment."""
-    from jaxdp.tta import experiment
+class Cell(NamedTuple):
+    """A method over a stream: that of the held-out corruptions ("tuning"), or that of a seed ("runs")."""
 
-    experiment.run(config, workdir)
+    part: str
+    method: str
+    setting: str
+    seed: int
 
+
+class _Task:
+    """Source model, photographs and methods.
+
+    Attributes:
+      public: clean images, to train the source model on and for Fisher information.
+      tuning: photographs of nobody's stream, under the held-out corruptions.
+      noise: the noise multiplier of each setting with one, at which a visit costs at most its epsilon.
+    """
+
+    def __init__(self, config: Any, root: pathlib.Path):
+        self.config, self.root = config, root
+        at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
+        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in config.privacy.budgets]
+        self.noise = dict(zip(settings(config)[1:], [0.0, *noise], strict=True))
+        self._network = models.network(config.model)
+        found = data.parts(config.data, "public", "test", prepare=self._network.preprocessing.prepare)
+        self.public = found["public"]
+        seeds, images = config.protocol.seeds, config.data.images
+        held_out = np.arange(config.tuning.images) + seeds * images
+        photographs = functools.partial(_photographs, config.data, found.get("test"))
+        self._mine = photographs(config.data.corruptions, np.arange(seeds * images))
+        self.tuning = photographs(config.tuning.corruptions, held_out)
+        self.method = functools.cache(self._method)
+        print(
+            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each; hyper-parameters are "
+            f"chosen on {', '.join(self.tuning)} of other photographs.",
+            flush=True,
+        )
+
+    @functools.cached_property
+    def source(self) -> Pretrained:
+        return models.source_model(self.config, lambda: self.public, self.root, untrained=self._network)
+
+    @functools.cached_property
+    def apply_fn(self) -> Callable[[Any, jax.Array], jax.Array]:
+        apply_fn: Any = self.source.apply_fn
+        return restrict_classes(apply_fn, imagenet_r_classes()) if self.config.model.classes else apply_fn
+
+    def _method(self, name: str) -> tta.Method:
+        """A method by its name, behind which "-COME" is COME over that method."""
+        classes = next(iter(self.tuning.values())).num_classes
+        base, _, come = name.partition("-")
+        options = dict(self.config.method_options.get(base, {}))
+        if base == "EATA":
+            starts = range(0, self.config.fisher_images, 64)  # to batches of 64 the papers' fisher_strength belongs
+            images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
+            options["fisher"] = tta.fisher(self.apply_fn, self.source.params, images)
+        method = tta.Tent() if base == "Tent" else getattr(tta, base)(classes, **options)
+        return tta.COME(method, classes) if come else method
+
+    def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
+        """Returns what runs a cell with these hyper-parameters."""
+        method: Any = self.method("Tent" if cell.method == SOURCE else cell.method)
+        accumulate = 1
+        if cell.setting != ORIGINAL:
+            noise, filters = self.noise[cell.setting], dict(self.config.privacy.filters)
+            method = tta.private(method, clip_norm=choice["clip_norm"], noise_multiplier=noise, **filters)
+            accumulate = self.config.protocol.accumulate
+        optimizer = _sgd(choice["learning_rate"])
+        return tta.Adapter(self.apply_fn, self.source.params, method, optimizer, accumulate=accumulate)
+
+    def stream(self, seed: int) -> tta.Stream:
+        """Returns the stream of a seed, which has photographs of its own."""
+        n, how = self.config.data.images, ("batch_size", "order", "reset", "remainder")
+        mine = {name: source.take(np.arange(seed * n, (seed + 1) * n)) for name, source in self._mine.items()}
+        return tta.Stream(mine, seed=seed, **{name: self.config.protocol[name] for name in how})
+
+
+def _photographs(config: Any, test: Source | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Source]:
+    """The same photographs under each shift. One shift is read at a time, and no more than these are kept of it."""
+    found = {}
+    for name in tqdm(shifts, desc="reading", unit="corruption"):
+        domain = data.under(test, config, name)
+        if rows[-1] >= len(domain):
+            raise ValueError(
+                "config.data.images for each of config.protocol.seeds, and config.tuning.images, together need "
+                f"{rows[-1] + 1} photographs, but {domain.name} has {len(domain)}."
+            )
+        found[name] = data.in_memory(domain.take(rows))
+    return found
+
+
+def _sgd(learning_rate: float) -> optax.GradientTransformation:
+    """SGD with momentum. Its state has the learning rate, the number of steps and the sum of their lengths."""
+
+    def init(params: Any) -> dict[str, Any]:
+        numbers = {"rate": jnp.float32(learning_rate), "steps": jnp.int32(0), "length": jnp.float32(0)}
+        return {"momentum": _MOMENTUM.init(params), **numbers}
+
+    return optax.GradientTransformation(init, _update)
+
+
+_MOMENTUM = optax.trace(0.9)
+
+
+# One function whatever the learning rate, so that trying another does not compile the step again.
+def _update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    direction, momentum = _MOMENTUM.update(gradient, state["momentum"])
+    step = jax.tree.map(lambda x: -state["rate"] * x, direction)
+    length = state["length"] + optax.tree.norm(step)
+    return step, {**state, "momentum": momentum, "steps": state["steps"] + 1, "length": length}
+
+
+def settings(config: Any) -> list[str]:
+    """Returns the ways in which each method is run."""
+    return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
+
+
+# --- Cells ------------------------------------------------------------------------------------------------------------
+
+
+def _cells(config: Any) -> Iterator[Cell]:
+    if config.privacy.adjacency not in ("replace_one", "zero_out"):
+        raise ValueError(
+            f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
+            "from which a record is removed has other batches from there on."
+        )
+    frame.some("data.corruptions", config.data.corruptions)
+    frame.some("tuning.corruptions", config.tuning.corruptions)
+    frame.known("methods", frame.some("methods", config.methods), [*METHODS, *(f"{name}-COME" for name in METHODS)])
+    pairs = list(itertools.product(config.methods, settings(config)))
+    yield from (Cell("tuning", *pair, 0) for pair in pairs)
+    yield from (Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs)
+    yield from (Cell("runs", SOURCE, ORIGINAL, seed) for seed in range(config.protocol.seeds))
+
+
+def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+    config, task = work.config, work.shared
+    if cell.part == "tuning":
+        return _choose(cell, config, task)
+    if cell.method == SOURCE:  # steps of no length
+        served = tta.serve(task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None)
+        return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+    adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
+    # A data set of its own for every run: together they would cost much more, which the summary says.
+    label = f"{cell.method}, {cell.setting}"
+    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    ledger = work.root / "ledger.sqlite"
+    with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
+        paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))
+        scratch = work.folder(cell) / "scratch"
+        served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch, unit="photograph")
+    return {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+
+
+def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
+    """Hyper-parameters from the config, or the best on the held-out corruptions."""
+    if given := config.hyper_parameters.get(cell.method, {}).get(cell.setting):
+        return {"chosen": dict(given), "tried": []}
+    if cell.setting == ORIGINAL:
+        candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
+    else:
+        # With most gradients clipped a step is about learning_rate * clip_norm long, so that is what varies.
+        lengths = itertools.product(config.tuning.clipped_steps, config.tuning.clip_norms)
+        candidates = [{"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths]
+    stream, tried = tta.Stream(task.tuning, batch_size=config.protocol.batch_size, seed=0), []
+    for candidate in candidates:
+        served = tta.serve(task.adapter(cell, candidate), stream, account=None)
+        made: Any = served.state.opt_state
+        length = float(made["length"] / jnp.maximum(made["steps"], 1))
+        tried.append({**candidate, "length": length, "accuracy": _mean(served.accuracy)})
+    best = results.best(tried)
+    return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
+
+
+def _mean(accuracy: Mapping[str, float]) -> float:
+    """Over the corruptions of a stream."""
+    return results.moments(accuracy.values()).mean
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    """Means and standard deviations over the seeds, per method, setting and corruption."""
+    config, privacy, cells = work.config, work.config.privacy, []
+    tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
+    chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
+
+    def over(key: str, mine: list[frame.Row], other: Any) -> list[float]:
+        """Mean and standard error of the difference to what was run on the same streams."""
+        gap = results.paired_difference(
+            [*mine, *other], key, other[0][key], mine[0][key], coordinates=(key, "seed"), value="mean"
+        )
+        return [gap.mean, gap.error]
+
+    for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
+        mine = results.select(runs, method=method, setting=setting)
+        mean, deviation, _ = results.over_seeds(mine, "mean")
+        cell = {
+            "method": method,
+            "setting": setting,
+            **chosen.get((method, setting), {}),
+            "mean": mean,
+            "std": deviation,
+            "over_source": over("method", mine, results.select(runs, method=SOURCE)),
+            "over_original": over("setting", mine, results.select(runs, method=method, setting=ORIGINAL)),
+            "per_corruption": {
+                name: results.moments(row["accuracy"][name] for row in mine).mean for name in mine[0]["accuracy"]
+            },
+        }
+        if sigma := work.shared.noise.get(setting):
+            at: Any = {name: privacy[name] for name in ("delta", "adjacency")}
+            visits = max(row["visits"] for row in mine)
+            paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **at)
+            costs = {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
+            cell |= {"noise_multiplier": sigma, **costs}
+        cells.append(cell)
+    return {
+        "cells": cells,
+        "seeds": config.protocol.seeds,
+        "images": config.data.images,
+        **{name: privacy[name] for name in ("delta", "adjacency", "unit")},
+        "tried": [{"method": r["method"], "setting": r["setting"], **tried} for r in tuning for tried in r["tried"]],
+    }
+
+
+def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
+    """A line per method, a column per setting."""
+    return results.pivot(cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"]))
+
+
+def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
+    """The cells of the first method that have an epsilon. Other methods have the same."""
+    return [c for c in cells if c["method"] == cells[0]["method"] and "visits" in c]
+
+
+def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
+    *cells, source = result["cells"]
+    named = [({"method": c["method"], "setting": c["setting"]}, c) for c in cells]
+    by_key = {(c["method"], c["setting"]): c for c in cells}
+
+    def gain(method: str, setting: str, over: str) -> str:
+        return results.percent(*by_key[method, setting][over], sign="+")
+
+    return {
+        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {result['seeds']} streams": (
+            _accuracies([source, *cells])
+        ),
+        "The stabilising effect of clipping; difference on the same streams ± standard error": [
+            {
+                "method": method,
+                "without clipping, over no adaptation": gain(method, ORIGINAL, "over_source"),
+                "with clipping, over no adaptation": gain(method, CLIPPED, "over_source"),
+                "change by clipping": gain(method, CLIPPED, "over_original"),
+            }
+            for method in dict.fromkeys(c["method"] for c in cells)
+        ],
+        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
+            {
+                "setting": c["setting"],
+                "noise multiplier": c["noise_multiplier"],
+                "epsilon of a sample": c["epsilon_sample"],
+                f"epsilon of a {result['unit']}": c["epsilon_unit"],
+                "visits": c["visits"],
+            }
+            for c in _private(cells)
+        ],
+        "Accuracy in percent per corruption": [
+            name | {k: results.percent(value) for k, value in c["per_corruption"].items()}
+            for name, c in [*named, ({"method": SOURCE, "setting": ORIGINAL}, source)]
+        ],
+        "Hyper-parameters": [
+            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")} for name, c in named
+        ],
+    }
+
+
+def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the figures, and says in words what the private form of each method does."""
+    config, root = work.config, work.root
+    *cells, source = result["cells"]
+    step, texts = {"learning_rate": 1.0, "clip_norm": 1.0}, []
+    for name in config.methods:
+        private = work.shared.adapter(Cell("runs", name, settings(config)[-1], 0), step)
+        texts.append(f"{name}: {private.method.describe()}\n")
+    write_durably(root / "methods.txt", "\n".join(texts).encode())
+    names = list(enumerate(source["per_corruption"]))
+    about = f"{len(names)} corruptions, {result['seeds']} streams of {result['images']} photographs"
+    over_stream: Any = {"subtitle": about, "xlabel": "", "xticks": {k: name.replace("_", " ") for k, name in names}}
+
+    def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> dict[str, list[tuple[float, float]]]:
+        return {c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names] for c in shown}
+
+    for setting in settings(config):
+        mine, file = results.select(cells, setting=setting), f"{frame.file_name(setting)}.png"
+        title, ylabel = f"Accuracy over the stream, {setting}", "accuracy on the corruption"
+        shown = curves([*mine, source], {})
+        plot_curves(root / f"stream_{file}", shown, title=title, ylabel=ylabel, **over_stream)
+        title, ylabel = f"What adaptation gains over the stream, {setting}", f"{ylabel} less that of the source model"
+        shown, zero = curves(mine, source["per_corruption"]), {SOURCE: 0.0}
+        plot_curves(root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream)
+    on_log: Any = {"ylabel": "mean accuracy over the stream", "xscale": "log"}
+    if noisy := sorted((c for c in cells if "visits" in c), key=lambda c: c["epsilon_sample"]):
+        plot_curves(
+            root / "by_epsilon.png",
+            {m: [(c["epsilon_sample"], c["mean"]) for c in noisy if c["method"] == m] for m in config.methods},
+            title="Accuracy under corruption against ε of a sample",
+            subtitle=f"{about}, δ = {result['delta']:g}",
+            xlabel="ε of one visit (log scale)",
+            xticks={c["epsilon_sample"]: c["setting"].removeprefix("epsilon ") for c in noisy},
+            references={SOURCE: source["mean"]},
+            **on_log,
+        )
+    moved = [row for row in result["tried"] if row["length"] > 0]
+    for method in dict.fromkeys(row["method"] for row in moved):
+        lengths: dict[str, list[tuple[float, float]]] = {}
+        for row in results.select(moved, method=method):
+            lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
+        plot_curves(
+            root / f"stability_{method}.png",
+            {setting: sorted(points) for setting, points in lengths.items()},
+            title=f"{method}: accuracy against the length of an update",
+            subtitle="held-out corruptions; every point is one learning rate",
+            xlabel="mean L2 norm of an update (log scale)",
+            **on_log,
+        )
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    at = f"at delta = {result['delta']:g}, {result['adjacency']}"
+    costs = [
+        f"{c['setting']}: epsilon = {c['epsilon_sample']:.4g} for a sample, {c['epsilon_unit']:.4g} for a "
+        f"{result['unit']} (seen {c['visits']} times), {at}.\n"
+        for c in _private(result["cells"])
+    ]
+    return (
+        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each figure is one run alone. These runs "
+        "shared streams and labels: publishing them all, as here, is for public benchmarks only."
+    )
+
+
+STUDY = frame.Study(
+    name="adapt",
+    open=_Task,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=_summary,
+    tables=_tables,
+    figures=_figures,
+    benchmark=(
+        "accuracies are functions of the stream's records that no ledger pays for. To adapt to a private stream use "
+        "jaxdp.tta.serve."
+    ),
+)
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(STUDY)

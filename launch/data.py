@@ -106,20 +106,43 @@ def read(spec: Any, prepare: Prepare | None = None) -> Source:
     return source.of_classes(spec.classes) if spec.classes else source
 
 
-def under(test: Source, config: Any, shift: str) -> Source:
+def check_apart(sets: Any, first: str, *others: str) -> None:
+    """Raises ValueError where another set, each as in `read`, shares a record with the first.
+
+    Args:
+      sets: the `data` part of a config, by name. Those of TFDS are compared; a set without a name is none.
+      first, others: names.
+    """
+    mine = sets[first]
+    for name in others:
+        other = sets[name]
+        known = other.name and mine.source == other.source == "tfds"
+        if known and not (mine.classes and other.classes and set(mine.classes).isdisjoint(other.classes)):
+            parts = {first: mine, name: other}
+            data.check_disjoint(
+                {f"config.data.{part}": (spec.name, spec.split, spec.data_dir or None) for part, spec in parts.items()}
+            )
+
+
+def under(test: Source | None, config: Any, shift: str) -> Source:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
     Corruptions that are made here are made whenever an image is read; `in_memory` keeps them.
 
+    Args:
+      test: the images without a shift. Images that are corrupted already need none.
+      config: the `data` part of a study's config, see above.
+      shift: its name.
+
     Raises:
-      ValueError: for an unknown shift.
+      ValueError: for an unknown shift, or without test images that are needed.
       FileNotFoundError: as in `parts`.
     """
-    if shift == CLEAN:
-        return test
-    if config.get("corrupted_name", ""):
+    if config.get("corrupted_name", "") and shift != CLEAN:
         return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
-    return data.corrupt(test, shift, severity=config.severity)
+    if test is None:
+        raise ValueError(f"config.data.parts.test must name the images that are put under {shift!r}, got none.")
+    return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 
 def in_memory(source: Source, name: str = "") -> Source:
@@ -145,6 +168,38 @@ def labels(source: Source) -> np.ndarray:
 def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     """Returns a public choice of `chosen` of `count` rows in a random order, int64 [chosen]."""
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
+
+
+def at_most(source: Source, count: int, *, seed: int) -> Source:
+    """Returns a public choice of `count` records in a random order; of all of them for 0."""
+    return source.take(choose(len(source), count or len(source), seed=seed))
+
+
+def smallest_class(source: Source) -> int:
+    """Returns how many records the rarest class has."""
+    return int(np.bincount(labels(source), minlength=source.num_classes).min())
+
+
+def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]:
+    """Returns `shots` records of every class, class by class, drawn without replacement.
+
+    Raises:
+      ValueError: a class has fewer.
+    """
+    if (most := smallest_class(source)) < shots:
+        raise ValueError(f"shots={shots}, but a class has only {most} images; take fewer shots")
+    rng, known = np.random.Generator(np.random.Philox(key=seed)), labels(source)
+    rows = [rng.choice(np.flatnonzero(known == k), shots, replace=False) for k in range(source.num_classes)]
+    return source.gather(np.concatenate(rows))
+
+
+def turned(source: Source, quarters: int) -> Source:
+    """Returns a source with its images rotated by quarter turns."""
+    if quarters % 4 == 0:
+        return source
+    columns = everything(source)
+    image = np.rot90(columns["image"], quarters, axes=(1, 2))
+    return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
 
 
 def cut(source: Source, pieces: int) -> Sequence[Source]:

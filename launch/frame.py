@@ -300,6 +300,13 @@ def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
             raise ValueError(f"config.{field} has {name!r}, which is not one of {', '.join(map(str, choices))}.")
 
 
+def some(field: str, given: Any) -> Any:
+    """Returns what config.`field` lists, or raises ValueError if that is nothing."""
+    if not len(given):
+        raise ValueError(f"config.{field} must have at least one entry, got none.")
+    return given
+
+
 # --- The program ------------------------------------------------------------------------------------------------------
 
 

@@ -150,15 +150,22 @@ def trained(
     return dataclasses.replace(network, params=load_params(path))
 
 
-def source_model(config: Any, images: Callable[[], Source], root: pathlib.Path, name: str = "source") -> Pretrained:
+def source_model(
+    config: Any,
+    images: Callable[[], Source],
+    root: pathlib.Path,
+    name: str = "source",
+    *,
+    untrained: Pretrained | None = None,
+) -> Pretrained:
     """Returns the model of a config with parts `model` and `train`, trained once in `root` if it has no checkpoint.
 
     config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips; 0 for
-    neither) and init_seed.
+    neither) and init_seed. `untrained` is `network(config.model)`, for who has it already.
     """
     padding = config.train.crop_padding
     return trained(
-        network(config.model),
+        untrained or network(config.model),
         images,
         config.train,
         root / f"{name}.safetensors",

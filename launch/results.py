@@ -121,6 +121,12 @@ def percent(mean: float, spread: float | None = None, *, sign: str = "") -> str:
     return f"{100 * mean:{sign}.1f}" + (f" ± {100 * spread:.1f}" if known and spread is not None else "")
 
 
+def number(mean: float, spread: float | None = None) -> str:
+    """Returns "20.8 ± 0.12"; without the second part where the spread is None or NaN."""
+    known = spread is not None and math.isfinite(spread)
+    return f"{mean:.3g}" + (f" ± {spread:.2g}" if known else "")
+
+
 def markdown(tables: Mapping[str, Any]) -> str:
     """Returns a document with a section per table; a str among the tables is a paragraph as it is."""
     parts = []

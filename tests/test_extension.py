@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxdp.transforms.clip_rules import CLIP_RULES
 from ml_collections import ConfigDict
 
 import jaxdp
@@ -17,9 +18,8 @@ from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, stream
 from jaxdp.transforms import noise
-from jaxdp.transforms.clip_rules import CLIP_RULES
-from launch import frame
 from launch import data as images
+from launch import frame
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -2,6 +2,8 @@
 
     python -m launch.split --config configs/split/deit_b.py:cifar100 --workdir workdir/split_deit_b \\
         --config.model.checkpoint=...
+
+Not run by us.
 """
 
 from ml_collections import ConfigDict

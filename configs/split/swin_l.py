@@ -2,6 +2,8 @@
 
     python -m launch.split --config configs/split/swin_l.py:cifar100 --workdir workdir/split_swin_l \\
         --config.model.checkpoint=...
+
+Not run by us.
 """
 
 from ml_collections import ConfigDict

@@ -24,9 +24,8 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "test_split": "test",
-                "public_name": "cifar10",  # clean images: Fisher information, or to train the source model on
-                "public_split": "train",
+                # public: clean images, for Fisher information, or to train the source model on
+                "parts": {"public": "train", "test": "test"},
                 "prepare": False,  # whether images differ in size and are cut to the model's
                 "corrupted_name": "",  # corrupt on the fly; "cifar10_corrupted" reads the published set instead
                 "severity": 5,

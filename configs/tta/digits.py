@@ -16,7 +16,8 @@ def get_config() -> ConfigDict:
     config.data = {
         "source": "bundled",
         "name": "digits",
-        "test_fraction": 0.4,
+        "split_seed": 0,
+        "parts": {"public": 0.6, "test": 0.4},
         "severity": 3,
         "corruptions": ("gaussian_noise", "defocus_blur", "contrast"),
         "images": 128,

@@ -40,8 +40,8 @@ def get_config(variant: str = "continual") -> ConfigDict:
     config.data.update(
         name="imagenet2012",
         corrupted_name="imagenet2012_corrupted",
-        public_name="imagenet2012",
-        public_split="train[:2048]",  # not of the validation photographs that the stream is made of, as in the paper
+        # Not of the validation photographs that the stream is made of, as in the paper.
+        parts={"public": "train[:2048]", "test": ""},
         prepare=True,
         images=900,
     )

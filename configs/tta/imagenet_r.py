@@ -14,7 +14,8 @@ from configs.tta import imagenet_c
 
 def get_config() -> ConfigDict:
     config = imagenet_c.get_config()
-    config.data.update(name="imagenet_r", corrupted_name="", corruptions=("clean",), images=5500)
+    parts = {"public": "imagenet2012/train[:2048]", "test": "test"}
+    config.data.update(name="imagenet_r", parts=parts, corrupted_name="", corruptions=("clean",), images=5500)
     config.model.classes = "imagenet_r"
     config.hyper_parameters = {}  # chosen on the held-out corruptions of 500 other images
     return config

@@ -14,8 +14,7 @@ from ml_collections import ConfigDict
 
 from jaxdp.data import check_disjoint, from_tfds, sources
 from jaxdp.files import Limits
-from jaxdp.split import tasks as split_tasks
-from launch.data import ROLES, parts
+from launch.data import ROLES, check_apart, parts
 
 EXPECTED = {
     ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
@@ -213,9 +212,11 @@ def test_the_client_of_split_adaptation_shares_no_image(data_dir, name):
     others = {"server": images("test"), "tuning": images("test"), "client_test": images("train[20:]")}
     config = ConfigDict({**others, "client": images("train[:20]", 0, 1), name: images("train[19:25]", 1, 2)})
     with pytest.raises(ValueError, match=rf"config.data.client=.* and config.data.{name}=.* share 1 record,"):
-        split_tasks._check_disjoint(config)
-    split_tasks._check_disjoint(ConfigDict({**config, name: images("train", 2)}))  # other classes, other images
-    split_tasks._check_disjoint(ConfigDict({**config, name: {**images("train"), "source": "bundled"}}))
+        check_apart(config, "client", *others)
+    others[name] = images("train", 2)  # other classes, other images
+    check_apart(ConfigDict({**config, **others}), "client", *others)
+    others[name] = {**images("train"), "source": "bundled"}
+    check_apart(ConfigDict({**config, **others}), "client", *others)
 
 
 def test_data_sets_that_are_not_handled_are_refused(data_dir):

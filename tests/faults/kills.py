@@ -71,7 +71,7 @@ from jaxdp.split import roles
 from jaxdp.split.exchange import manifest_sum, receive_queries, send_answers
 from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
-from launch import lifecycle
+from launch import frame, lifecycle
 
 _LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too
@@ -186,7 +186,7 @@ def _adapt(root: pathlib.Path) -> None:
         "tuning.learning_rates": (1e-3,),
         "tuning.clipped_steps": (1e-3,),
     }
-    launch.adapt.experiment(_config("configs.tta.digits", changes), os.fspath(root))
+    frame.run(launch.adapt.STUDY, _config("configs.tta.digits", changes), root)
 
 
 def _adapt_claims(root: pathlib.Path) -> list[tuple[float, float]]:
@@ -233,7 +233,7 @@ def _split(root: pathlib.Path) -> None:
     for part in (config, config.auxiliary):
         part.model.options = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
         part.train.update({"steps": 5, "learning_rate": 1e-2})
-    launch.split.experiment(config, os.fspath(root))
+    frame.run(launch.split.STUDY, config, root)
 
 
 def _split_claims(root: pathlib.Path) -> list[tuple[float, float]]:

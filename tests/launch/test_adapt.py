@@ -1,15 +1,220 @@
-"""The adaptation launcher as a user runs it."""
+"""Test-time adaptation: what it keeps, what it reads, what it refuses."""
 
+import itertools
 import json
+import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy.special import log_ndtr
+
+from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r
+from jaxdp import data
+from jaxdp.privacy import Ledger
+from jaxdp.tta.adapter import Adapter
+from launch import adapt, frame
+from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapt")
+    return root, frame.run(adapt.STUDY, tiny.adapt(), root)
+
+
+def cell(result, method, setting):
+    (found,) = [c for c in result["cells"] if (c["method"], c["setting"]) == (method, setting)]
+    return found
+
+
+def row(root, *cell):
+    return json.loads(root.joinpath("cells", *cell, "row.json").read_text())
+
+
+def gdp_delta(epsilon, mu):
+    """Dong, Roth, Su 2022, in float64."""
+    first, second = log_ndtr(-epsilon / mu + mu / 2), log_ndtr(-epsilon / mu - mu / 2)
+    return math.exp(first) - math.exp(epsilon + second)
+
+
+def test_tables_are_means_over_the_runs_that_were_kept(finished):
+    root, result = finished
+    assert {(c["method"], c["setting"]) for c in result["cells"]} == {
+        *(("Tent-COME", setting) for setting in ("original", "clipped", "epsilon 5")),
+        ("no adaptation", "original"),
+    }
+    runs = [row(root, "runs", "Tent-COME", "epsilon_5", seed) for seed in ("0", "1")]
+    means = [np.mean(list(run["accuracy"].values())) for run in runs]
+    found = cell(result, "Tent-COME", "epsilon 5")
+    np.testing.assert_allclose([found["mean"], found["std"]], [np.mean(means), np.std(means, ddof=1)])
+    source = cell(result, "no adaptation", "original")
+    np.testing.assert_allclose(found["over_source"][0], found["mean"] - source["mean"], atol=1e-12)
+    np.testing.assert_allclose(
+        cell(result, "Tent-COME", "clipped")["over_original"][0],
+        cell(result, "Tent-COME", "clipped")["mean"] - cell(result, "Tent-COME", "original")["mean"],
+        atol=1e-12,
+    )
+    text = (root / "tables.md").read_text()
+    assert text.count("## ") == 5 and f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}" in text
+    for name in ("by_epsilon.png", "stream_original.png", "gain_clipped.png", "stream_epsilon_5.png"):
+        assert (root / name).stat().st_size > 10_000
+
+
+def test_without_adaptation_the_source_model_predicts(finished):
+    root, result = finished
+    task = adapt.STUDY.open(tiny.adapt(), root)
+    for name in ("gaussian_noise", "contrast"):
+        right = []
+        for seed in (0, 1):
+            images = task.stream(seed).domains[name].gather(np.arange(32))
+            right.append(np.asarray(task.source.apply_fn(task.source.params, images["image"])).argmax(-1))
+            right[-1] = right[-1] == images["label"]
+        assert cell(result, "no adaptation", "original")["per_corruption"][name] == np.mean(right)
+
+
+def test_both_epsilons_are_exact_and_in_the_ledger(finished):
+    root, result = finished
+    found = cell(result, "Tent-COME", "epsilon 5")
+    sigma = found["noise_multiplier"]
+    assert found["visits"] == 2  # every photograph comes under two corruptions
+    assert gdp_delta(found["epsilon_sample"], 2 / sigma) == pytest.approx(1e-6, rel=0.02)
+    assert gdp_delta(found["epsilon_unit"], 2 * math.sqrt(2) / sigma) == pytest.approx(1e-6, rel=0.02)
+    assert found["epsilon_sample"] <= 5 < found["epsilon_unit"]
+    with Ledger(root / "ledger.sqlite") as ledger:
+        assert ledger.epsilon("Tent-COME, epsilon 5, stream 0") == pytest.approx(found["epsilon_unit"], rel=1e-3)
+        for setting in ("original", "clipped"):
+            assert ledger.epsilon(f"Tent-COME, {setting}, stream 1") == math.inf
+
+
+def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
+    root, result = finished
+    tried = row(root, "tuning", "Tent-COME", "original", "0")["tried"]
+    assert [candidate["learning_rate"] for candidate in tried] == [1e-3, 10.0]
+    best = max(tried, key=lambda candidate: candidate["accuracy"])
+    assert cell(result, "Tent-COME", "original")["learning_rate"] == best["learning_rate"]
+    task = adapt.STUDY.open(tiny.adapt(), root)
+    assert tuple(task.tuning) == ("speckle_noise", "gaussian_blur")
+    clean = data.bundled("digits").split([0.6, 0.4], seed=0)[1].gather(np.arange(128))["label"]
+    seen = [*(task.stream(seed).domains["contrast"] for seed in (0, 1)), *task.tuning.values()]
+    parts = [clean[:32], clean[32:64], clean[64:128], clean[64:128]]  # other photographs for each stream and tuning
+    for found, expected in zip(seen, parts, strict=True):
+        np.testing.assert_array_equal(found.gather(np.arange(len(found)))["label"], expected)
+
+
+def test_an_interrupted_study_keeps_its_runs_and_pays_for_none_of_them_again(finished, tmp_path):
+    root, result = tmp_path / "run", finished[1]
+    shutil.copytree(finished[0], root)
+    with Ledger(root / "ledger.sqlite") as ledger:
+        before = {entry["name"]: entry["proven_epsilon"] for entry in ledger.report(delta=1e-6)["datasets"]}
+    (root / "result.json").unlink()
+    shutil.rmtree(root / "cells" / "runs" / "Tent-COME" / "epsilon_5" / "1")
+    again = frame.run(adapt.STUDY, tiny.adapt(), root)
+    with Ledger(root / "ledger.sqlite") as ledger:
+        after = {entry["name"]: entry["proven_epsilon"] for entry in ledger.report(delta=1e-6)["datasets"]}
+    repeated = "Tent-COME, epsilon 5, stream 1"  # its noise was fresh, so it is charged a second time
+    assert after.pop(repeated) > before.pop(repeated)
+    assert after == before
+    assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
+
+
+def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monkeypatch):
+    root, result = finished
+    shutil.copy(root / "source.safetensors", tmp_path / "source.safetensors")
+    shutil.copytree(root / "cells" / "tuning", tmp_path / "cells" / "tuning")
+    step, calls = Adapter.step, itertools.count()
+
+    def dies(adapter, *args, **kwargs):
+        found = step(adapter, *args, **kwargs)
+        if next(calls) in crashes:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Adapter, "step", dies)
+    batches = 64 // tiny.adapt().protocol.batch_size
+    crashes = {0, 2 * batches + 2, 2 * batches + 4}  # in a run without noise, and twice in one with noise
+    for _ in crashes:
+        with pytest.raises(KeyboardInterrupt):
+            frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
+        assert len(list(tmp_path.glob("cells/runs/**/scratch/secret_seed"))) == 1
+    again = frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
+    assert not list(tmp_path.rglob("scratch"))
+    assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for seed in (0, 1):
+            found = ledger.epsilon(f"Tent-COME, epsilon 5, stream {seed}")
+            assert found == pytest.approx(cell(again, "Tent-COME", "epsilon 5")["epsilon_unit"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("methods", ("Tent", "Tempt"), "config.methods has 'Tempt', which is not one of Tent, EATA"),
+        ("methods", (), "config.methods must have at least one entry"),
+        ("data.corruptions", (), "config.data.corruptions must have at least one entry"),
+        ("tuning.corruptions", (), "config.tuning.corruptions must have at least one entry"),
+        ("data.images", 600, "together need 1200 photographs, but digits/test"),
+        ("data.parts", {"public": 0.6, "test": None}, "config.data.parts.test must name the images"),
+        ("model.preprocessing", None, "config.model.preprocessing must be given"),
+        ("privacy.adjacency", "add_remove", "config.privacy.adjacency must be 'replace_one' or 'zero_out'"),
+        ("public_benchmark", False, "public_benchmark must be True.* use jaxdp.tta.serve"),
+    ],
+)
+def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
+    config = tiny.adapt()
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict({field: value})
+    with pytest.raises(ValueError, match=message):
+        frame.run(adapt.STUDY, config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_private_form_of_each_method_is_described(finished):
+    text = (finished[0] / "methods.txt").read_text()
+    assert "Tent-COME: private Tent" in text and "COME's entropy of the opinion" in text
+
+
+def test_given_hyper_parameters_are_not_tuned():
+    config = tiny.adapt()
+    config.hyper_parameters = {"Tent": {"clipped": {"learning_rate": 0.5, "clip_norm": 2.0}}}
+    found = adapt.STUDY.run(adapt.Cell("tuning", "Tent", "clipped", 0), SimpleNamespace(config=config, shared=None))
+    assert found == {"chosen": {"learning_rate": 0.5, "clip_norm": 2.0}, "tried": []}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        cifar10.get_config(),
+        cifar10_batch_one.get_config("8"),
+        imagenet_c.get_config(),
+        imagenet_c.get_config("episodic"),
+        imagenet_c.get_config("convnext"),
+        imagenet_r.get_config(),
+    ],
+    ids=["cifar10", "batch_one", "imagenet_c", "episodic", "convnext", "imagenet_r"],
+)
+def test_configs_name_known_corruptions_methods_and_settings(config):
+    assert set(config.data.corruptions) <= {*data.CORRUPTIONS, "clean"}
+    assert set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
+    for given in config.hyper_parameters.values():
+        assert set(given) == set(adapt.settings(config))
+        assert all(choice.learning_rate > 0 for choice in given.values())
+    json.loads(config.to_json())
+    assert list(adapt.STUDY.cells(config))
+    frame.check_numbers(config)
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(ValueError, match="variant must be 'continual', 'episodic' or 'convnext'"):
+        imagenet_c.get_config("cyclic")
 
 
 def test_the_launcher_adapts_prints_both_epsilons_and_charges(tmp_path):

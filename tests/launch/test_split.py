@@ -1,26 +1,149 @@
-"""The launcher of Split Adaptation as a user runs it; tests/split/test_split_experiment.py runs the experiment."""
+"""Split Adaptation end to end, on real digits at the smallest size."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import json
+import shutil
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+import numpy as np
+import pytest
+
+from configs.split import cifar10, deit_b, digits, swin_l, vit_l
+from jaxdp.privacy import Ledger
+from jaxdp.privacy.events import composition
+from launch import data, frame, split, split_runs
+from tests.launch import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def launch(workdir, *flags):
-    command = [sys.executable, "-m", "launch.split", "--config", "configs/split/digits.py", "--workdir", str(workdir)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, quick_compilation):
+    root = tmp_path_factory.mktemp("split")
+    return root, frame.run(split.STUDY, tiny.split(), root)
 
 
-def test_what_the_experiment_says_reaches_the_user(tmp_path):
-    process = launch(tmp_path / "run", "--config.public_benchmark=False")
-    assert process.returncode != 0
-    assert "A client with private images uses launch/split_client.py" in process.stderr
+def folder(root, *cell):
+    return root.joinpath("cells", *map(frame.file_name, cell))
+
+
+def row(root, *cell):
+    return json.loads((folder(root, *cell) / "row.json").read_text())
+
+
+def test_all_tables_and_figures_are_written(finished):
+    root, result = finished
+    text = (root / "tables.md").read_text()
+    for title in ("Table 1", "Table 2", "Table 3", "Table 4", "Tables 5 and 6", "Figure 4", "A real epsilon"):
+        assert f"## {title}" in text
+    assert "inf (empirical only)" in text and "Chance is 20 %" in text
+    for name in ("noise.png", "attack_noise.png", "private.png", "reconstructions.png"):
+        assert (root / name).stat().st_size > 10_000
+    assert json.loads((root / "result.json").read_text()) == json.loads(json.dumps(result))
+
+
+def test_numbers_are_those_of_the_runs(finished):
+    root, result = finished
+    accuracies = [row(root, "runs", "Linear probing", 3, seed, 1.0)["accuracy"] for seed in (1, 42)]
+    found = result["accuracy"]["Linear probing"]["3"]["accuracy"]
+    assert found["mean"] == pytest.approx(np.mean(accuracies))
+    assert found["error"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2)
+    assert f"{100 * found['mean']:.1f} ± {100 * found['error']:.1f}" in (root / "tables.md").read_text()
+    ablation = result["ablation"]
+    assert ablation["Split Adaptation"]["loss"] == {"mean": 0.0, "error": 0.0}
+    untuned = ablation["Split Adaptation"]["accuracy"]["mean"] - ablation["backend not tuned"]["accuracy"]["mean"]
+    assert ablation["backend not tuned"]["loss"]["mean"] == pytest.approx(untuned)
+
+
+def test_learning_rates_are_chosen_on_the_servers_task(finished):
+    root, result = finished
+    for name, rate in result["learning_rates"].items():
+        tried = {r: row(root, "tuning", name, r)["accuracy"] for r in (1e-3, 1e-2)}
+        assert tried[rate] == max(tried.values())
+
+
+def test_the_ledger_shows_what_was_paid(finished):
+    root, result = finished
+    with Ledger(root / "ledger.sqlite") as ledger:
+        assert ledger.epsilon(split.PUBLISHED_CLIENT) == np.inf
+        for found, asked in zip(result["private"], (1.0, 8.0), strict=True):
+            name = f"client 1, 5 shots, 2 dimensions, epsilon {asked:g}"
+            assert found["epsilon"] == ledger.epsilon(name) and 0.95 * asked < found["epsilon"] <= asked
+    assert set(spends(root).values()) == {1} and len(spends(root)) == 5
+
+
+def spends(root):
+    """How often every client paid."""
+    with Ledger(root / "ledger.sqlite") as ledger:
+        names = [entry["name"] for entry in ledger.report()["datasets"]]
+        return {name: max(composition(ledger.events(name)[None]).values()) for name in names}
+
+
+def test_the_attackers_are_where_they_belong(finished):
+    attacks = finished[1]["attacks"]
+    assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating"}
+    assert set(attacks["Split learning"]) == {"mean image", "noise-aware"}
+    assert set(attacks["Split learning"]["noise-aware"]) == {"psnr", "ssim_uniform7"}  # 8x8: no 11-tap window
+
+
+def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, tmp_path):
+    root, result = finished
+    again = tmp_path / "again"
+    shutil.copytree(root, again)
+    (again / "result.json").unlink()
+    shutil.rmtree(folder(again, "runs", "SA, noise once", 3, 42, 1.0))
+    shutil.rmtree(folder(again, "private", 5, 2, 8.0, 42))
+    shutil.rmtree(folder(again, "attacks", "Split Adaptation", 1.0))
+    resumed = frame.run(split.STUDY, tiny.split(), again)
+    assert resumed["accuracy"] == result["accuracy"] and resumed["private"] == result["private"]
+    assert resumed["attacks"] == result["attacks"] and spends(again) == spends(root)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("public_benchmark", False, "A client with private images uses launch/split_client.py"),
+        ("ablation.shots", 7, r"config.ablation.shots has 7, which is not one of 3"),
+        ("ablation.rows", ("without Hilbert",), r"config.ablation.rows has 'without Hilbert', which is not one of"),
+        ("ablation.rows", ("no noise",), r"config.ablation.rows must have Split Adaptation, got"),
+        ("attack.attackers", ("oracle",), "config.attack.attackers must have aggregating and noise-aware, got"),
+        ("seeds", (), "config.seeds must have at least one"),
+        ("model.num_classes", 4, "num_classes must be 5"),
+        ("data.pretrain_fraction", 1.0, "pretrain_fraction must be in"),
+    ],
+)
+def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        frame.run(split.STUDY, tiny.split(**{field: value}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_flags_that_name_no_field_are_refused(tmp_path):
-    process = launch(tmp_path / "run", "--config.sheds=5")
-    assert process.returncode != 0 and "sheds" in process.stderr
+def test_few_shots_are_drawn_from_the_pool(tmp_path):
+    task = split_runs.Bench(tiny.split(), tmp_path).client
+    few = data.few_shots(task.pool, 3, seed=1)
+    np.testing.assert_array_equal(np.bincount(few["label"]), [3] * 5)
+    pool, test = (
+        {image.tobytes() for image in part.gather(np.arange(len(part)))["image"]} for part in (task.pool, task.test)
+    )
+    drawn = [image.tobytes() for image in few["image"]]
+    assert set(drawn) <= pool and len(set(drawn)) == 15 and not set(drawn) & test
+    assert (data.few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
+    with pytest.raises(ValueError, match=f"shots=1000, but a class has only {data.smallest_class(task.pool)} images"):
+        data.few_shots(task.pool, 1000, seed=1)
+
+
+def test_known_images_turned_make_another_task(tmp_path):
+    known, turned = (split_runs.Bench(tiny.split(data__tuning__rotate=k), tmp_path).tuning for k in (0, 1))
+    first, second = (data.few_shots(task.pool, 2, seed=1) for task in (known, turned))
+    np.testing.assert_array_equal(first["label"], second["label"])
+    np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
+
+
+@pytest.mark.parametrize("module", [cifar10, vit_l, deit_b, swin_l])
+def test_larger_configs_have_the_same_fields(module):
+    def fields(config, prefix=""):
+        for name, value in config.items():
+            yield from fields(value, f"{prefix}{name}.") if hasattr(value, "items") else [prefix + name]
+
+    free = ("model.options.", "model.preprocessing", "auxiliary.model.", "data.tuning.", "auxiliary.train.")
+    same = [{f for f in fields(c.get_config()) if not f.startswith(free)} for c in (module, digits)]
+    assert same[0] == same[1]
+    assert list(split.STUDY.cells(module.get_config()))

@@ -49,6 +49,67 @@ def pretrain(method: str = "dpadapter", **changes: Any) -> Any:
     return _config("pretrain.digits", PRETRAIN, changes, method)
 
 
+ADAPT = {
+    "data.images": 32,
+    "data.corruptions": ("gaussian_noise", "contrast"),
+    "model.options.depth": 2,
+    "train.steps": 30,
+    "protocol.seeds": 2,
+    "methods": ("Tent-COME",),
+    "privacy.budgets": (5.0,),
+    "tuning.images": 64,
+    "tuning.learning_rates": (1e-3, 10.0),
+    "tuning.clipped_steps": (1e-3,),
+}
+
+
+def adapt(**changes: Any) -> Any:
+    """The bundled digits."""
+    return _config("tta.digits", ADAPT, changes)
+
+
+_TINY_VIT = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
+SPLIT = {
+    **{f"{part}model.options.{name}": value for part in ("", "auxiliary.") for name, value in _TINY_VIT.items()},
+    **{
+        f"{part}train.{name}": value
+        for part in ("", "auxiliary.")
+        for name, value in (("steps", 100), ("learning_rate", 1e-2))
+    },
+    "seeds": (1, 42),
+    "shots": (3,),
+    "learning_rates": (1e-3, 1e-2),
+    "data.server_images": 40,
+    "tuning.seeds": (1,),
+    "server.frontends": 0,
+    "server.samples": 4,
+    "client.copies": 2,
+    "adaptation.epochs": 2,
+    "baselines.epochs": 2,
+    # One of each kind: most of the time goes into compilation.
+    "methods": ("Linear probing", "Split Adaptation", "SA, noise once"),
+    "stolen": ("Quantised frontend",),
+    "ablation.shots": 3,
+    "ablation.rows": ("Split Adaptation", "backend not tuned", "one noisy copy (no patch retrieval)"),
+    "attack.uploads": ("Split learning", "Split Adaptation"),
+    "attack.attackers": ("noise-aware", "aggregating"),
+    "attack.images": 40,
+    "attack.epochs": 1,
+    "attack.epsilons": (8.0,),
+    "noise.scales": (0.8,),
+    "noise.seeds": 1,
+    "private.epsilons": (1.0, 8.0),
+    "private.dimensions": (2,),
+    "private.shots": (5,),
+    "private.steps": 5,
+}
+
+
+def split(**changes: Any) -> Any:
+    """The bundled digits."""
+    return _config("split.digits", SPLIT, changes)
+
+
 def dpadapter(**grid: Any) -> Any:
     """One grid of the bundled digits."""
     config = _config("dpadapter_table1", {}, {}, "digits")

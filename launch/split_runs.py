@@ -1,0 +1,449 @@
+"""One run of everything that `launch.split` compares: a method, the few images of a client, a seed."""
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import split
+from jaxdp.data import Source
+from jaxdp.privacy import Account
+from jaxdp.release import Till, stream
+from jaxdp.split import attacks, baselines, copies, costs
+from jaxdp.transforms import noise
+
+from . import data, models
+
+ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
+
+
+class Variant(NamedTuple):
+    """A way to run Split Adaptation; the defaults are the paper's.
+
+    Attributes:
+      server: "full"; "without Hilbert" augmentation; the backend tuned with "F_0 only"; or "untuned".
+      order: noise on every copy ("published"), or once before augmentation ("once").
+      laplace: scale b of the noise in units of the config's.
+      alpha: of the noise on the frontend, in units of the config's.
+      patches: whether patches are replaced.
+      copies: how many augmented copies there are in units of the config's.
+    """
+
+    server: ServerVariant = "full"
+    order: Literal["published", "once"] = "published"
+    laplace: float = 1.0
+    alpha: float = 1.0
+    patches: bool = True
+    copies: float = 1.0
+
+
+# Names in configs, and those of `jaxdp.split.costs`.
+SA, SA_ONCE, SA_CLEAN, PRIVATE = "Split Adaptation", "SA, noise once", "SA without noise", "SA, private"
+BASELINES = {
+    "Linear probing": "lp",
+    "Fine-tuning": "ft",
+    "LN-tune": "ln",
+    "Split learning": "sl",
+    "Offsite tuning": "ot",
+}
+COSTS = {**BASELINES, SA: "sa", SA_ONCE: "sa_noise_once", PRIVATE: "sa_private"}
+# Table 3: what a client can make of the frontend. The auxiliary backend is that of another public model.
+STOLEN: Mapping[str, Any] = {
+    "Quantised frontend": baselines.probe_quantized_frontend,
+    "Original frontend": baselines.probe_original_frontend,
+    "Quantised frontend, all of it tuned": baselines.tune_quantized_frontend,
+    "Auxiliary backend": None,
+}
+PUBLISHED, ONCE, CLEAN = Variant(), Variant(order="once"), Variant(laplace=0.0, alpha=0.0)
+# Table 4. The paper's names of the rows on tuning seem swapped; it has none of the last five.
+ABLATIONS = {
+    SA: PUBLISHED,
+    "without Hilbert augmentation": Variant(server="without Hilbert"),
+    "backend tuned with F_0 only": Variant(server="F_0 only"),
+    "backend not tuned": Variant(server="untuned"),
+    "one noisy copy (no patch retrieval)": Variant(copies=0.0, patches=False),
+    "fresh noise on all copies, no retrieval": Variant(patches=False),
+    "noise once, then retrieval": ONCE,
+    "no Laplace noise": Variant(laplace=0.0),
+    "no noise": CLEAN,
+    "no noise, no retrieval": Variant(laplace=0.0, alpha=0.0, copies=0.0, patches=False),
+}
+VARIANTS = {**ABLATIONS, SA_ONCE: ONCE, SA_CLEAN: CLEAN}
+# Tables 5 and 6: what is uploaded, and who attacks it.
+UPLOADS: Mapping[str, Variant | None] = {
+    "Split learning": None,
+    SA: PUBLISHED,
+    "SA without Laplace noise": Variant(laplace=0.0),
+    "SA without model noise": Variant(alpha=0.0),
+    SA_ONCE: ONCE,
+}
+ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle")
+
+
+class Task(NamedTuple):
+    """What a client wants to classify: shots are drawn from the pool, and accuracy is measured on the test images."""
+
+    pool: Source
+    test: Source
+
+
+class Client(NamedTuple):
+    """What a run starts from: a task, a few images of it, the seed of everything that is drawn, and a learning rate."""
+
+    task: Task
+    few: Mapping[str, Any]  # "image" float32 [n, S, S, C] in [0, 1] and "label" int32 [n]
+    seed: int
+    rate: float = 0.0
+
+    @property
+    def secret(self) -> bytes:
+        """What stands for the secret of a client in a study that can be repeated."""
+        return self.seed.to_bytes(16, "little")
+
+    def key(self, name: str) -> jax.Array:
+        """Returns the key of a secret stream."""
+        return stream(self.secret, name, impl="threefry2x32")
+
+
+class Bench:
+    """The server's model and images, the client's task, and everything that can be run on them.
+
+    configs/split/digits.py explains the fields of the config. What has to be trained is made when it is first needed.
+
+    Attributes:
+      backbone: the server's model and where it is cut.
+      public: D_S, the server's labelled public images.
+      client: the client's task, of `num_classes` classes.
+      tuning: a task of the server's, on which learning rates are chosen.
+      server: `server(variant)`, the frontend that is shipped and the tuned parameters of the backend.
+    """
+
+    def __init__(self, config: Any, root: pathlib.Path):
+        self.config, self.root = config, root
+        sets, seed = config.data, config.data.split_seed
+        self._network = network = models.network(config.model)
+        data.check_apart(sets, "client", "server", "tuning", "client_test")
+
+        def read(spec: Any) -> Source:
+            return models.fit_images(network, data.read(spec, network.preprocessing.prepare))
+
+        def task(halves: Sequence[Source], *most: int) -> Task:
+            return Task(*(data.at_most(half, count, seed=seed) for half, count in zip(halves, most, strict=True)))
+
+        server, self._pretraining = read(sets.server), None
+        if server.num_classes != config.model.num_classes:
+            raise ValueError(
+                f"config.model.num_classes must be {server.num_classes}, the classes of config.data.server, "
+                f"got {config.model.num_classes}"
+            )
+        if not config.model.checkpoint:
+            share = sets.pretrain_fraction
+            if not 0 < share < 1:
+                raise ValueError(f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}")
+            self._pretraining, server = server.split((share, 1 - share), seed=seed)
+        cut = config.cut or split.two_thirds(network.model)
+        self.backbone = split.Backbone(network.model, network.preprocessing, cut, config.head_hidden)
+        self.public = data.everything(data.at_most(server, sets.server_images, seed=seed))
+        client, known = read(sets.client), (read(sets.tuning) if sets.tuning.name else server)
+        halves = (client, read(sets.client_test)) if sets.client_test.name else client.split((0.5, 0.5), seed=seed)
+        self.client = task(halves, sets.client.images, sets.client_test.images)
+        self.num_classes, theirs = self.client.pool.num_classes, self.client.test.num_classes
+        if theirs != self.num_classes:
+            raise ValueError(f"the client's test images have {theirs} classes, not {self.num_classes}")
+        halves = task(known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images)
+        self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
+        self.server, self._projection = functools.cache(self._server), functools.cache(self._fit_projection)
+        self._extract = functools.cache(self._make_extract)  # one object, so that decoders compile once
+
+    # --- The server ---------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Parameters of the whole model, with a head for the server's labels."""
+        return models.source_model(self.config, self._images, self.root, "backbone", untrained=self._network).params
+
+    def _images(self) -> Source:
+        if self._pretraining is None:
+            raise ValueError("config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint")
+        return self._pretraining
+
+    def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
+        options = self.config.server
+        images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
+        # Half the images, twice as often: as many steps.
+        epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
+        if variant != "without Hilbert":
+            images, labels = split.merge_hilbert(images, labels)
+        calibration_key, tuning_key = jax.random.split(jax.random.key(options.seed))
+        frontends = split.calibrate_frontends(
+            calibration_key,
+            self.backbone,
+            self.params,
+            images,
+            labels,
+            frontends=options.frontends if variant in ("full", "without Hilbert") else 0,
+            **{name: options[name] for name in ("samples", "partition", "bits", "metric")},
+        )
+        if variant == "untuned":
+            return frontends[0], self.backbone.divide(self.params)[1]
+        how = {"learning_rate": options.learning_rate, "epochs": epochs}
+        back = split.tune_backend(tuning_key, self.backbone, self.params, frontends, images, labels, **how)
+        return frontends[0], back
+
+    @functools.cached_property
+    def _representations(self) -> jax.Array:
+        """Those of the server's images under the frontend that it ships."""
+        return self._represent(self.public["image"])
+
+    def _represent(self, images: Any, variant: Variant = PUBLISHED, params: Any = None) -> jax.Array:
+        frontend, _ = self.server(variant.server)
+        return split.represent(self.backbone, frontend, frontend.params if params is None else params, images)
+
+    # --- Accuracy -----------------------------------------------------------------------------------------------------
+
+    def accuracy(self, method: str, client: Client, *, laplace: float = 1.0) -> dict[str, float]:
+        """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with `laplace` times its noise.
+
+        A variant has "noisy", too, the accuracy with Laplace noise on the test images.
+        """
+        if method in VARIANTS:
+            variant = VARIANTS[method]
+            return self._split(variant._replace(laplace=variant.laplace * laplace), client)
+        baseline = baselines.BASELINES[BASELINES[method]] if method in BASELINES else STOLEN[method]
+        adapted = baselines.adapt(
+            baseline or self._auxiliary,
+            self.backbone,
+            self.params if method in (*BASELINES, "Original frontend") else self.server("full")[0],
+            client.few["image"],
+            client.few["label"],
+            num_classes=client.task.pool.num_classes,
+            learning_rate=client.rate,
+            epochs=self._epochs(method),
+            batch_size=self.config.baselines.batch_size,
+            key=jax.random.key(client.seed),
+        )
+        test: Any = data.everything(client.task.test)
+        return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
+
+    def _epochs(self, method: str) -> int:
+        """The paper gives offsite tuning half as many."""
+        return self.config.baselines.epochs // (2 if method == "Offsite tuning" else 1)
+
+    @functools.cached_property
+    def _auxiliary(self) -> baselines.Baseline:
+        """The last blocks of another public model, trained here on the same images or read from a checkpoint."""
+        config = self.config.auxiliary
+        model = models.source_model(config, self._images, self.root, "auxiliary")
+        cut = config.cut or split.two_thirds(model.model)
+        return baselines.probe_auxiliary_backend(split.Backbone(model.model, model.preprocessing, cut), model.params)
+
+    def _split(self, variant: Variant, client: Client) -> dict[str, float]:
+        """All variants take the same number of steps, whatever the number of copies."""
+        labels, (x, params) = client.few["label"], self._noisily(variant, client)
+        steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
+        right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
+        x = self._represent(data.everything(client.task.test)["image"], variant, params)
+        noisy = x + noise.laplace(stream(client.secret, "test images"), x, self._scale(variant))
+        return {"accuracy": right(x), "noisy": right(noisy)}
+
+    def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
+        """Representations of a client's images, exact but for its noisy frontend, and the parameters of that."""
+        params = self.server(variant.server)[0].params
+        params = split.perturb_params(client.key("frontend"), params, **self._model_noise(variant))
+        return self._represent(client.few["image"], variant, params), params
+
+    def _copies(self, variant: Variant, client: Client, x: jax.Array) -> split.Copies:
+        make = split.augment_then_noise if variant.order == "published" else split.noise_then_augment
+        return make(client.key("copies"), x, **self._copying(variant))
+
+    def _model_noise(self, variant: Variant) -> dict[str, Any]:
+        return {"alpha": variant.alpha * self.config.client.alpha, "mode": self.config.client.noise_mode}
+
+    def _scale(self, variant: Variant) -> float:
+        """Of the Laplace noise. The config's unit may be the standard deviation of PUBLIC representations."""
+        options = self.config.client
+        unit = 1.0 if options.laplace_unit == "representation" else float(jnp.std(self._representations))
+        return variant.laplace * options.laplace * unit
+
+    def _copying(self, variant: Variant) -> dict[str, Any]:
+        """How copies are made of representations."""
+        tokens = self.backbone.tokens[0] - self.backbone.prefix_tokens
+        return {
+            "laplace_scale": self._scale(variant),
+            "copies": round(variant.copies * self.config.client.copies),
+            "n_patches": round(self.config.client.patch_share * tokens) if variant.patches else 0,
+            "prefix_tokens": self.backbone.prefix_tokens,
+        }
+
+    def _batches(self, labels: Any, number: int) -> int:
+        """Steps of one epoch over `number` copies."""
+        return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
+
+    def _adapted(
+        self, variant: Variant, client: Client, made: split.Copies, labels: Any, steps: int, label_noise: Any = None
+    ) -> Callable[[jax.Array], float]:
+        """The accuracy, from representations of the test images, after adapting the backend to copies."""
+        adapted = split.adapt(
+            jax.random.key(client.seed),
+            self.backbone,
+            self.server(variant.server)[1],
+            made,
+            labels,
+            num_classes=client.task.pool.num_classes,
+            label_noise=label_noise,
+            learning_rate=client.rate,
+            epochs=max(1, round(steps / self._batches(labels, made.copies))),
+            batch_size=self.config.adaptation.batch_size,
+        )
+        right = data.labels(client.task.test)
+
+        def accuracy(x: jax.Array) -> float:
+            parts = [adapted.logits(x[i : i + 256]) for i in range(0, len(x), 256)]
+            return float(np.mean(np.concatenate(parts).argmax(1) == right))
+
+        return accuracy
+
+    # --- A real epsilon -----------------------------------------------------------------------------------------------
+
+    def _fit_projection(self, dimensions: int) -> tuple[split.Projection, float]:
+        """The public projection of the private mode, and the clip norm: the median norm of public images."""
+        projection = split.fit_projection(self._representations, dimensions)
+        norms = jnp.linalg.norm(split.project(projection, self._representations), axis=1)
+        return projection, float(jnp.median(norms))
+
+    def _private_release(self, epsilon: float, dimensions: int) -> tuple[split.Projection, split.PrivateRelease]:
+        projection, clip_norm = self._projection(dimensions)
+        classes, terms = self.num_classes, {k: self.config.private[k] for k in ("delta", "label_share")}
+        how = {"epsilon": epsilon, "clip_norm": clip_norm, "num_classes": classes, **terms}
+        return projection, split.PrivateRelease.calibrated(**how)
+
+    def private(self, account: Account, client: Client, *, epsilon: float, dimensions: int) -> dict[str, float]:
+        """Returns the test accuracy of the private mode, and the epsilon that the client's account shows then."""
+        options = self.config.private
+        projection, release = self._private_release(epsilon, dimensions)
+        released = split.release_privately(
+            account,
+            release=release,
+            representations=self._represent(client.few["image"]),
+            labels=client.few["label"],
+            projection=projection,
+            seed=client.secret,
+        )
+        variant = Variant(laplace=0.0, patches=options.copies > 0)
+        copying, key = {**self._copying(variant), "copies": options.copies}, jax.random.key(client.seed)
+        made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
+        matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
+        right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
+        # The backend has seen the subspace of the projection only.
+        test = split.project(projection, self._represent(data.everything(client.task.test)["image"]))
+        return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
+
+    # --- Attacks ------------------------------------------------------------------------------------------------------
+
+    def reconstruct(
+        self, client: Client, variant: Variant | None, names: Sequence[str], account: Account | None = None
+    ) -> dict[str, attacks.Reconstruction]:
+        """Returns what the attackers `names` make of a client's uploads; of those of split learning for no variant.
+
+        With an account, uploads in the published order are paid for.
+        """
+        if variant is None:
+            front, _ = self.backbone.divide(self.params)
+            uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
+            # There is no noise to know of.
+            return self._attack(client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)})
+        x, params = self._noisily(variant, client)
+        copying, alpha = self._copying(variant), self._model_noise(variant)
+        if account is not None:
+            what = copies.plan_copies(account, representations=x, **copying, label=SA)
+            with Till(seed=client.secret) as till:
+                uploads = till.release(what)
+        else:
+            made = self._copies(variant, client, x)
+            once = variant.order == "once"
+            uploads = np.asarray(made.representations)[None] if once else made.materialized()
+        attackers = attacks.standard_attackers(
+            self._extract(variant.server),
+            shipped=self.server(variant.server)[0].params,
+            true=params,
+            model_noise=functools.partial(split.perturb_params, **alpha) if alpha["alpha"] else None,
+            release=functools.partial(_simulated, variant.order, copying),
+            copies=len(uploads),
+        )
+        if len(uploads) == 1:  # it has no median
+            del attackers["aggregating"]
+        return self._attack(client, uploads, {name: attackers[name] for name in names if name in attackers})
+
+    def reconstruct_private(
+        self, client: Client, *, epsilon: float, dimensions: int
+    ) -> dict[str, attacks.Reconstruction]:
+        """Returns what a noise-aware attacker makes of a private upload of which he even knows the order."""
+        projection, release = self._private_release(epsilon, dimensions)
+
+        def simulated(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
+            clipped = split.clip_representation(split.project(projection, x), release.clip_norm)
+            return split.lift(projection, clipped + noise.gaussian(key, clipped, release.noise_scale))
+
+        x, key = self._represent(client.few["image"]), stream(client.secret, "private upload")
+        simulation = attacks.Simulation(self._extract("full"), release=simulated)
+        uploads = np.asarray(simulated(key, x, jnp.array(0)))[None]
+        return self._attack(client, uploads, {"noise-aware": (simulation, self.server("full")[0].params)})
+
+    def _make_extract(self, variant: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
+        frontend, _ = self.server(variant)
+        return lambda params, images: split.quantized_front(self.backbone, frontend, images, params=params)
+
+    def _attack(
+        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, Any]
+    ) -> dict[str, attacks.Reconstruction]:
+        options = self.config.attack
+        return attacks.attack(
+            jax.random.key(client.seed),
+            {name: attacks.Attacker(*attacker) for name, attacker in attackers.items()},
+            uploads,
+            client.few["image"],
+            public=self.public["image"][: options.images],
+            prefix_tokens=self.backbone.prefix_tokens,
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+        )
+
+    # --- Costs --------------------------------------------------------------------------------------------------------
+
+    def cost(self, method: str) -> dict[str, Any]:
+        """Returns what a method costs one client with the shots of the ablations (Table 2), measured on this device."""
+        config, classes = self.config, self.num_classes
+        epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
+        found = costs.cost(
+            COSTS[method],
+            self.backbone,
+            images=config.ablation.shots * classes,
+            num_classes=classes,
+            epochs=epochs,
+            batch_size=config.baselines.batch_size,
+            copies=config.client.copies,
+            directions=config.private.dimensions[0],
+            measure="run",
+        )
+        measured: Any = found.measured
+        return {
+            "epochs": epochs,
+            "parameters": found.parameters,
+            "peak memory, MB": measured.peak_bytes / 1e6,
+            "seconds": measured.seconds,
+            "GFLOP": found.total_flops / 1e9,
+            "download, MB": found.download / 1e6,
+            "upload, MB": found.upload / 1e6,
+        }
+
+
+def _simulated(order: str, copying: Mapping[str, Any], key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
+    """What a client uploads as copy number `copy` of a batch of images, as attackers simulate it."""
+    if order == "once":
+        return x + noise.laplace(key, x, copying["laplace_scale"])
+    images = jnp.arange(len(x), dtype=jnp.int32)
+    return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(images, jnp.full_like(images, copy))
