@@ -13,14 +13,7 @@ from jaxdp.prediction.answers import (
 from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
 from jaxdp.prediction.experiment import run
 from jaxdp.prediction.features import FeatureMap
-from jaxdp.prediction.mechanisms import (
-    METHODS,
-    Mechanism,
-    flip_probability,
-    randomised_response,
-    smooth_cauchy,
-    smooth_laplace,
-)
+from jaxdp.prediction.mechanisms import METHODS, Mechanism, flip_probability, randomised_response, smooth_cauchy
 from jaxdp.prediction.plan import Threat, Training
 
 __all__ = [
@@ -44,7 +37,6 @@ __all__ = [
     "randomised_response",
     "run",
     "smooth_cauchy",
-    "smooth_laplace",
     "train_student",
     "train_with_bounds",
     "vote",

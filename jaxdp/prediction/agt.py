@@ -235,6 +235,7 @@ class _Gradients:
         return cls(plan, gradient, stage(gradient, moving, record, product=plan.product))
 
     def batch(self, data: Any, rows: jax.Array) -> _Batch:
+        """The records of `rows`, -1 for none, line 4."""
         rows = rows.reshape(self.plan.blocks[0], -1)
         weights = (rows >= 0).astype(self.plan.grid.dtype)
         records = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), weights
@@ -517,7 +518,7 @@ def _step(
     changes: jax.Array,
     used: jax.Array | None,
 ) -> _State:
-    """One batch for the nominal parameters and all lines, lines 4 to 10 of Algorithm 1.
+    """One batch for the nominal parameters and all lines, lines 5 to 10 of Algorithm 1.
 
     A line is a box that `changes` records of the batch may widen. With `used`, lines are told apart by the changes used
     so far in this epoch, and the batch may have had any number of them (T8).

@@ -49,13 +49,8 @@ def query_epsilon(epsilon: float, delta: float, queries: int, *, adjacency: Adja
     By privacy loss distributions of the worst pure pair, and never less than epsilon / queries. (10, 1e-5) buys 100
     queries of 0.204 and 1000 of 0.063, where the paper's zero-concentrated DP buys 0.176 and 0.056.
 
-    Args:
-        epsilon, delta: the total, epsilon finite and > 0, delta in [0, 1).
-        queries: >= 1, fixed in advance.
-        adjacency: of the data set; pure events cost the same under each.
-
-    Raises:
-        ValueError: an argument out of range.
+    `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set. Raises ValueError
+    unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
     """
     queries, even = whole("queries", queries), positive("epsilon", epsilon) / queries
     if not 0 <= delta < 1:
@@ -80,16 +75,8 @@ def event(
 ) -> DpEvent:
     """Returns what a call of `private_predict` or `private_values` charges, before there is a model.
 
-    `ConfidentGNMax.event` is that of `pate_predict`.
-
-    Args:
-        count: number of queries, >= 1.
-        epsilon: of each answer.
-        total: (epsilon, delta) of all answers together instead.
-        mechanism: a key of `METHODS`.
-
-    Raises:
-        ValueError: an argument out of range, or an unknown mechanism.
+    `count` is the number of queries, the other arguments and errors are those of the call. `ConfidentGNMax.event` says
+    what `pate_predict` charges.
     """
     row = _mechanism(mechanism, "labels", "values")
     return SelfComposedDpEvent(row.event(_each(epsilon, total, whole("count", count))), int(count))
@@ -98,10 +85,7 @@ def event(
 def _mechanism(name: str, *kinds: str) -> Mechanism:
     fitting = sorted(known for known, row in METHODS.items() if row.kind in kinds)
     if name not in fitting:
-        raise ValueError(
-            f"mechanism must be one of {fitting}, got {name!r}; the ledger has no event for answers that are"
-            " (epsilon, delta)-DP only, such as those of smooth_laplace"
-        )
+        raise ValueError(f"mechanism must be one of {fitting}, got {name!r}")
     return METHODS[name]
 
 
@@ -138,7 +122,7 @@ def private_predict(
         apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two classes.
         queries: pytree of arrays [Q, ...], public.
         account: `ledger.account(name)` of the private data that the models were trained on, all parts of it.
-        epsilon: of each answer.
+        epsilon: of each answer; finite, > 0.
         total: (epsilon, delta) of all Q answers together instead, see `query_epsilon`. Calls add up: this is the total
             of this call, the ledger's budget that of all calls.
         mechanism: a key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to the vote counts.
@@ -160,10 +144,9 @@ def private_predict(
         "replace_one" serve "replace_one" only. Timing is not protected.
 
         Noise is repeated only with everything that determines the answers: models, queries, settings, programs and the
-        machine. An `apply_fn` that calls back to Python is not repeated.
-
-        That the bounds were trained on this data set, that members have disjoint parts, and that no hyperparameter was
-        chosen by looking at the data, is the caller's word.
+        machine. An `apply_fn` that calls back to Python is not repeated. That the bounds were trained on this data set,
+        that members have disjoint parts, and that no hyperparameter was chosen by looking at the data, is the caller's
+        word.
 
     Raises:
         BudgetExceeded: before anything runs or is charged.
@@ -252,7 +235,7 @@ def private_values(
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
-        values, boxes = _outputs(batched, bounds.params, queries).reshape(count), []
+        values, boxes = np.asarray(batched(bounds.params, queries)).reshape(count), []
         if row.certified:
             logits = certify(bounds, apply_fn, queries).logits
             lower, upper = (np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper))
@@ -358,16 +341,11 @@ def _batched(apply_fn: ApplyFn) -> Any:
     return jax.jit(jax.vmap(apply_fn, in_axes=(None, 0)))
 
 
-def _outputs(batched: Any, params: Any, queries: Any) -> np.ndarray:
-    return np.asarray(batched(params, queries))
-
-
 def _labels(batched: Any, params: Any, queries: Any) -> np.ndarray:
     """Returns int64 [Q], the labels as `certify` takes them: the largest of C logits, or whether one logit is > 0."""
-    logits = _outputs(batched, params, queries)
-    if logits.ndim == 2 and logits.shape[1] > 1:
-        return logits.argmax(axis=1)
-    return (logits.reshape(len(logits)) > 0).astype(np.int64)
+    logits = np.asarray(batched(params, queries))
+    logits = logits.reshape(len(logits), -1)
+    return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
 
 
 def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
@@ -402,12 +380,7 @@ def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: b
 def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
     """Returns the queries that have an answer, and their answers: examples (query, label) for `train_student`.
 
-    Args:
-        queries: pytree of arrays [Q, ...].
-        answers: int [Q], -1 for none, as `pate_predict` returns them.
-
-    Returns:
-        (queries, answers), each with the answered rows only; answers int32.
+    `queries` is a pytree of arrays [Q, ...], `answers` int [Q] with -1 for none, as of `pate_predict`.
     """
     answers = np.asarray(answers)
     rows = np.flatnonzero(answers >= 0)
@@ -424,18 +397,15 @@ def train_student(
     batch_size: int,
     seed: bytes,
 ) -> Any:
-    """Distils private answers into a model of its own, by public training: `models.train_without_privacy`.
+    """Distils private answers into a model of its own, by the public training `train_without_privacy`.
 
         student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
 
-    Formal guarantees:
-        Post-processing of the answers: costs nothing beyond what they cost, provided that `params`, the queries and all
-        settings are public or private releases themselves.
-
-    Raises:
-        ValueError: no examples, or leaves of different lengths.
+    It costs nothing beyond the answers (post-processing), provided that `params`, the queries and all settings are
+    public or private releases themselves. Raises ValueError for no examples, or leaves of different lengths.
     """
     if count_rows(examples, "examples") == 0:
         raise ValueError("examples is empty; were any queries answered?")
-    how: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed, "progress": False}
-    return train_without_privacy(loss_fn, params, examples, optimizer, **how)
+    return train_without_privacy(
+        loss_fn, params, examples, optimizer, steps=steps, batch_size=batch_size, seed=seed, progress=False
+    )

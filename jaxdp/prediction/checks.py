@@ -26,9 +26,7 @@ def whole(name: str, value: Any) -> int:
 def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the distances to certify: all of 0..ks for an int."""
     if isinstance(ks, int | np.integer) and not isinstance(ks, bool):
-        if ks < 0:
-            raise ValueError(f"ks={ks} is negative; a distance counts changed records")
-        return tuple(range(int(ks) + 1))
+        ks = range(ks + 1) if ks >= 0 else [ks]
     values = [*ks] if isinstance(ks, Iterable) else [ks]
     if not all(isinstance(k, int | np.integer) and not isinstance(k, bool) for k in values):
         raise TypeError(f"ks={values} must be integers")

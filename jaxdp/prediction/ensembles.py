@@ -44,8 +44,8 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
             stays in its part. Distances still count records, not identities.
 
     Returns:
-        int32 [n], the part of each record in [0, parts). The number of records of a part is private under "add_remove",
-        so train every member with one public divisor.
+        int32 [n] in [0, parts). The number of records of a part is private under "add_remove": train every member with
+        one public divisor.
 
     Formal guarantees:
         A record's part is a function of that record (or of its identity), `parts` and `salt` only: adding or removing a
@@ -89,7 +89,7 @@ def _id_bytes(identity: Any) -> bytes:
 
 
 def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the majority label of every query and its calibrated distance (Theorem 5.3, for any number of classes).
+    """Returns the majority label of every query and its calibrated distance: int32 [Q] each. Ties have distance 0.
 
     The distance is one less than the number of records that have to change before some class c draws level with the
     winner w: a member's label costs k + 1 changes, a member that leaves w for c closes the gap n_w - n_c by two, a
@@ -104,10 +104,7 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
     Args:
         labels: int [T, Q] in [0, num_classes), one row per member.
         distances: int [T, Q] >= 0, the members' calibrated distances.
-        num_classes: C >= 2.
-
-    Returns:
-        (label, distance): int32 [Q] each. Ties go to the smallest label, with distance 0.
+        num_classes: C >= 2; ties go to the smallest label.
 
     Formal guarantees:
         If every neighbouring data set changes one member only, whose label stays while its distance moves by at most
@@ -119,9 +116,7 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
         formula is that minimum.) The number of steps to a fixed set changes by at most one per step. If a neighbour has
         another winner, or a tie, it lies in U_w and is one step away: K = 0, and by symmetry K = 0 there too.
 
-    Two shortcuts break this. The n smallest k among ALL members are not 1-Lipschitz: a step of a member that votes
-    against the winner changes n, and K by more than one. With three or more classes, the winner's voters alone are
-    unsound: members that vote for neither class may be cheaper to move to the runner-up.
+    Neither the n smallest k among ALL members nor, with three or more classes, the winner's voters alone would do.
 
     Raises:
         ValueError: an argument out of range or of another shape.
@@ -241,8 +236,7 @@ class ConfidentGNMax:
     ) -> "ConfidentGNMax":
         """Returns the least noise, with sigma_threshold = ratio sigma_votes, that costs at most (epsilon, delta).
 
-        Raises:
-            ValueError: an argument out of range, or a target that no noise meets.
+        Raises ValueError for an argument out of range, or a target that no noise meets.
         """
         ratio = positive("ratio", ratio)
 
@@ -253,11 +247,7 @@ class ConfidentGNMax:
         return cls(threshold, ratio * sigma_votes, sigma_votes)
 
     def event(self, queries: int, *, max_answers: int) -> DpEvent:
-        """Returns what `queries` queries of which at most `max_answers` are answered cost, whatever the votes.
-
-        Raises:
-            ValueError: `max_answers` outside [1, queries].
-        """
+        """Returns what `queries` queries cost of which at most `max_answers`, in [1, queries], are answered."""
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}]")
         checks = SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries)
@@ -266,16 +256,12 @@ class ConfidentGNMax:
         )
 
     def answer(self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int) -> np.ndarray:
-        """Answers the first `max_answers` queries that pass the noisy threshold.
+        """Answers the first `max_answers` queries that pass the noisy threshold: int32 [Q], -1 for no answer.
 
         Args:
             key: typed noise key, used for this call only.
-            labels: int [T, Q] in [0, num_classes).
-            num_classes: C >= 2.
-            max_answers: in [1, Q].
-
-        Returns:
-            int32 [Q], -1 for a query without an answer.
+            labels: int [T, Q] in [0, num_classes), one row per member.
+            num_classes, max_answers: C >= 2, and in [1, Q].
 
         Raises:
             TypeError, ValueError: an argument out of range or of another shape.

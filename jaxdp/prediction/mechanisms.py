@@ -12,11 +12,13 @@ randomised_response    the smallest possible, `flip_probability`                
 smooth_cauchy          Cauchy noise of scale exp(-epsilon k) / (2 sinh(epsilon / 2))       epsilon
   "smooth"             Cauchy noise of scale exp(-beta k) / (epsilon - beta)               epsilon
   "paper"              Cauchy noise of scale 6 exp(-epsilon k / 6) / epsilon               epsilon
-smooth_laplace         Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
+(smooth Laplace)       Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
   "paper"              Laplace noise of scale 2 exp(-beta k) / epsilon                     epsilon, delta
 global_laplace         Laplace noise of scale 1 / epsilon, whatever k                      epsilon
 global_response        that of randomised_response at k = 0, whatever k                    epsilon
 =====================  ==================================================================  =============
+
+The ledger has no event for (epsilon, delta)-DP answers: `flip_probability_smooth_laplace` is for comparison only.
 
 **Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different labels have k = 0,
 so their answers are distributed as k-ary randomised response, (epsilon, 0)-DP iff (1 - p(0)) (C - 1) <= E p(0) (and
@@ -85,16 +87,8 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows by e^epsilon per
     step, until p(k) <= e^epsilon / (1 + e^epsilon), and then p(k) shrinks by e^epsilon per step.
 
-    Args:
-        distance: integers >= 0, any shape.
-        epsilon: finite, > 0.
-        num_classes: C >= 2.
-
-    Returns:
-        float64, the shape of `distance`; 0 where it underflows (beyond about e^-745).
-
-    Raises:
-        ValueError: an argument out of range.
+    `distance` is integers >= 0 of any shape, epsilon is finite and > 0, num_classes is C >= 2. Returns float64 of that
+    shape, 0 where it underflows (beyond about e^-745). Raises ValueError for an argument out of range.
     """
     epsilon, classes = positive("epsilon", epsilon), _check_classes(num_classes)
     k = _check_distances(distance).astype(np.float64)
@@ -187,7 +181,7 @@ def _log_dilation_delta(rate: float, epsilon: float) -> float:
 
 
 def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
-    """Answers labels by randomised response with the flip probability of their distance.
+    """Answers labels by randomised response with the flip probability of their distance; int32 [Q].
 
     Args:
         key: typed noise key, used for this call only (`jaxdp.release.stream`).
@@ -195,9 +189,6 @@ def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon:
         distances: int [Q] >= 0, calibrated (see the module's text).
         epsilon: of each answer; finite, > 0.
         num_classes: C >= 2, a public declaration.
-
-    Returns:
-        int32 [Q], the noisy labels.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the distances, for any
@@ -245,27 +236,6 @@ def global_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: flo
     """Answers labels by k-ary randomised response, as `global_laplace` but for any number of classes."""
     nowhere = np.zeros(np.shape(labels), np.int64)
     return randomised_response(key, labels, nowhere, epsilon=epsilon, num_classes=num_classes)
-
-
-def smooth_laplace(
-    key: jax.Array,
-    labels: Any,
-    distances: Any,
-    *,
-    epsilon: float,
-    delta: float,
-    calibration: LaplaceCalibration = "stable",
-) -> np.ndarray:
-    """Answers labels in {0, 1} by rounding label + Laplace noise of scale s(k) at 1/2: for comparison only.
-
-    Each answer is (epsilon, delta)-DP (plus (1 + e^epsilon) 2**-64 for rounding). The ledger has no event for such a
-    release, so it is no row of `METHODS`. Arguments, result and errors as `randomised_response` and
-    `flip_probability_smooth_laplace`.
-    """
-    k = _check_distances(distances)
-    flips = flip_probability_smooth_laplace(k, epsilon=epsilon, delta=delta, calibration=calibration)
-    thresholds = np.array([math.ceil(math.ldexp(p, _BITS)) for p in flips.ravel()], np.uint64).reshape(k.shape)
-    return _sample(key, _check_labels(labels, 2, k.shape), thresholds, 2)
 
 
 def _answer(
@@ -340,7 +310,7 @@ def _flip(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_cla
 def smooth_sensitivity(
     values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
 ) -> np.ndarray:
-    """Bounds how much values can move between neighbours, by certified intervals: a beta-smooth upper bound.
+    """Bounds how much values can move between neighbours: a beta-smooth upper bound, float64 [Q] in (0, high - low].
 
     With box_0 = {value}, box_j the interval for data at distance j (everything clipped to `output_range`, and the whole
     range beyond the last row),
@@ -352,9 +322,6 @@ def smooth_sensitivity(
         lower, upper: [J, Q], row j - 1 bounds the outputs of all models within distance j = 1, 2, ..., J.
         beta: > 0, fixed without looking at data.
         output_range: (low, high), a public declaration.
-
-    Returns:
-        float64 [Q], in (0, high - low].
 
     Formal guarantees:
         S(D) >= |value(D) - value(D')| and S(D) <= exp(beta) S(D') for all neighbours D, D', provided the boxes nest
@@ -389,16 +356,13 @@ def cauchy_values(
     output_range: tuple[float, float],
     beta: float | None = None,
 ) -> np.ndarray:
-    """Answers real values with Cauchy noise scaled to their smooth sensitivity.
+    """Answers real values with Cauchy noise scaled to their smooth sensitivity; float32 [Q], clipped to `output_range`.
 
     Args:
         key: typed noise key, used for this call only.
         values, lower, upper, output_range: as in `smooth_sensitivity`.
         epsilon: of each answer; finite, > 0.
         beta: in (0, epsilon), fixed without looking at data; None for `default_beta`.
-
-    Returns:
-        float32 [Q], clipped to `output_range` after the noise.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
@@ -421,8 +385,8 @@ def cauchy_values(
 def default_beta(epsilon: float) -> float:
     """Returns the beta of `cauchy_values`: 0.8 epsilon, or more where more costs nothing.
 
-    0.8 epsilon gives the least noise if the sensitivity that counts lies at distance 2.2 / epsilon, and 5/3 of the
-    least noise if it lies at 0. Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0.
+    0.8 epsilon gives the least noise if the sensitivity that counts lies at distance 2.2 / epsilon, and 5/3 of it at 0.
+    Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0.
     """
     epsilon = positive("epsilon", epsilon)
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
@@ -440,8 +404,7 @@ def _cauchy_multiplier(epsilon: float, beta: float) -> float:
 def laplace_values(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
     """Answers real values with Laplace noise of scale (high - low) / epsilon: what needs no certificate.
 
-    Arguments, result, errors and guarantee are those of `cauchy_values`, whatever the model and the neighbouring
-    relation.
+    Otherwise as `cauchy_values`, whatever the model and the neighbouring relation.
     """
     low, high = check_range(output_range)
     scale = np.full(np.shape(values), (high - low) / positive("epsilon", epsilon))
@@ -515,11 +478,10 @@ class Mechanism:
     Attributes:
         kind: "labels" for `private_predict`, "values" for `private_values`.
         answer: as `randomised_response` for labels, as `cauchy_values` for values.
-        certified: whether answers use certificates. If not, models are not certified: distances of labels are 0, and
-            values have no boxes, as in `laplace_values`.
+        certified: whether it uses certificates. If not, distances are 0, and values have no boxes (`laplace_values`).
         binary: whether it answers two classes only.
-        vote: `vote(key, votes [T, Q], *, epsilon, num_classes, changed_members)`, which answers an ensemble of any
-            number of classes in place of `answer`; None for `answer` at the certified vote.
+        vote: in place of `answer` for an ensemble, of any number of classes, as `ensembles.laplace_vote`; None for
+            `answer` at the certified vote.
         event: `event(epsilon) -> DpEvent` of one answer.
     """
 

@@ -320,11 +320,6 @@ def test_randomised_response_has_its_flip_probability(num_classes, distance):
     [
         ("stable", mechanisms.smooth_cauchy, mechanisms.flip_probability_cauchy),
         ("laplace", mechanisms.global_laplace, mechanisms.flip_probability_global_laplace),
-        (
-            "smooth laplace",
-            lambda *a, **k: mechanisms.smooth_laplace(*a, **k, delta=1e-5),
-            lambda *a, **k: mechanisms.flip_probability_smooth_laplace(*a, **k, delta=1e-5),
-        ),
     ],
 )
 def test_rounded_noise_flips_as_often_as_it_says(name, draw, flips):
