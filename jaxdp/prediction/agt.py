@@ -247,10 +247,10 @@ class _Gradients:
 
         def summands(records: Any) -> Leaves:
             grads = jax.vmap(lambda record: self.gradient(params, record))(records)
-            return [grid.sum(grid.bits(g, 0)) for g in grads]
+            return [grid.sum(grid.bits(g, nearest=True)) for g in grads]
 
         totals = add_up(grid, self.plan.blocks, batch.records, lambda block: block, summands)
-        grads = [grid.mean(total, 0) for total in totals]
+        grads = [grid.mean(total, nearest=True) for total in totals]
         if self.plan.threat == "replace_per_batch":
             return [g * (grid.divisor / batch.size) for g in grads]
         return grads
@@ -260,29 +260,20 @@ class _Gradients:
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
         return jax.vmap(lambda one: self.stages[1](boxes, one))(kept[0]), kept[1]
 
-    def bounds(self, factors: Any) -> Box:
-        """Bounds of each record's gradient, leaves [records, ...]."""
+    def bounds(self, factors: Any) -> Leaves:
+        """Lower bounds of each record's gradient, then of its negative: leaves [records, ...]."""
         ends = jax.vmap(self.stages[2])(factors[0])
-        return [low for low, _ in ends], [high for _, high in ends]
+        return [low for low, _ in ends] + [-high for _, high in ends]
 
     def bits(self, factors: Any) -> Leaves:
-        """The same, clipped and rounded outward to the grid; lower ends, then upper ends."""
-        grid, (lows, highs) = self.plan.grid, self.bounds(factors)
-
-        def bits(x: jax.Array, sign: int) -> jax.Array:
-            # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
-            return jnp.where(_rows(factors[1], x) > 0, grid.bits(x, sign), grid.zero)
-
-        return [bits(x, -1) for x in lows] + [bits(x, +1) for x in highs]
+        """The same, clipped and rounded down to the grid."""
+        grid, weights = self.plan.grid, factors[1]
+        # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
+        return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.zero) for x in self.bounds(factors)]
 
     def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves]) -> list[Total]:
         """Sums over the batch of integers made from `factors`."""
         return add_up(self.plan.grid, self.plan.blocks, batch.kept, functools.partial(self.factors, box), summands)
-
-    def ends(self, lows: Sequence[Total], highs: Sequence[Total]) -> Box:
-        """Means of totals, rounded outward."""
-        mean = self.plan.grid.mean
-        return [mean(total, -1) for total in lows], [mean(total, +1) for total in highs]
 
 
 def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -290,25 +281,21 @@ def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _halves(xs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    return xs[: len(xs) // 2], xs[len(xs) // 2 :]
+def _box(lows: Leaves) -> Box:
+    """The box of lower bounds of leaves, and of their negatives."""
+    half = len(lows) // 2
+    return lows[:half], [-low for low in lows[half:]]
 
 
 # --- The set of descent directions (Theorem 4.6): `k -> bounds of the mean clipped gradient` -------------------------
+# Lower ends are written down. An upper end is the negative of the lower end of negated gradients.
 
 
 def _add_remove(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
     """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
     grid = gradients.plan.grid
     totals = gradients.total(box, batch, lambda factors: [grid.sum(bits) for bits in gradients.bits(factors)])
-    lows, highs = _halves(totals)
-
-    def descent(k: jax.Array) -> Box:
-        return gradients.ends(
-            [add_units(total, -k, grid.charge) for total in lows], [add_units(total, k, grid.charge) for total in highs]
-        )
-
-    return descent
+    return lambda k: _box([grid.mean(add_units(total, -k, grid.charge)) for total in totals])
 
 
 def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
@@ -320,10 +307,8 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
     grid, charge = gradients.plan.grid, gradients.plan.grid.charge
 
     def entries(factors: Any) -> Leaves:
-        """Integers whose k largest leave: d_L, and -d_U; the least where there is no record."""
-        lows, highs = _halves(gradients.bits(factors))
-        units = [bits - grid.zero for bits in lows] + [grid.zero - bits for bits in highs]
-        return [jnp.where(_rows(factors[1], x) > 0, x, -charge) for x in units]
+        """Integers whose k largest leave; the least where there is no record."""
+        return [jnp.where(_rows(factors[1], x) > 0, x - grid.zero, -charge) for x in gradients.bits(factors)]
 
     def add(xs: Leaves) -> Leaves:
         return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
@@ -347,21 +332,21 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
 
         def halve(_: Any, ends: Any) -> Any:
             taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
-            excesses, counts = _halves(gradients.total(box, batch, functools.partial(above, taus)))
-            middle = list(zip(taus, excesses, strict=True))
-            rising = [(high << SHIFT) + low <= k for high, low in counts]  # where the minimum is not above tau
+            totals = gradients.total(box, batch, functools.partial(above, taus))
+            middle = list(zip(taus, totals[: len(taus)], strict=True))
+            # Where no more than k entries exceed tau, the minimum is not above it.
+            rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
             left = [_choose(r, old, new) for r, old, new in zip(rising, ends[0], middle, strict=True)]
             return left, [_choose(r, new, old) for r, old, new in zip(rising, ends[1], middle, strict=True)]
 
-        totals = []
+        lows = []
         for total, *ends in zip(sums, *lax.fori_loop(0, _HALVINGS, halve, (left, right)), strict=True):
             one, other = (add_units(excess, k, tau) for tau, excess in ends)
             less = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
             largest = _choose(less, one, other)
             rest = carry(total[0] - largest[0], total[1] - largest[1])
-            totals.append(add_units(rest, -k, charge))
-        lows, highs = _halves(totals)
-        return gradients.ends(lows, [carry(-high, -low) for high, low in highs])
+            lows.append(grid.mean(add_units(rest, -k, charge)))
+        return _box(lows)
 
     return descent
 
@@ -379,16 +364,15 @@ def _replace_per_batch(gradients: _Gradients, batch: _Batch, box: Box) -> Descen
     def descent(k: jax.Array) -> Box:
         error = slack(plan.grid.dtype, size + most + 8) * clip * (1 + 2 * k / batch.size)
 
-        def end(x: jax.Array, sign: int) -> jax.Array:
-            flat = jnp.clip(jnp.where(jnp.isnan(x), sign * clip, x), -clip, clip).reshape(size, -1).T * -sign
+        def least(x: jax.Array) -> jax.Array:
+            flat = jnp.clip(jnp.where(jnp.isnan(x), -clip, x), -clip, clip).reshape(size, -1).T
             total = jnp.sum(jnp.where(shown, flat, 0), axis=1)
             largest = lax.top_k(jnp.where(shown, flat, -jnp.inf), most)[0]
             leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
             mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / batch.size - error
-            return (mean * -sign).reshape(x.shape[1:])
+            return mean.reshape(x.shape[1:])
 
-        lows, highs = gradients.bounds(gradients.factors(box, kept))
-        return [end(x, -1) for x in lows], [end(x, +1) for x in highs]
+        return _box([least(x) for x in gradients.bounds(gradients.factors(box, kept))])
 
     return descent
 

@@ -40,15 +40,13 @@ class Grid(NamedTuple):
             return cls(clip, divisor, clipped, np.float64, np.int64, 2**46, 1.5 * 2**52, 2**26)
         return cls(clip, divisor, clipped, np.float32, np.int32, 2**21, 1.5 * 2**23, 2**19)
 
-    def bits(self, x: jax.Array, direction: int) -> jax.Array:
-        """Clips and rounds to the grid, down, to nearest or up (-1, 0, 1); returns integers plus those of `magic`."""
+    def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
+        """Clips and rounds down to the grid, or to nearest; returns integers plus those of `magic`."""
         x = x.astype(self.dtype) * (self.one / self.clip)
-        if direction < 0:  # a NaN becomes the least, or the largest, possible gradient
-            x = jnp.minimum(jnp.where(x > -self.one, x, -self.one), self.one) - 0.75
-        elif direction > 0:
-            x = jnp.maximum(jnp.where(x < self.one, x, self.one), -self.one) + 0.75
-        else:
+        if nearest:
             x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.one, self.one)
+        else:  # a NaN becomes the least possible gradient
+            x = jnp.minimum(jnp.where(x > -self.one, x, -self.one), self.one) - 0.75
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     @property
@@ -65,14 +63,11 @@ class Grid(NamedTuple):
         """Adds up over the first axis, without the bits of `magic`."""
         return jnp.sum(bits, axis=0, dtype=self.ints) - bits.shape[0] * self.zero
 
-    def mean(self, total: Total, direction: int) -> jax.Array:
-        """Returns the total over the divisor as a float, rounded outward in `direction`."""
-        high, low = total
+    def mean(self, total: Total, *, nearest: bool = False) -> jax.Array:
+        """Returns the total over the divisor as a float, rounded down or to nearest."""
+        high, low = (part.astype(self.dtype) for part in total)
         scale = self.clip / self.one * 2**SHIFT / self.divisor
-        if direction == 0:
-            return (high.astype(self.dtype) + low.astype(self.dtype) / 2**SHIFT) * scale
-        end = (high + (low > 0).astype(high.dtype) if direction > 0 else high).astype(self.dtype) * scale
-        return widen(end, end, 3)[direction > 0]
+        return (high + low / 2**SHIFT) * scale if nearest else widen(high * scale, high * scale, 3)[0]
 
 
 def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
