@@ -196,7 +196,7 @@ def train_with_bounds(
     return Bounds(*trees, plan.ks, threat, plan.layout.trainable, product)
 
 
-# --- Gradients and their bounds (lines 5 to 7 of Algorithm 1) --------------------------------------------------------
+# --- Gradients and their bounds --------------------------------------------------------------------------------------
 
 Leaves = list[jax.Array]
 Box = tuple[Leaves, Leaves]
@@ -235,14 +235,14 @@ class _Gradients:
         return cls(plan, gradient, stage(gradient, moving, record, product=plan.product))
 
     def batch(self, data: Any, rows: jax.Array) -> _Batch:
-        """The records of `rows`, -1 for none, line 4."""
+        """The records of `rows`, -1 for none."""
         rows = rows.reshape(self.plan.blocks[0], -1)
         weights = (rows >= 0).astype(self.plan.grid.dtype)
         records = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), weights
         return _Batch(records, (lax.map(jax.vmap(self.stages[0]), records), weights), jnp.sum(weights))
 
     def mean(self, params: Leaves, batch: _Batch) -> Leaves:
-        """The mean clipped gradient, line 5."""
+        """The mean clipped gradient, D of `train_with_bounds`."""
         grid = self.plan.grid
 
         def summands(records: Any) -> Leaves:
@@ -256,7 +256,7 @@ class _Gradients:
         return grads
 
     def factors(self, box: Box, kept: Any) -> Any:
-        """Lines 6 and 7 up to outer products, for a block of records."""
+        """Lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
         return jax.vmap(lambda one: self.stages[1](boxes, one))(kept[0]), kept[1]
 
@@ -325,10 +325,8 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
 
     def descent(k: jax.Array) -> Box:
         # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
-        below = [jnp.full(high.shape, -charge, grid.ints) for high, _ in sums]
-        everything = [add_units(total, size - absent, charge) for total in sums]
-        nothing = [(jnp.zeros_like(tau), jnp.zeros_like(tau)) for tau in below]
-        left, right = list(zip(below, everything, strict=True)), [(-t, n) for t, n in zip(below, nothing, strict=True)]
+        left = [(jnp.full_like(total[0], -charge), add_units(total, size - absent, charge)) for total in sums]
+        right = [(-tau, jax.tree.map(jnp.zeros_like, excess)) for tau, excess in left]
 
         def halve(_: Any, ends: Any) -> Any:
             taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
@@ -384,7 +382,7 @@ _DESCENT: dict[Threat, Callable[[_Gradients, _Batch, Box], Descent]] = {
 }
 
 
-# --- The optimizer (lines 8 to 10) -----------------------------------------------------------------------------------
+# --- The optimizer ---------------------------------------------------------------------------------------------------
 
 Line = tuple[Leaves, Leaves, Leaves, Leaves]  # ends of the parameters and of the velocities
 
@@ -502,7 +500,7 @@ def _step(
     changes: jax.Array,
     used: jax.Array | None,
 ) -> _State:
-    """One batch for the nominal parameters and all lines, lines 5 to 10 of Algorithm 1.
+    """One batch for the nominal parameters and all lines: a step of Algorithm 1.
 
     A line is a box that `changes` records of the batch may widen. With `used`, lines are told apart by the changes used
     so far in this epoch, and the batch may have had any number of them (T8).

@@ -132,8 +132,8 @@ def make_plan(
     padded = np.full((len(rows), math.prod(blocks)), -1, np.int32)
     padded[:, : rows.shape[1]] = rows
     # An epoch of the default order may start with a batch that is empty now and not in a neighbour.
-    epochs = training.epochs
-    groups = _groups(rows) if training.order is not None else (len(rows) // epochs,) * epochs
+    epoch = len(rows) // training.epochs
+    groups = (epoch,) * training.epochs if training.order is None else _groups(rows)
     decayed = training.momentum and training.weight_decay  # then the ends of a box do not evolve on their own (T8)
     shared = max(groups) > 1 and training.threat != "replace_per_batch" and not decayed
     if shared and not add_remove and padded.shape[1] > public_rows(training.batch_size):

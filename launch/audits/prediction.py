@@ -33,9 +33,7 @@ from jaxdp.prediction import (
     private_values,
     train_with_bounds,
 )
-from jaxdp.prediction import (
-    answers as answering,
-)
+from jaxdp.prediction import answers as answering
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
 from jaxdp.transforms import losses, noise

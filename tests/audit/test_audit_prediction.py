@@ -23,9 +23,7 @@ from jaxdp.prediction import (
     private_values,
     train_with_bounds,
 )
-from jaxdp.prediction import (
-    answers as answering,
-)
+from jaxdp.prediction import answers as answering
 from jaxdp.privacy import epsilon
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.prediction import agt, certify, plan, sums, train_with_bounds
+from jaxdp.prediction import Training, agt, certify, plan, sums, train_with_bounds
 
 
 def _load(name):
@@ -824,6 +824,14 @@ def test_good_settings_reach_the_work(no_work):
         attempt()
     with pytest.raises(AssertionError, match="work was done"):  # an assignment by the record's own index
         attempt(order=lambda n: np.where(np.arange(8) < n, np.arange(8), -1).reshape(4, 2).T)
+
+
+def test_settings_are_checked_before_there_are_records(no_work):
+    settings = {"clip": 0.1, "learning_rate": 0.1, "batch_size": 8, "epochs": 1}
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\), got 1.5"):
+        Training(**settings, momentum=1.5)
+    with pytest.raises(AssertionError, match="work was done"):
+        attempt(**vars(Training(**settings, threat="replace_one")))
 
 
 def test_bad_data_loss_and_parameters(no_work):
