@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_certificates --seeds 3 --output .bench/certificates.json
 
-"published" is Abstract Gradient Training as published (adjacency="reference", product="rump", k replacements in every
-batch), on the same data, networks and queries as "replace" (k replacements in the whole data set) and "add_remove" (k
-records added or removed). The second table is the probability of a wrong answer at a distance, for every mechanism.
+"published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump": k replacements in
+every batch), on the same data, networks and queries as "replace" (k replacements in the whole data set) and
+"add_remove" (k records added or removed). The second table is the probability of a wrong answer at a distance, for
+every mechanism.
 """
 
 import argparse
@@ -21,7 +22,11 @@ from jaxdp.transforms import losses
 
 KS = 40
 DISTANCES = (0, 3, 10, 30, 100)
-RULES = (("published", "reference", "rump"), ("replace", "replace", "tight"), ("add_remove", "add_remove", "tight"))
+RULES = (
+    ("published", "replace_per_batch", "rump"),
+    ("replace", "replace_one", "tight"),
+    ("add_remove", "add_remove", "tight"),
+)
 
 
 class Case(NamedTuple):
@@ -89,7 +94,7 @@ def measure(case: Case, seed: int) -> dict[str, float]:
     batches = case.records // case.batch
     order = np.concatenate([rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs)
     row: dict[str, float] = {}
-    for name, adjacency, product in RULES:
+    for name, threat, product in RULES:
         bounds = train_with_bounds(
             loss,
             params,
@@ -101,7 +106,7 @@ def measure(case: Case, seed: int) -> dict[str, float]:
             batch_size=case.batch,
             epochs=case.epochs,
             order=order,
-            adjacency=adjacency,  # type: ignore[arg-type]
+            threat=threat,  # type: ignore[arg-type]
             product=product,
         )
         found = certify(bounds, network, queries, product=product)

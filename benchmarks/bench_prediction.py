@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 import jaxdp
-from jaxdp.prediction import agt, checks, train_with_bounds
+from jaxdp.prediction import agt, checks, plan, train_with_bounds
 from jaxdp.transforms import losses
 
 
@@ -136,9 +136,11 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     calls: dict[str, Callable[[], Any]] = {
         name: lambda f=f: f(*on_device) for name, f in baselines(case, params).items()
     }
-    variants = [("bounds", KS, "add_remove"), ("one k", (1,), "add_remove"), ("replace", KS, "replace")][: 2 + replace]
-    for name, ks, adjacency in variants:
-        given = {**settings, "ks": ks, "adjacency": adjacency}
+    variants = [("bounds", KS, "add_remove"), ("one k", (1,), "add_remove"), ("replace", KS, "replace_one")][
+        : 2 + replace
+    ]
+    for name, ks, threat in variants:
+        given = {**settings, "ks": ks, "threat": threat}
         calls[name] = lambda given=given: train_with_bounds(loss, params, data, **given).lower["dense"]
     rows: dict[str, Any] = {}
     for name, call in calls.items():
@@ -147,9 +149,9 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         rows[name] = {"first_call_s": time.perf_counter() - start}
     for name, f in baselines(case, params).items():
         rows[name]["memory_mb"] = allocated(f.lower(*on_device))
-    for name, ks, adjacency in variants:
-        plan, arrays = plan_of(params, data, settings, ks, adjacency)
-        rows[name]["memory_mb"] = allocated(agt._train.lower(loss, plan, *arrays))
+    for name, ks, threat in variants:
+        static, arrays = plan_of(params, data, settings, ks, threat)
+        rows[name]["memory_mb"] = allocated(agt._train.lower(loss, static, *arrays))
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -169,17 +171,8 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     return rows
 
 
-def plan_of(params: Any, data: Any, settings: dict[str, Any], ks: Any, adjacency: str) -> tuple[Any, Any]:
-    rest = {
-        "momentum": 0.0,
-        "nesterov": False,
-        "weight_decay": 0.0,
-        "lr_min": 0.0,
-        "batches": None,
-        "order": None,
-        "product": "tight",
-    }
-    return checks.make_plan(loss, params, data, ks=checks.distances(ks), adjacency=adjacency, **{**rest, **settings})
+def plan_of(params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str) -> tuple[Any, Any]:
+    return plan.make_plan(loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings))
 
 
 def allocated(lowered: Any) -> float:

@@ -1,4 +1,4 @@
-"""A toy clipping rule, adaptation method and stage from outside the package: each works where those of the package do."""
+"""A toy clipping rule, adaptation method and stage from outside the package work where those of the package do."""
 
 import dataclasses
 from typing import NamedTuple

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from tqdm import tqdm
 
@@ -14,7 +15,7 @@ from jaxdp.data import FixedBatchSampler, Source
 def train_without_privacy(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: Any,
-    source: Source,
+    data: Any,
     optimizer: optax.GradientTransformation,
     *,
     steps: int,
@@ -29,7 +30,7 @@ def train_without_privacy(
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`.
       params: pytree to start from.
-      source: public examples.
+      data: public examples: a `Source`, or a pytree of arrays with one first axis.
       optimizer: any optax optimizer.
       steps, batch_size: number of updates, and examples in each.
       seed: 16 bytes that fix the order of the examples and the augmentation.
@@ -39,7 +40,13 @@ def train_without_privacy(
     Returns:
       The trained parameters.
     """
-    sampler = FixedBatchSampler(len(source), min(batch_size, len(source)), seed=seed)
+    if not isinstance(data, Source):
+        data = jax.tree.map(np.asarray, data)
+    count = len(data) if isinstance(data, Source) else len(jax.tree.leaves(data)[0])
+    sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
+
+    def gather(rows: np.ndarray) -> Any:
+        return data.gather(rows) if isinstance(data, Source) else jax.tree.map(lambda leaf: leaf[rows], data)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -54,5 +61,5 @@ def train_without_privacy(
     opt_state = optimizer.init(params)
     keys = jax.random.split(jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32)), steps)
     for step in tqdm(range(steps), desc=label, unit="step", disable=not progress):
-        params, opt_state = update(params, opt_state, source.gather(sampler.batch(step)), keys[step])
+        params, opt_state = update(params, opt_state, gather(sampler.batch(step)), keys[step])
     return params

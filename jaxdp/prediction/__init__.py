@@ -1,26 +1,33 @@
 """Private answers to queries of a model that was trained without privacy."""
 
 from jaxdp.prediction.agt import Bounds, Certificates, certify, train_with_bounds
-from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
-from jaxdp.prediction.experiment import run
-from jaxdp.prediction.mechanisms import flip_probability, randomised_response, smooth_cauchy, smooth_laplace
-from jaxdp.prediction.private import (
+from jaxdp.prediction.answers import (
     answered,
-    answers_event,
+    event,
     pate_predict,
     private_predict,
     private_values,
     query_epsilon,
     train_student,
 )
+from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
+from jaxdp.prediction.experiment import run
+from jaxdp.prediction.features import FeatureMap
+from jaxdp.prediction.mechanisms import METHODS, Mechanism, flip_probability, randomised_response, smooth_cauchy
+from jaxdp.prediction.plan import Threat, Training
 
 __all__ = [
+    "METHODS",
     "Bounds",
     "Certificates",
     "ConfidentGNMax",
+    "FeatureMap",
+    "Mechanism",
+    "Threat",
+    "Training",
     "answered",
-    "answers_event",
     "certify",
+    "event",
     "flip_probability",
     "partition_by_hash",
     "pate_predict",
@@ -30,7 +37,6 @@ __all__ = [
     "randomised_response",
     "run",
     "smooth_cauchy",
-    "smooth_laplace",
     "train_student",
     "train_with_bounds",
     "vote",

@@ -3,10 +3,11 @@
 Wicker et al., "Certification for Differentially Private Prediction in Gradient-Based Training" (ICML 2025,
 arXiv:2406.13433), in the order of its Algorithm 1, for all distances k in one compiled program:
 
-1. bounds of every record's gradient over the box of parameters reached so far (`jaxdp.interval`), clipped;
-2. bounds of their sum when up to k records change: `_Descent`, the paper's Theorem 4.6 or the rule of T4;
-3. a step of the optimizer for both ends of the box;
-4. `certify`: which predictions no parameters in the box change (Lemma 4.4).
+1. `_Gradients`: bounds of every record's gradient over the box of parameters reached so far, clipped;
+2. `_DESCENT`: bounds of their mean when up to k records change, by Theorem 4.6 or by T4;
+3. `_advance_box`: a step of the optimizer for both ends of the box;
+4. `_train`: all batches, for all k;
+5. `certify`: which predictions no parameters in the box change (Lemma 4.4).
 
 T1..T10 are derivations in BUILD_NOTES.md, with the proofs of soundness and of the 1-Lipschitz stable distance.
 """
@@ -15,20 +16,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.prediction.checks import Plan, check_data, distances, make_plan, positive
-from jaxdp.prediction.sums import Grid, add_units, add_up, carry, mean, public_rows
+from jaxdp.prediction.checks import check_queries, distances, one_of
+from jaxdp.prediction.plan import Layout, Plan, Threat, Trainable, Training, make_plan
+from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry, public_rows
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
-
-Adjacency = Literal["add_remove", "replace", "reference"]
 
 # Halvings of the interval in which the threshold of the largest entries is searched (T6).
 _HALVINGS = 8
@@ -45,8 +45,7 @@ class Bounds:
       lower, upper: pytrees like `params`; leaves [len(ks), ...]. Row i contains every parameter vector that training
         on a data set within distance ks[i] gives. Frozen leaves are repeated without copies.
       ks: distances, increasing.
-      adjacency: what one step of distance is: "add_remove", "replace" or "reference".
-      product: how products were bounded, "tight" or "rump".
+      threat, product: as in `train_with_bounds`.
       trainable: whether each leaf was trained, in the order of `jax.tree.leaves(params)`.
     """
 
@@ -54,23 +53,14 @@ class Bounds:
     lower: Any
     upper: Any
     ks: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    adjacency: str = dataclasses.field(metadata={"static": True})
+    threat: Threat = dataclasses.field(metadata={"static": True})
     trainable: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
     product: str = dataclasses.field(default="tight", metadata={"static": True})
 
-    def box(self, k: int) -> Any:
-        """Returns the box at distance k: `params` with an `Interval` for each trained leaf.
-
-        Raises:
-          ValueError: if k is not one of `ks`.
-        """
-        if k not in self.ks:
-            raise ValueError(f"k={k} is not one of the distances {self.ks} of these bounds")
-        row = self.ks.index(k)
-        leaves, structure = jax.tree.flatten(self.params)
-        ends = zip(leaves, jax.tree.leaves(self.lower), jax.tree.leaves(self.upper), self.trainable, strict=True)
-        boxes = [unchecked(low[row], high[row]) if moves else leaf for leaf, low, high, moves in ends]
-        return jax.tree.unflatten(structure, boxes)
+    @property
+    def layout(self) -> Layout:
+        """Which leaves of `params` were trained."""
+        return Layout(jax.tree.structure(self.params), self.trainable)
 
 
 class Certificates(NamedTuple):
@@ -99,7 +89,7 @@ def train_with_bounds(
     learning_rate: float,
     batch_size: int,
     epochs: int,
-    adjacency: Adjacency = "add_remove",
+    threat: Threat = "add_remove",
     batches: int | None = None,
     order: np.ndarray | Callable[[int], np.ndarray] | None = None,
     product: str = "tight",
@@ -108,7 +98,7 @@ def train_with_bounds(
     weight_decay: float = 0.0,
     lr_decay: float = 0.0,
     lr_min: float = 0.0,
-    trainable: Callable[[str, Any], bool] | None = None,
+    trainable: Trainable | None = None,
 ) -> Bounds:
     """Trains with per-record clipped gradients and bounds what any data set within distance k could have given.
 
@@ -127,26 +117,22 @@ def train_with_bounds(
       params: initial parameters, public.
       data: pytree of arrays [n, ...], one row per record.
       ks: distances; an int means all of 0..ks, which is what a private mechanism wants. A sparse grid is allowed.
-      clip: each coordinate of each record's gradient is clamped to [-clip, clip]; positive, finite.
-      learning_rate: of step 0; positive.
-      batch_size: public. The constant that sums are divided by (except "reference"); about the number of records in a
-        batch, but under "add_remove" not computed from their private number.
+      clip: each coordinate of each record's gradient is clamped to [-clip, clip].
+      learning_rate, lr_decay, lr_min, momentum, nesterov, weight_decay: of the optimizer; see the equations.
+      batch_size: the public constant that sums are divided by, except under "replace_per_batch". About the number of
+        records in a batch, but under "add_remove" not computed from their private number.
       epochs: passes over the data.
-      adjacency: what distance counts, and what the sum of gradients is divided by.
-        "add_remove": records added or removed, the normaliser is `batch_size`; one record shifts the sum by at most
-        `clip` (T4). "replace": records replaced, batches keep their size; normaliser `batch_size`. "reference": the
-        published rule (Theorem 4.6), normaliser the number of records in the batch, k replacements in EVERY batch;
-        with product="rump" the published algorithm.
-      batches: public number of batches per epoch. Records are assigned to them by a hash of their content, under
-        "replace" and "reference" by position; the same in every epoch and whatever the other records are. None is a
-        number that neighbours share. Under "add_remove" it is 1, because the number of records is private. Under
-        "replace" it is round(n / batch_size), at least 1. Under "reference" the batches are consecutive and full, an
-        incomplete one is dropped, as published.
+      threat: which changes of the data set the bounds cover; one change is one step of distance. "add_remove": records
+        are added or removed; each shifts a sum by at most `clip` (T4). "replace_one": records are replaced, batches
+        keep their size. "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by the number
+        of records in the batch, as published (Theorem 4.6); with product="rump" the published algorithm.
+      batches: public number of batches per epoch. Records are assigned to them by a hash of their content, where
+        records are replaced by position; the same in every epoch and whatever the other records are. None: 1 under
+        "add_remove", because the number of records is private; round(n / batch_size), at least 1, under "replace_one";
+        consecutive full batches without an incomplete last one, as published, under "replace_per_batch".
       order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it, instead of
         `batches` and `epochs`.
       product: "tight" or "rump", see `jaxdp.interval`.
-      momentum, nesterov, weight_decay: of the optimizer; see the equations.
-      lr_decay, lr_min: of the learning rate.
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen, and what
         depends on them alone is computed once per batch.
 
@@ -157,17 +143,16 @@ def train_with_bounds(
       *Containment.* Let data' be within distance ks[i] of `data`, each added record being assigned to one batch per
       epoch by a rule that does not look at other records. Training on data' by the equations above in real arithmetic
       ends inside row i; so does training in floating point, unless logits cancel almost completely. Changes count
-      over the whole data set: an epoch of several batches shares the budget between them (T8), except where the
-      cases below say "every batch".
+      over the whole data set: the batches of an epoch share the budget (T8), except where the table says otherwise.
 
       *Stable distance.* The box of data' at distance k - 1 lies inside that of data at distance k whenever data and
       data' are neighbours. So the k' of `certify` is 1-Lipschitz, which mechanisms need. For product="tight" and
-      adjacency "add_remove" or "replace" it holds in floating point too: sums over records are exact integer sums of
+      threat "add_remove" or "replace_one" it holds in floating point too: sums over records are exact integer sums of
       outward-rounded gradients, and other operations are monotone. Exceptions, in real arithmetic only: tanh, erf and
       softmax inside the network (XLA's are not monotone in the last digits), momentum together with weight decay.
 
-      The nominal parameters and the boxes are private values; only mechanisms in `jaxdp.prediction` make them public.
-      Hyperparameters and `order` must not be chosen by looking at the data.
+      Nominal parameters and boxes are private; only mechanisms in `jaxdp.prediction` make them public. Hyperparameters
+      and `order` must not be chosen by looking at the data.
 
       ============================  =================================================================================
       case                          behaviour
@@ -180,23 +165,19 @@ def train_with_bounds(
                                     reach it
       order repeats a record        budgets start again before the batch that repeats one
       momentum and weight_decay     k changes in every batch; an error if a step's influence on the result changes sign
-      "reference"                   k replacements in every batch
+      "replace_per_batch"           k replacements in every batch
       ============================  =================================================================================
 
     Raises:
       ValueError: for anything that cannot be certified or is out of range; before any computation.
-      TypeError: if ks or order are not integers, or a trained leaf is not floating point.
+      TypeError: ks or order are not integers, or a trained leaf is not floating point.
     """
-    plan, arrays = make_plan(
-        loss_fn,
-        params,
-        data,
-        ks=distances(ks),
-        clip=positive("clip", clip, "the per-coordinate bound of a record's gradient"),
-        learning_rate=positive("learning_rate", learning_rate, "the step size"),
+    training = Training(
+        clip=clip,
+        learning_rate=learning_rate,
         batch_size=batch_size,
         epochs=epochs,
-        adjacency=adjacency,
+        threat=threat,
         batches=batches,
         order=order,
         product=product,
@@ -207,25 +188,254 @@ def train_with_bounds(
         lr_min=lr_min,
         trainable=trainable,
     )
+    plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     nominal, low, high = _train(loss_fn, plan, *arrays)
-    leaves, structure = jax.tree.flatten(params)
-    lowers, uppers = [], []
-    trained = iter(zip(nominal, low, high, strict=True))
-    for i, moves in enumerate(plan.trainable):
-        if moves:
-            leaves[i], a, b = next(trained)
-        else:
-            a = b = np.broadcast_to(np.asarray(leaves[i]), (len(plan.ks), *np.shape(leaves[i])))
-        lowers.append(a)
-        uppers.append(b)
-    nominal, low, high = (jax.tree.unflatten(structure, x) for x in (leaves, lowers, uppers))
-    return Bounds(nominal, low, high, plan.ks, adjacency, plan.trainable, product)
+    frozen = plan.layout.split(params)[1]
+    rows = [np.broadcast_to(np.asarray(leaf), (len(plan.ks), *np.shape(leaf))) for leaf in frozen]
+    trees = plan.layout.join(nominal, frozen), plan.layout.join(low, rows), plan.layout.join(high, rows)
+    return Bounds(*trees, plan.ks, threat, plan.layout.trainable, product)
 
 
-# --- the algorithm ---------------------------------------------------------------------------------------------------
+# --- Gradients and their bounds --------------------------------------------------------------------------------------
 
 Leaves = list[jax.Array]
 Box = tuple[Leaves, Leaves]
+Descent = Callable[[jax.Array], Box]
+
+
+class _Batch(NamedTuple):
+    """A batch in blocks [outer, records, ...]. A place without a record has weight 0."""
+
+    records: Any  # examples, and their weights
+    kept: Any  # what bounds need of the records, whatever the box; and the weights
+    size: jax.Array  # number of records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """The gradients of single records, bounds of them over a box, and sums of both over a batch."""
+
+    plan: Plan
+    gradient: Callable[[Leaves, Any], Leaves]
+    # Its bounds in three steps: what no box changes (frozen layers are in here), what one does, final outer products.
+    stages: Sequence[Callable[..., Any]]
+
+    @classmethod
+    def of(cls, loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any) -> "_Gradients":
+        def gradient(moving: Leaves, record: Any) -> Leaves:
+            example, weight = record
+
+            def loss(moving: Leaves) -> jax.Array:
+                value = loss_fn(plan.layout.join(moving, frozen), example)
+                return value * weight.astype(value.dtype)
+
+            return jax.grad(loss)(moving)
+
+        record = one_of(data), jax.ShapeDtypeStruct((), plan.grid.dtype)
+        return cls(plan, gradient, stage(gradient, moving, record, product=plan.product))
+
+    def batch(self, data: Any, rows: jax.Array) -> _Batch:
+        """The records of `rows`, -1 for none."""
+        rows = rows.reshape(self.plan.blocks[0], -1)
+        weights = (rows >= 0).astype(self.plan.grid.dtype)
+        records = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), weights
+        return _Batch(records, (lax.map(jax.vmap(self.stages[0]), records), weights), jnp.sum(weights))
+
+    def mean(self, params: Leaves, batch: _Batch) -> Leaves:
+        """The mean clipped gradient, D of `train_with_bounds`."""
+        grid = self.plan.grid
+
+        def summands(records: Any) -> Leaves:
+            grads = jax.vmap(lambda record: self.gradient(params, record))(records)
+            return [grid.sum(grid.bits(g, nearest=True)) for g in grads]
+
+        totals = add_up(grid, self.plan.blocks, batch.records, lambda block: block, summands)
+        grads = [grid.mean(total, nearest=True) for total in totals]
+        if self.plan.threat == "replace_per_batch":
+            return [g * (grid.divisor / batch.size) for g in grads]
+        return grads
+
+    def factors(self, box: Box, kept: Any) -> Any:
+        """Lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
+        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
+        return jax.vmap(lambda one: self.stages[1](boxes, one))(kept[0]), kept[1]
+
+    def bounds(self, factors: Any) -> Leaves:
+        """Lower bounds of each record's gradient, then of its negative: leaves [records, ...]."""
+        ends = jax.vmap(self.stages[2])(factors[0])
+        return [low for low, _ in ends] + [-high for _, high in ends]
+
+    def bits(self, factors: Any) -> Leaves:
+        """The same, clipped and rounded down to the grid."""
+        grid, weights = self.plan.grid, factors[1]
+        # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
+        return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.zero) for x in self.bounds(factors)]
+
+    def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves]) -> list[Total]:
+        """Sums over the batch of integers made from `factors`."""
+        return add_up(self.plan.grid, self.plan.blocks, batch.kept, functools.partial(self.factors, box), summands)
+
+
+def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Weights [records], shaped for x [records, ...]."""
+    return weights.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _box(lows: Leaves) -> Box:
+    """The box of lower bounds of leaves, and of their negatives."""
+    half = len(lows) // 2
+    return lows[:half], [-low for low in lows[half:]]
+
+
+# --- The set of descent directions (Theorem 4.6): `k -> bounds of the mean clipped gradient` -------------------------
+# Lower ends are written down. An upper end is the negative of the lower end of negated gradients.
+
+
+def _add_remove(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
+    """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
+    grid = gradients.plan.grid
+    totals = gradients.total(box, batch, lambda factors: [grid.sum(bits) for bits in gradients.bits(factors)])
+    return lambda k: _box([grid.mean(add_units(total, -k, grid.charge)) for total in totals])
+
+
+def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
+    """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
+
+    The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The minimum over a fixed grid
+    of tau is found by bisection, since the function is convex; so the bound is isotonic.
+    """
+    grid, charge = gradients.plan.grid, gradients.plan.grid.charge
+
+    def entries(factors: Any) -> Leaves:
+        """Integers whose k largest leave; the least where there is no record."""
+        return [jnp.where(_rows(factors[1], x) > 0, x - grid.zero, -charge) for x in gradients.bits(factors)]
+
+    def add(xs: Leaves) -> Leaves:
+        return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
+
+    def above(taus: Leaves, factors: Any) -> Leaves:
+        """What exceeds tau, and how many entries do."""
+        gaps = [e - tau[None] for e, tau in zip(entries(factors), taus, strict=True)]
+        return add([jnp.maximum(g, 0) for g in gaps]) + add([(g > 0).astype(grid.ints) for g in gaps])
+
+    size = math.prod(gradients.plan.blocks)
+    absent = size - batch.size.astype(grid.ints)
+    sums = gradients.total(box, batch, lambda factors: add(entries(factors)))
+    sums = [add_units(total, absent, charge) for total in sums]
+
+    def descent(k: jax.Array) -> Box:
+        # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
+        left = [(jnp.full_like(total[0], -charge), add_units(total, size - absent, charge)) for total in sums]
+        right = [(-tau, jax.tree.map(jnp.zeros_like, excess)) for tau, excess in left]
+
+        def halve(_: Any, ends: Any) -> Any:
+            taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
+            totals = gradients.total(box, batch, functools.partial(above, taus))
+            middle = list(zip(taus, totals[: len(taus)], strict=True))
+            # Where no more than k entries exceed tau, the minimum is not above it.
+            rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
+            left = [_choose(r, old, new) for r, old, new in zip(rising, ends[0], middle, strict=True)]
+            return left, [_choose(r, new, old) for r, old, new in zip(rising, ends[1], middle, strict=True)]
+
+        lows = []
+        for total, *ends in zip(sums, *lax.fori_loop(0, _HALVINGS, halve, (left, right)), strict=True):
+            one, other = (add_units(excess, k, tau) for tau, excess in ends)
+            less = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+            largest = _choose(less, one, other)
+            rest = carry(total[0] - largest[0], total[1] - largest[1])
+            lows.append(grid.mean(add_units(rest, -k, charge)))
+        return _box(lows)
+
+    return descent
+
+
+def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def _replace_per_batch(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
+    """D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
+    plan, clip, most = gradients.plan, gradients.plan.grid.clip, gradients.plan.ks[-1]
+    kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.kept)
+    shown, size = kept[1][None] > 0, kept[1].size
+
+    def descent(k: jax.Array) -> Box:
+        error = slack(plan.grid.dtype, size + most + 8) * clip * (1 + 2 * k / batch.size)
+
+        def least(x: jax.Array) -> jax.Array:
+            flat = jnp.clip(jnp.where(jnp.isnan(x), -clip, x), -clip, clip).reshape(size, -1).T
+            total = jnp.sum(jnp.where(shown, flat, 0), axis=1)
+            largest = lax.top_k(jnp.where(shown, flat, -jnp.inf), most)[0]
+            leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
+            mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / batch.size - error
+            return mean.reshape(x.shape[1:])
+
+        return _box([least(x) for x in gradients.bounds(gradients.factors(box, kept))])
+
+    return descent
+
+
+_DESCENT: dict[Threat, Callable[[_Gradients, _Batch, Box], Descent]] = {
+    "add_remove": _add_remove,
+    "replace_one": _replace_one,
+    "replace_per_batch": _replace_per_batch,
+}
+
+
+# --- The optimizer ---------------------------------------------------------------------------------------------------
+
+Line = tuple[Leaves, Leaves, Leaves, Leaves]  # ends of the parameters and of the velocities
+
+
+def _advance_box(plan: Plan, line: Line, grads: Box, rate: jax.Array) -> Line:
+    """One step of both ends. A lower parameter comes from a higher gradient, so velocities cross."""
+    low, high, v_low, v_high = line
+    low, v_high = _advance(plan, low, v_high, grads[1], rate, -1)
+    high, v_low = _advance(plan, high, v_low, grads[0], rate, +1)
+    return low, high, v_low, v_high
+
+
+def _advance(
+    plan: Plan, params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int = 0
+) -> tuple[Leaves, Leaves]:
+    """One step of the nominal parameters; or of an end of the box, with every result rounded outward to that sign."""
+    if sign and plan.weight_decay and not plan.momentum:
+        decay, worst = rate * plan.weight_decay, jnp.minimum if sign < 0 else jnp.maximum
+        error = slack(plan.grid.dtype, 4) * decay  # which may be large beside what decay leaves
+        least, most = jnp.maximum(1 - decay - error, 0), 1 - decay + error
+        kept = [_out(worst(p * least, p * most), sign, 3) for p in params]
+        return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
+
+    def add(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
+        """g + factor x; terms may cancel, so the product is rounded by itself."""
+        return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
+
+    if plan.weight_decay:
+        # An end's own decay: exact, because the influence of no gradient changes sign (T10).
+        grads = add(grads, plan.weight_decay, params)
+    steps = grads
+    if plan.momentum:
+        steps = velocity = add(grads, plan.momentum, velocity)
+    if plan.nesterov:
+        steps = add(grads, plan.momentum, velocity)
+    return [_out(p - _out(rate * s, -sign), sign) for p, s in zip(params, steps, strict=True)], velocity
+
+
+def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
+    """Rounds a computed value outward, down for sign -1 and up for +1."""
+    return widen(x, x, roundings)[sign > 0] if sign else x
+
+
+# --- All batches -----------------------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """Nominal parameters, and lines: boxes that are trained side by side, with a first axis. Before the first step all
+    lines are one point, whose gradients are bounded once (T5); `lines` is None then."""
+
+    params: Leaves
+    velocity: Leaves
+    lines: Any
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -233,185 +443,100 @@ def _train(
     loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
 ) -> tuple[Leaves, Leaves, Leaves]:
     """Algorithm 1 for all ks. Returns nominal, lower and upper leaves; the ends have a first axis [len(ks)]."""
-    dtype = jnp.result_type(*moving)
-    grid = Grid.of(dtype)
-
-    def gradient(moving: Leaves, record: Any) -> Leaves:
-        example, weight = record
-
-        def loss(moving: Leaves) -> jax.Array:
-            parts = iter(moving), iter(frozen)
-            leaves = [next(parts[0]) if moves else next(parts[1]) for moves in plan.trainable]
-            value = loss_fn(jax.tree.unflatten(plan.structure, leaves), example)
-            return value * weight.astype(value.dtype)
-
-        return jax.grad(loss)(moving)
-
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), data)
-    record = (example, jax.ShapeDtypeStruct((), dtype))
-    first, second, third = stage(gradient, moving, record, product=plan.product)
-
-    def batch_of(rows: jax.Array) -> Any:
-        """Records in blocks [outer, records, ...], and weight 0 for places without a record."""
-        rows = rows.reshape(plan.blocks[0], -1)
-        return jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), (rows >= 0).astype(dtype)
-
-    def kept_of(batch: Any) -> Any:
-        """What bounds need of the records: computed once for all k (frozen layers are in here); and the weights."""
-        return lax.map(jax.vmap(first), batch), batch[1]
-
-    def factors_of(box: Box, kept: Any) -> Any:
-        """Lines 6 and 7 of Algorithm 1 up to outer products: bounds for a block of records over the box."""
-        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
-        return jax.vmap(lambda one: second(boxes, one))(kept[0]), kept[1]
-
-    def record_bounds(factors: Any) -> tuple[Leaves, Leaves]:
-        """Bounds of each record's gradient, leaves [records, ...]."""
-        ends = jax.vmap(third)(factors[0])
-        return [low for low, _ in ends], [high for _, high in ends]
-
-    def whole(bits: jax.Array) -> jax.Array:
-        """Sums over the records of a fragment, without the bits of `magic`."""
-        return jnp.sum(bits, axis=0, dtype=grid.ints) - bits.shape[0] * grid.zero
-
-    def nominal_sums(moving: Leaves, batch: Any) -> list[Any]:
-        def summands(fragment: Any) -> Leaves:
-            grads = jax.vmap(lambda one: gradient(moving, one))(fragment)
-            return [whole(grid.bits(g.astype(dtype), plan.clip, 0)) for g in grads]
-
-        return add_up(plan, grid, batch, lambda block: block, summands)
-
-    descent = _Descent(plan, grid, dtype, factors_of, record_bounds, whole)
-
-    def advance(params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array) -> tuple[Leaves, Leaves]:
-        pushes = [g + plan.weight_decay * p for g, p in zip(grads, params, strict=True)]
-        if plan.momentum == 0:
-            return [p - rate * g for p, g in zip(params, pushes, strict=True)], velocity
-        velocity = [plan.momentum * v + g for v, g in zip(velocity, pushes, strict=True)]
-        steps = [g + plan.momentum * v if plan.nesterov else v for g, v in zip(pushes, velocity, strict=True)]
-        return [p - rate * s for p, s in zip(params, steps, strict=True)], velocity
-
-    def advance_end(end: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int) -> tuple[Leaves, Leaves]:
-        """`advance` for one end of the box, with the gradients that push it outward; every result rounded outward."""
-        if plan.weight_decay and not plan.momentum:
-            decay, worst = rate * plan.weight_decay, jnp.minimum if sign < 0 else jnp.maximum
-            error = slack(dtype, 4) * decay  # which may be large beside what decay leaves
-            least, most = jnp.maximum(1 - decay - error, 0), 1 - decay + error
-            kept = [_out(worst(p * least, p * most), sign, 3) for p in end]
-            return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
-
-        def add(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
-            """g + factor x; terms may cancel, so the product is rounded by itself."""
-            return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
-
-        if plan.weight_decay:
-            # The end's own decay: exact, because the influence of no gradient changes sign (`_check_influence`).
-            grads = add(grads, plan.weight_decay, end)
-        steps = grads
-        if plan.momentum:
-            steps = velocity = add(grads, plan.momentum, velocity)
-        if plan.nesterov:
-            steps = add(grads, plan.momentum, velocity)
-        return [_out(p - _out(rate * s, -sign), sign) for p, s in zip(end, steps, strict=True)], velocity
-
-    def advance_box(line: Any, grads: Box, rate: jax.Array) -> Any:
-        low, high, v_low, v_high = line
-        # A lower parameter comes from a higher gradient, so velocities cross.
-        low, v_high = advance_end(low, v_high, grads[1], rate, -1)
-        high, v_low = advance_end(high, v_low, grads[0], rate, +1)
-        return low, high, v_low, v_high
-
-    def each(f: Callable[[Any], Any], xs: Any) -> Any:
-        """Over lines: one after the other in a processor's cache, side by side on an accelerator."""
-        return lax.map(f, xs) if jax.default_backend() == "cpu" else jax.vmap(f)(xs)
-
-    def step(state: Any, rows: jax.Array, rate: jax.Array, changes: Any, used: Any) -> Any:
-        """One batch for the nominal parameters and all lines; a line is a box that `changes` records may widen.
-
-        Before the first step all lines are one point, whose gradients are bounded once (T5). With `used`, lines are
-        told apart by the changes used so far in this epoch, and the batch may have had any number of them (T8).
-        """
-        params, velocity, lines = state
-        batch = batch_of(rows)
-        kept, count = kept_of(batch), jnp.sum(batch[1])
-        grads = [mean(plan, grid, total, dtype, 0) for total in nominal_sums(params, batch)]
-        if plan.adjacency == "reference":
-            grads = [g * (plan.divisor / count) for g in grads]
-        if lines is None:
-            point = (params, params, velocity, velocity)
-            shared = descent.prepare(point[:2], kept)
-            lines = each(lambda k: advance_box(point, descent.finish(shared, k, kept, count), rate), changes)
-        else:
-
-            def move(now: Any) -> Any:
-                k, line = now
-                return advance_box(line, descent.finish(descent.prepare(line[:2], kept), k, kept, count), rate)
-
-            lines = each(move, (changes, lines))
-        if used is not None:
-            lines = _share(plan, grid, dtype, lines, used, rate)
-        return (*advance(params, velocity, grads, rate), lines)
-
-    def steps(state: Any, rows: jax.Array, rates: jax.Array, changes: Any, used: Any, starts: Any = None) -> Any:
-        """Several batches. `starts`: (flags [steps], rows of lines): where flagged, each line goes on from another."""
-
-        def body(state: Any, now: Any) -> tuple[Any, None]:
-            rows, rate, start = now
-            params, velocity, lines = state
-            if starts is not None:
-                lines = jax.tree.map(lambda x: jnp.where(start, x[starts[1]], x), lines)
-            return step((params, velocity, lines), rows, rate, changes, used), None
-
-        flags = jnp.zeros(len(rows), bool) if starts is None else starts[0]
-        return lax.scan(body, state, (rows, rates, flags))[0]
-
     order, ks = jnp.asarray(order), np.asarray(plan.ks)
-    state = (moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None)
+    steps = functools.partial(_steps, _Gradients.of(loss_fn, plan, moving, frozen, data), data)
+    state = _State(moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None)
     if not plan.shared_budget:
-        changes = jnp.asarray(ks)
-        state = step(state, order[0], rates[0], changes, None)
-        params, _, lines = steps(state, order[1:], rates[1:], changes, None)
+        params, _, lines = steps(state, order, rates, jnp.asarray(ks))
         return params, lines[0], lines[1]
-    # First epoch: lines of j = 0..K changes so far. Later: for each k, which widened the box before, lines of j = 0..k.
-    first_epoch = plan.groups[0]
-    used = jnp.arange(ks[-1] + 1)
-    none = jnp.zeros_like(used)
-    state = step(state, order[0], rates[0], none, used)
-    state = steps(state, order[1:first_epoch], rates[1:first_epoch], none, used)
-    ends = ks
+    # First epoch: lines of j = 0..K changes so far (T8).
+    first, used = plan.groups[0], jnp.arange(ks[-1] + 1)
+    state, ends = steps(state, order[:first], rates[:first], jnp.zeros_like(used), used), ks
     if len(plan.groups) > 1:
-        pairs = [(k, j) for k in plan.ks for j in range(k + 1)]
-        ends = np.cumsum(ks + 1) - 1  # the lines with j == k
-        begin = np.zeros(len(order) - first_epoch, bool)
-        begin[np.cumsum((0, *plan.groups[1:-1]))] = True
-        begin[0] = False
-        params, velocity, lines = state
-        lines = jax.tree.map(lambda x: x[np.asarray([k for k, _ in pairs])], lines)
-        used = jnp.asarray([j for _, j in pairs])
-        last = np.repeat(ends, ks + 1)
-        state = (params, velocity, lines)
-        rest = slice(first_epoch, None)
-        state = steps(state, order[rest], rates[rest], jnp.zeros_like(used), used, (jnp.asarray(begin), last))
-    params, _, lines = state
-    return params, *(jax.tree.map(lambda x: x[ends], end) for end in lines[:2])
+        # Later: for each k, which widened the box before, lines of j = 0..k. An epoch starts from those with j = k.
+        pairs = np.asarray([(k, j) for k in plan.ks for j in range(k + 1)])
+        ends, used = np.cumsum(ks + 1) - 1, jnp.asarray(pairs[:, 1])
+        starts = np.zeros(len(order) - first, bool)
+        starts[np.cumsum((0, *plan.groups[1:-1]))] = True
+        state = state._replace(lines=jax.tree.map(lambda x: x[pairs[:, 0]], state.lines))
+        restarts = jnp.asarray(starts), np.repeat(ends, ks + 1)
+        state = steps(state, order[first:], rates[first:], jnp.zeros_like(used), used, restarts)
+    low, high, *_ = jax.tree.map(lambda x: x[ends], state.lines)
+    return state.params, low, high
 
 
-def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
-    """Rounds a computed value outward, down for sign -1 and up for +1."""
-    return widen(x, x, roundings)[(sign + 1) // 2]
+def _steps(
+    gradients: _Gradients,
+    data: Any,
+    state: _State,
+    order: jax.Array,
+    rates: jax.Array,
+    changes: jax.Array,
+    used: jax.Array | None = None,
+    restarts: tuple[jax.Array, np.ndarray] | None = None,
+) -> _State:
+    """Several batches. `changes`, `used`: see `_step`. `restarts`: (flags [steps], rows of lines): where flagged, each
+    line goes on from another."""
+    if state.lines is None:
+        state = _step(gradients, gradients.batch(data, order[0]), state, rates[0], changes, used)
+        order, rates = order[1:], rates[1:]
+
+    def body(state: _State, now: Any) -> tuple[_State, None]:
+        rows, rate, start = now
+        if restarts is not None:
+            again = jax.tree.map(lambda x: jnp.where(start, x[restarts[1]], x), state.lines)
+            state = state._replace(lines=again)
+        return _step(gradients, gradients.batch(data, rows), state, rate, changes, used), None
+
+    flags = jnp.zeros(len(order), bool) if restarts is None else restarts[0]
+    return lax.scan(body, state, (order, rates, flags))[0]
 
 
-def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate: jax.Array) -> Any:
+def _step(
+    gradients: _Gradients,
+    batch: _Batch,
+    state: _State,
+    rate: jax.Array,
+    changes: jax.Array,
+    used: jax.Array | None,
+) -> _State:
+    """One batch for the nominal parameters and all lines: a step of Algorithm 1.
+
+    A line is a box that `changes` records of the batch may widen. With `used`, lines are told apart by the changes used
+    so far in this epoch, and the batch may have had any number of them (T8).
+    """
+    plan, (params, velocity, lines) = gradients.plan, state
+    descent = functools.partial(_DESCENT[plan.threat], gradients, batch)
+    # Over lines: one after the other in a processor's cache, side by side on an accelerator.
+    each = lax.map if jax.default_backend() == "cpu" else lambda f, xs: jax.vmap(f)(xs)
+    grads = gradients.mean(params, batch)
+    if lines is None:
+        point, at_point = (params, params, velocity, velocity), descent((params, params))
+        lines = each(lambda k: _advance_box(plan, point, at_point(k), rate), changes)
+    else:
+
+        def move(now: Any) -> Line:
+            k, line = now
+            return _advance_box(plan, line, descent(line[:2])(k), rate)
+
+        lines = each(move, (changes, lines))
+    if used is not None:
+        lines = _share(plan, lines, used, rate)
+    return _State(*_advance(plan, params, velocity, grads, rate), lines)
+
+
+def _share(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
     """Lets the changes used so far include some of this batch's (T8).
 
     L^(j) = min_i (base L^(j-i) - i shift): a running minimum over the lines of one k, in which each further change
     shifts the mean gradient by at most clip / batch_size (twice that if it is a replacement).
     """
+    grid, dtype = plan.grid, plan.grid.dtype
     # In whole units of `mean`; and what the roundings of the two sums, not of one difference, may make of it.
-    whole, records = 2**grid.shift, 2 if plan.adjacency == "replace" else 1
-    units = math.ceil(records * grid.charge / whole) * whole / grid.one
-    units += slack(dtype, 8) * public_rows(plan.divisor) / (1 - plan.momentum)
-    charge = units * (1 + 8 * slack(dtype, 1)) * plan.clip / plan.divisor
+    records, one = 2 if plan.threat == "replace_one" else 1, 2**SHIFT
+    units = math.ceil(records * grid.charge / one) * one / grid.one
+    units += slack(dtype, 8) * public_rows(grid.divisor) / (1 - plan.momentum)
+    charge = units * (1 + 8 * slack(dtype, 1)) * grid.clip / grid.divisor
     amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2
 
     def line(previous: Any, current: Any) -> Any:
@@ -426,142 +551,7 @@ def _share(plan: Plan, grid: Grid, dtype: Any, lines: Any, used: jax.Array, rate
     return lax.scan(line, jax.tree.map(lambda x: x[0], lines), (used, lines))[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Descent:
-    """Bounds of the mean clipped gradient when k records of a batch change."""
-
-    plan: Plan
-    grid: Grid
-    dtype: Any
-    factors_of: Callable[[Box, Any], Any]
-    record_bounds: Callable[[Any], tuple[Leaves, Leaves]]
-    whole: Callable[[jax.Array], jax.Array]
-
-    def prepare(self, box: Box, kept: Any) -> Any:
-        """What does not depend on k."""
-        if self.plan.adjacency != "add_remove":
-            return box
-        return self._total(box, kept, lambda factors: [*map(self.whole, self._bits(factors))])
-
-    def finish(self, prepared: Any, k: jax.Array, kept: Any, count: jax.Array) -> Box:
-        """Lower and upper bounds of the mean; `count` is the number of records in the batch."""
-        if self.plan.adjacency == "add_remove":
-            return self._shifted(prepared, k)
-        if self.plan.adjacency == "replace":
-            return self._replaced(prepared, k, kept, count)
-        return self._published(prepared, k, kept, count)
-
-    def _total(self, box: Box, kept: Any, summands: Callable[[Any], Leaves]) -> list[Any]:
-        return add_up(self.plan, self.grid, kept, functools.partial(self.factors_of, box), summands)
-
-    def _bits(self, factors: Any) -> Leaves:
-        def bits(x: jax.Array, sign: int) -> jax.Array:
-            # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
-            return jnp.where(_rows(factors[1], x) > 0, self.grid.bits(x.astype(self.dtype), self.plan.clip, sign), zero)
-
-        zero = self.grid.zero
-        lows, highs = self.record_bounds(factors)
-        return [bits(x, -1) for x in lows] + [bits(x, +1) for x in highs]
-
-    def _ends(self, totals: list[Any]) -> Box:
-        half = len(totals) // 2
-        low = [mean(self.plan, self.grid, t, self.dtype, -1) for t in totals[:half]]
-        return low, [mean(self.plan, self.grid, t, self.dtype, +1) for t in totals[half:]]
-
-    def _shifted(self, totals: list[Any], k: jax.Array) -> Box:
-        """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
-        half, charge = len(totals) // 2, self.grid.charge
-        low = [add_units(self.grid, t, -k, charge) for t in totals[:half]]
-        return self._ends(low + [add_units(self.grid, t, k, charge) for t in totals[half:]])
-
-    def _replaced(self, box: Box, k: jax.Array, kept: Any, count: jax.Array) -> Box:
-        """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
-
-        The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The minimum over a fixed grid
-        of tau is found by bisection, since the function is convex; so the bound is isotonic.
-        """
-        grid, charge = self.grid, self.grid.charge
-
-        def entries(factors: Any) -> Leaves:
-            """Integers whose k largest leave: d_L, and -d_U; the least where there is no record."""
-            bits, weights = self._bits(factors), factors[1]
-            units = [b - grid.zero for b in bits[: len(bits) // 2]] + [grid.zero - b for b in bits[len(bits) // 2 :]]
-            return [jnp.where(_rows(weights, x) > 0, x, -charge) for x in units]
-
-        def add(xs: Leaves) -> Leaves:
-            return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
-
-        def above(taus: Leaves, factors: Any) -> Leaves:
-            gaps = [e - tau[None] for e, tau in zip(entries(factors), taus, strict=True)]
-            return add([jnp.maximum(g, 0) for g in gaps]) + add([(g > 0).astype(grid.ints) for g in gaps])
-
-        size = math.prod(self.plan.blocks)
-        absent = size - count.astype(grid.ints)
-        sums = self._total(box, kept, lambda factors: add(entries(factors)))
-        sums = [add_units(grid, total, absent, charge) for total in sums]
-        below = [jnp.full(high.shape, -charge, grid.ints) for high, _ in sums]
-        # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
-        start = (
-            [(tau, add_units(grid, total, size - absent, charge)) for tau, total in zip(below, sums, strict=True)],
-            [(-tau, (jnp.zeros_like(tau), jnp.zeros_like(tau))) for tau in below],
-        )
-
-        def halve(_: Any, ends: Any) -> Any:
-            taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
-            totals = self._total(box, kept, functools.partial(above, taus))
-            excesses, counts = totals[: len(taus)], totals[len(taus) :]
-            middle = list(zip(taus, excesses, strict=True))
-            rising = [(high << grid.shift) + low <= k for high, low in counts]
-            left = [_choose(r, old, new) for r, old, new in zip(rising, ends[0], middle, strict=True)]
-            return left, [_choose(r, new, old) for r, old, new in zip(rising, ends[1], middle, strict=True)]
-
-        left, right = lax.fori_loop(0, _HALVINGS, halve, start)
-        totals = []
-        for total, a, b in zip(sums, left, right, strict=True):
-            (h1, l1), (h2, l2) = (self._line(tau, excess, k) for tau, excess in (a, b))
-            less = (h1 < h2) | ((h1 == h2) & (l1 < l2))
-            largest = jnp.where(less, h1, h2), jnp.where(less, l1, l2)
-            rest = carry(grid, total[0] - largest[0], total[1] - largest[1])
-            totals.append(add_units(grid, rest, -k, charge))
-        half = len(totals) // 2
-        return self._ends(totals[:half] + [carry(grid, -high, -low) for high, low in totals[half:]])
-
-    def _line(self, tau: jax.Array, excess: tuple[jax.Array, jax.Array], k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """k tau + excess."""
-        shift = self.grid.shift
-        return carry(self.grid, excess[0] + k * (tau >> shift), excess[1] + k * (tau & (2**shift - 1)))
-
-    def _published(self, box: Box, k: jax.Array, kept: Any, count: jax.Array) -> Box:
-        """D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
-        clip, most = self.plan.clip, self.plan.ks[-1]
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept)
-        size = math.prod(self.plan.blocks)
-        present = rows[1] > 0
-        error = slack(self.dtype, size + most + 8) * clip * (1 + 2 * k / count)
-
-        def end(x: jax.Array, sign: int) -> jax.Array:
-            flat = jnp.clip(jnp.where(jnp.isnan(x), sign * clip, x), -clip, clip).reshape(size, -1).T * -sign
-            shown = present[None]
-            total = jnp.sum(jnp.where(shown, flat, 0), axis=1)
-            largest = lax.top_k(jnp.where(shown, flat, -jnp.inf), most)[0]
-            leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
-            mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / count - error
-            return (mean * -sign).reshape(x.shape[1:])
-
-        lows, highs = self.record_bounds(self.factors_of(box, rows))
-        return [end(x, -1) for x in lows], [end(x, +1) for x in highs]
-
-
-def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Weights [records], shaped for x [records, ...]."""
-    return weights.reshape(-1, *(1,) * (x.ndim - 1))
-
-
-def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
-# --- predictions -----------------------------------------------------------------------------------------------------
+# --- Predictions (Lemma 4.4) -----------------------------------------------------------------------------------------
 
 
 def certify(
@@ -575,69 +565,44 @@ def certify(
     Args:
       bounds: of `train_with_bounds`.
       apply_fn: `apply_fn(params, query) -> logits` of ONE query, [] or [1] (label 1 if positive) or [C].
-      queries: pytree of arrays [Q, ...].
+      queries: pytree of arrays [Q, ...], Q >= 1, finite.
       product: see `jaxdp.interval`.
 
     Returns:
       `Certificates`. The distance is the largest k in bounds.ks up to which the label is certified without a gap. If
       the ks do not run over all integers, it counts the certified ks above 0 instead: k itself would jump by more
-      than 1 between neighbouring data sets, and a mechanism calibrated to it would not be private. Mechanisms want 0
-      among the ks: then neighbours agree on the label also where nominal logits differ by rounding only.
+      than 1 between neighbouring data sets. Mechanisms want 0 among the ks: then neighbours agree on the label also
+      where nominal logits differ by rounding only.
 
     Raises:
-      ValueError: if apply_fn does not return the logits of one query, or queries are empty or not finite.
+      TypeError, ValueError: bounds, logits or queries are not as above.
     """
     if not isinstance(bounds, Bounds):
         raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}")
-    size = check_data(queries, "queries")
-    query = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), queries)
-    out = jax.eval_shape(apply_fn, bounds.params, query)
-    shape = getattr(out, "shape", None)
-    if shape is None or len(shape) > 1 or shape == (0,):
-        shapes = jax.tree.map(lambda x: x.shape, out)
-        raise ValueError(
-            f"apply_fn must map one query to logits [] or [C], got {shapes}; for a model of batches:"
-            " lambda params, x: model(params, x[None])[0]"
-        )
-    leaves, low, high = (jax.tree.leaves(x) for x in (bounds.params, bounds.lower, bounds.upper))
-    moving = [[x for x, moves in zip(xs, bounds.trainable, strict=True) if moves] for xs in (leaves, low, high)]
-    frozen = [x for x, moves in zip(leaves, bounds.trainable, strict=True) if not moves]
-    structure = jax.tree.structure(bounds.params)
+    check_queries(apply_fn, bounds.params, queries)
+    (moving, frozen), (low, _), (high, _) = map(bounds.layout.split, (bounds.params, bounds.lower, bounds.upper))
     queries = jax.tree.map(jnp.asarray, queries)
-    label, certified, ends = _certify(apply_fn, product, structure, bounds.trainable, *moving, frozen, queries)
+    label, certified, ends = _certify(apply_fn, product, bounds.layout, moving, (low, high), frozen, queries)
     counted = np.asarray(bounds.ks) > 0
     distance = jnp.sum(jnp.cumprod(certified, axis=0)[counted], axis=0, dtype=jnp.int32)
-    assert distance.shape == (size,)
     below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
     return Certificates(label, distance, unchecked(below, above))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _certify(
-    apply_fn: Any,
-    product: str,
-    structure: Any,
-    trainable: tuple[bool, ...],
-    moving: Leaves,
-    low: Leaves,
-    high: Leaves,
-    frozen: Leaves,
-    queries: Any,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    apply_fn: Any, product: str, layout: Layout, moving: Leaves, box: Box, frozen: Leaves, queries: Any
+) -> tuple[jax.Array, jax.Array, Box]:
     """(labels [Q], whether certified [K, Q], ends of logits [K, Q, C])."""
 
-    def params_of(moving: Sequence[Any]) -> Any:
-        parts = iter(moving), iter(frozen)
-        return jax.tree.unflatten(structure, [next(parts[0]) if m else next(parts[1]) for m in trainable])
-
     def nominal(query: Any) -> jax.Array:
-        logits = apply_fn(params_of(moving), query).reshape(-1)
+        logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
         return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
 
     def one(box: Box, query: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The label that is certain, or -1, and the ends of the logits."""
         boxes = [unchecked(a, b) for a, b in zip(*box, strict=True)]
-        (logits,), _ = bound(apply_fn, (params_of(boxes), query), product=product)
+        (logits,), _ = bound(apply_fn, (layout.join(boxes, frozen), query), product=product)
         a, b = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
         if a.size == 1:
             return jnp.where(a[0] > 0, 1, jnp.where(b[0] <= 0, 0, -1)).astype(jnp.int32), (a, b)
@@ -646,7 +611,7 @@ def _certify(
     def at(box: Box) -> Any:
         return lax.map(functools.partial(one, box), queries, batch_size=_QUERIES)
 
-    certain, ends = lax.map(at, (low, high))
+    certain, ends = lax.map(at, box)
     # Rounding may give nominal logits another order than every logit in the box has.
     labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
     return labels, certain == labels[None], ends

@@ -6,9 +6,8 @@ changes and k is 0 on both sides. Everything in this file rests on that sentence
 record's part depends on nothing but the record (`partition_by_hash`): "the i-th record goes to part i mod T" moves
 every later record when one is removed.
 
-Replacing a record by another removes it from one part and adds another to a part that may be a different one. Members
-that are certified for adding and removing records (adjacency "add_remove") cover that as two steps, which
-`private_predict` counts. Members certified for replacement only do not cover it at all: they need parts that a
+A replaced record may leave one part and enter another. Members certified for the threat "add_remove" cover that as two
+steps, which `private_predict` counts. Members certified for replacement do not cover it: they need parts that a
 replacement cannot leave, assigned by a public identity that stays (`ids`).
 """
 
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.prediction.checks import count_rows, positive, whole
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
@@ -41,12 +41,11 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
         parts: number of parts, >= 1.
         salt: 1 to 64 bytes, public, and chosen without looking at the records. The same salt gives the same parts.
         ids: one public identity per record, hashed instead of its bytes, so that a record whose content is replaced
-            stays in its part. All records of an identity go to one part, but distances still count records, not
-            identities.
+            stays in its part. Distances still count records, not identities.
 
     Returns:
-        int32 [n], the part of each record in [0, parts). `np.flatnonzero(result == t)` are the records of member t;
-        their number is private under "add_remove", so train every member with one public divisor.
+        int32 [n] in [0, parts). The number of records of a part is private under "add_remove": train every member with
+        one public divisor.
 
     Formal guarantees:
         A record's part is a function of that record (or of its identity), `parts` and `salt` only: adding or removing a
@@ -55,24 +54,25 @@ def partition_by_hash(records: Any, parts: int, *, salt: bytes, ids: Sequence[in
     Raises:
         TypeError, ValueError: an argument out of range, leaves of different length, or ids of another type.
     """
-    if isinstance(parts, bool) or not isinstance(parts, int | np.integer) or parts < 1:
-        raise ValueError(f"parts must be an integer >= 1, got {parts!r}")
+    parts = whole("parts", parts)
     if not isinstance(salt, bytes) or not 1 <= len(salt) <= 64:
         raise ValueError("salt must be 1 to 64 public bytes, for example b'my experiment v1'")
     count = count_rows(records, "records")
-    leaves, structure = jax.tree.flatten(records)
-    arrays = [np.asarray(leaf) for leaf in leaves]
     if ids is None:
-        layout = repr((str(structure), [(array.dtype.str, array.shape[1:]) for array in arrays]))
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
+        kinds = [(array.dtype.str, array.shape[1:]) for array in arrays]
+        layout = repr((str(jax.tree.structure(records)), kinds))
+        contents = (b"".join(array[i].tobytes() for array in arrays) for i in range(count))
     else:
-        layout, identities = "identity", list(ids)
+        identities = list(ids)
         if len(identities) != count:
             raise ValueError(f"ids must hold one identity for each record, got {len(identities)} for {count}")
+        layout, contents = "identity", (_id_bytes(identity) for identity in identities)
     seen = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
     result = np.empty(count, np.int32)
-    for i in range(count):
+    for i, content in enumerate(contents):
         digest = seen.copy()
-        digest.update(b"".join(array[i].tobytes() for array in arrays) if ids is None else _id_bytes(identities[i]))
+        digest.update(content)
         result[i] = int.from_bytes(digest.digest(), "little") % parts
     return result
 
@@ -85,19 +85,11 @@ def _id_bytes(identity: Any) -> bytes:
     return f"{type(value).__name__}:{value}".encode()
 
 
-def count_rows(tree: Any, name: str) -> int:
-    """Returns n of a pytree of arrays [n, ...]; raises ValueError if it has no leaves or leaves of different length."""
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in jax.tree.leaves(tree)}
-    if len(lengths) != 1 or -1 in lengths:
-        raise ValueError(f"{name} must be a pytree of arrays with one first axis, found leaves of different lengths")
-    return lengths.pop()
-
-
 # --- The certified vote -----------------------------------------------------------------------------------------
 
 
 def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the majority label of every query and its calibrated distance.
+    """Returns the majority label of every query and its calibrated distance: int32 [Q] each. Ties have distance 0.
 
     The distance is one less than the number of records that have to change before some class c draws level with the
     winner w: a member's label costs k + 1 changes, a member that leaves w for c closes the gap n_w - n_c by two, a
@@ -112,10 +104,7 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
     Args:
         labels: int [T, Q] in [0, num_classes), one row per member.
         distances: int [T, Q] >= 0, the members' calibrated distances.
-        num_classes: C >= 2.
-
-    Returns:
-        (label, distance): int32 [Q] each. Ties go to the smallest label, with distance 0.
+        num_classes: C >= 2; ties go to the smallest label.
 
     Formal guarantees:
         If every neighbouring data set changes one member only, whose label stays while its distance moves by at most
@@ -127,9 +116,7 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
         formula is that minimum.) The number of steps to a fixed set changes by at most one per step. If a neighbour has
         another winner, or a tie, it lies in U_w and is one step away: K = 0, and by symmetry K = 0 there too.
 
-    Two shortcuts break this. Taking the n smallest k among ALL members is not 1-Lipschitz: a step of a member that
-    votes against the winner changes n, and K by more than one. And with three or more classes, counting only the
-    winner's voters is unsound: members that vote for neither class may be cheaper to move to the runner-up.
+    Neither the n smallest k among ALL members nor, with three or more classes, the winner's voters alone would do.
 
     Raises:
         ValueError: an argument out of range or of another shape.
@@ -147,8 +134,7 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
             joined = np.maximum(gap - 2 * left, 0)
             cost = leaving[left] + np.take_along_axis(joining, joined[None], axis=0)[0]
             best = np.minimum(best, np.where(winner == rival, _UNREACHABLE, cost))
-    largest = np.iinfo(np.int32).max
-    return winner.astype(np.int32), np.clip(best - 1, 0, largest).astype(np.int32)
+    return winner.astype(np.int32), np.clip(best - 1, 0, np.iinfo(np.int32).max).astype(np.int32)
 
 
 def _cheapest(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
@@ -174,6 +160,11 @@ def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndar
     return votes.astype(np.int64), np.minimum(away.astype(np.int64), np.iinfo(np.int32).max)
 
 
+def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
+    """Returns int64 [Q, C] of labels [T, Q]."""
+    return _counts(_check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)[0], num_classes)
+
+
 # --- Baselines --------------------------------------------------------------------------------------------------
 
 
@@ -182,34 +173,21 @@ def laplace_vote(
 ) -> np.ndarray:
     """Answers the class with most votes after Laplace noise of scale 2 changed_members / epsilon on every count.
 
-    Args:
-        key: typed noise key, used for this call only.
-        labels: int [T, Q] in [0, num_classes).
-        epsilon: of each answer; finite, > 0.
-        num_classes: C >= 2.
-        changed_members: how many members one neighbouring data set may change: 1, or 2 where records are replaced and a
-            replacement may land in another part.
-
-    Returns:
-        int32 [Q].
+    Arguments, result and errors as `ConfidentGNMax.answer`, and `changed_members`: how many members a neighbouring data
+    set may change, 1, or 2 where records are replaced and a replacement may land in another part.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`: a changed vote moves two counts by one each (Dwork and
         Roth 2014, Theorem 3.6), up to the floating-point limits in `jaxdp.transforms.noise`.
-
-    Raises:
-        TypeError, ValueError: an argument out of range or of another shape.
     """
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
+    scale = 2 * changed_members / positive("epsilon", epsilon)
     if changed_members not in (1, 2):
         raise ValueError(f"changed_members must be 1 or 2, got {changed_members!r}")
-    votes, _ = _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)
-    counts = _counts(votes, num_classes)
-    return _noisy_counts(noise.laplace, key, counts, 2 * changed_members / epsilon).argmax(axis=1).astype(np.int32)
+    counts = _vote_counts(labels, num_classes)
+    return _noisy(noise.laplace, key, counts, scale).argmax(axis=1).astype(np.int32)
 
 
-def _noisy_counts(draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float) -> np.ndarray:
+def _noisy(draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float) -> np.ndarray:
     sample = draw(key, jax.ShapeDtypeStruct(counts.shape, jnp.float32), scale)
     return counts + np.asarray(sample, np.float64)
 
@@ -241,9 +219,8 @@ class ConfidentGNMax:
     def __post_init__(self) -> None:
         if not math.isfinite(self.threshold):
             raise ValueError(f"threshold must be finite, got {self.threshold!r}")
-        for name in ("sigma_threshold", "sigma_votes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)!r}")
+        positive("sigma_threshold", self.sigma_threshold)
+        positive("sigma_votes", self.sigma_votes)
 
     @classmethod
     def calibrated(
@@ -257,64 +234,42 @@ class ConfidentGNMax:
         adjacency: Adjacency = "add_remove",
         ratio: float = 3.0,
     ) -> "ConfidentGNMax":
-        """Returns the least noise, with sigma_threshold = ratio * sigma_votes, whose event costs at most (epsilon,
-        delta).
+        """Returns the least noise, with sigma_threshold = ratio sigma_votes, that costs at most (epsilon, delta).
 
-        Raises:
-            ValueError: an argument out of range, or a target that no noise meets.
+        Raises ValueError for an argument out of range, or a target that no noise meets.
         """
-        if not 0 < ratio < math.inf:
-            raise ValueError(f"ratio must be finite and > 0, got {ratio!r}")
+        ratio = positive("ratio", ratio)
 
-        def make(sigma_votes: float) -> ConfidentGNMax:
-            return cls(threshold, ratio * sigma_votes, sigma_votes)
+        def event(sigma_votes: float) -> DpEvent:
+            return cls(threshold, ratio * sigma_votes, sigma_votes).event(queries, max_answers=max_answers)
 
-        return make(
-            calibrate_noise(
-                lambda sigma: make(sigma).event(queries, max_answers=max_answers),
-                epsilon=epsilon,
-                delta=delta,
-                adjacency=adjacency,
-            )
-        )
+        sigma_votes = calibrate_noise(event, epsilon=epsilon, delta=delta, adjacency=adjacency)
+        return cls(threshold, ratio * sigma_votes, sigma_votes)
 
     def event(self, queries: int, *, max_answers: int) -> DpEvent:
-        """Returns what `queries` queries of which at most `max_answers` are answered cost, whatever the votes.
-
-        Raises:
-            ValueError: `queries` < 1 or `max_answers` outside [1, queries].
-        """
+        """Returns what `queries` queries cost of which at most `max_answers`, in [1, queries], are answered."""
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}]")
+        checks = SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries)
         return ComposedDpEvent(
-            [
-                SelfComposedDpEvent(GaussianDpEvent(self.sigma_threshold), queries),
-                SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers),
-            ]
+            [checks, SelfComposedDpEvent(GaussianDpEvent(self.sigma_votes / math.sqrt(2)), max_answers)]
         )
 
     def answer(self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int) -> np.ndarray:
-        """Answers the first `max_answers` queries that pass the noisy threshold.
+        """Answers the first `max_answers` queries that pass the noisy threshold: int32 [Q], -1 for no answer.
 
         Args:
             key: typed noise key, used for this call only.
-            labels: int [T, Q] in [0, num_classes).
-            num_classes: C >= 2.
-            max_answers: in [1, Q].
-
-        Returns:
-            int32 [Q], -1 for a query without an answer.
+            labels: int [T, Q] in [0, num_classes), one row per member.
+            num_classes, max_answers: C >= 2, and in [1, Q].
 
         Raises:
             TypeError, ValueError: an argument out of range or of another shape.
         """
-        votes, _ = _check_votes(labels, np.zeros(np.shape(labels), np.int64), num_classes)
-        if not 1 <= max_answers <= votes.shape[1]:
-            raise ValueError(f"max_answers={max_answers} must lie in [1, queries={votes.shape[1]}]")
-        counts = _counts(votes, num_classes)
+        counts = _vote_counts(labels, num_classes)
+        self.event(len(counts), max_answers=max_answers)  # which checks it
         key_threshold, key_votes = jax.random.split(key)
-        largest = _noisy_counts(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
-        passed = largest >= self.threshold
+        passed = _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold) >= self.threshold
         answered = passed & (np.cumsum(passed) <= max_answers)
-        noisy = _noisy_counts(noise.gaussian, key_votes, counts, self.sigma_votes)
+        noisy = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
         return np.where(answered, noisy.argmax(axis=1), -1).astype(np.int32)

@@ -23,7 +23,8 @@ import optax
 
 from jaxdp import data, models
 from jaxdp.files import read_npz, write_durably, write_json
-from jaxdp.prediction import agt, ensembles, mechanisms, private, tasks
+from jaxdp.prediction import agt, ensembles, mechanisms, tasks
+from jaxdp.prediction import answers as private
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent, Ledger, SelfComposedDpEvent, calibrate_noise
 from jaxdp.release import Release, Till, alone, bind, derive, finished_result, stream
 from jaxdp.report import format_table, plot_curves
@@ -237,7 +238,7 @@ def _compare(
     answerers: dict[tuple[str, str], Callable[[jax.Array, np.ndarray], np.ndarray]] = {
         (pool, way): functools.partial(_answer, pools[pool], way, each) for pool, way in ways
     }
-    events: dict[tuple[str, str], DpEvent] = dict.fromkeys(answerers, private.answers_event(plan.queries, epsilon=each))
+    events: dict[tuple[str, str], DpEvent] = dict.fromkeys(answerers, private.event(plan.queries, epsilon=each))
     pate = ensembles.ConfidentGNMax.calibrated(
         threshold=config.pate.threshold * members,
         queries=plan.queries,
@@ -328,7 +329,7 @@ def _answer(pool: _Certified, way: str, epsilon: float, key: jax.Array, rows: np
         return ensembles.laplace_vote(key, pool.votes[:, rows], epsilon=epsilon, num_classes=pool.num_classes)
     global_mechanism = "global_laplace" if pool.num_classes == 2 else "global_response"
     mechanism = {OURS: "randomised_response", SMOOTH: "paper_cauchy", GLOBAL: global_mechanism}[way]
-    return mechanisms.LABEL_MECHANISMS[mechanism](
+    return mechanisms.METHODS[mechanism].answer(
         key, pool.label[rows], pool.distance[rows], epsilon=epsilon, num_classes=pool.num_classes
     )
 

@@ -12,11 +12,13 @@ randomised_response    the smallest possible, `flip_probability`                
 smooth_cauchy          Cauchy noise of scale exp(-epsilon k) / (2 sinh(epsilon / 2))       epsilon
   "smooth"             Cauchy noise of scale exp(-beta k) / (epsilon - beta)               epsilon
   "paper"              Cauchy noise of scale 6 exp(-epsilon k / 6) / epsilon               epsilon
-smooth_laplace         Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
+(smooth Laplace)       Laplace noise of scale exp(-beta k) / epsilon                       epsilon, delta
   "paper"              Laplace noise of scale 2 exp(-beta k) / epsilon                     epsilon, delta
 global_laplace         Laplace noise of scale 1 / epsilon, whatever k                      epsilon
 global_response        that of randomised_response at k = 0, whatever k                    epsilon
 =====================  ==================================================================  =============
+
+The ledger has no event for (epsilon, delta)-DP answers: `flip_probability_smooth_laplace` is for comparison only.
 
 **Proof for the family.** Let E = exp(epsilon) and C the number of labels. Neighbours with different labels have k = 0,
 so their answers are distributed as k-ary randomised response, (epsilon, 0)-DP iff (1 - p(0)) (C - 1) <= E p(0) (and
@@ -25,8 +27,8 @@ have distances k and k + 1 or k twice; with p non-increasing, the two densities 
 
     p(k) <= E p(k + 1)   and   1 - p(k + 1) <= E (1 - p(k)).                                                        (*)
 
-The smallest p that satisfies all three is found greedily, since each bound on p(k + 1) rises with p(k): it is
-`flip_probability`, so no epsilon-DP member of the family is ever more accurate than randomised response.
+The smallest p that satisfies all three is found greedily, since each bound on p(k + 1) rises with p(k). It is
+`flip_probability`, so no epsilon-DP member of the family is more accurate than randomised response.
 
 **Proof for Cauchy noise.** For Cauchy laws of centres x, x' and scales s, s' the largest log ratio of the densities is
 
@@ -41,21 +43,20 @@ by log s, exceeds 1; "paper" is Nissim, Raskhodnikova and Smith 2007, Corollary 
 
 **Proof for Laplace noise.** Centres that are D / scale apart cost D / scale. A scale that shrinks by exp(b) costs
 (e, (1 - exp(-b)) exp(-(e + b) / (exp(b) - 1))) for every e >= 0, a scale that grows by exp(b) costs (b, 0): integrate
-the excess of one density over exp(e) times the other. First change the scale and then the centre, and the two costs add
-up with no factor on delta (the other order, or a delta for both steps, is where Nissim et al. get (1 + exp(epsilon /
-2)) / 2). For labels only one of the two happens.
+the excess of one density over exp(e) times the other. For labels only one of the two happens.
 
-**Sampling is exact.** Flips are drawn by comparing 64 random bits with integer thresholds, and the thresholds satisfy
-the three conditions in integer arithmetic, with a rational number below E in its place (`_thresholds`). So the
-distribution that is sampled is epsilon-DP, not only the real-valued one that it approximates; flip probabilities below
-2**-64 are rounded up to it. What is left to trust is the generator of the bits. Noise on values is floating point and
-shares the limits in `jaxdp.transforms.noise`.
+**Sampling is exact.** Flips are drawn by comparing 64 random bits with integer thresholds, which satisfy the three
+conditions in integer arithmetic, with a rational number below E in its place (`_thresholds`). So the distribution that
+is sampled is epsilon-DP, not only the real-valued one that it approximates; flips rarer than 2**-64 are rounded up to
+it. What is left to trust is the generator of the bits. Noise on values is floating point and shares the limits in
+`jaxdp.transforms.noise`.
 """
 
+import dataclasses
 import fractions
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -63,6 +64,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize
 
+from jaxdp.prediction.checks import positive
+from jaxdp.prediction.ensembles import laplace_vote
 from jaxdp.privacy.events import DpEvent, PureDpEvent
 from jaxdp.transforms import noise
 
@@ -84,18 +87,10 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     For two classes p(k) = e^(-epsilon k) / (1 + e^epsilon). With many classes 1 - p(k) first grows by e^epsilon per
     step, until p(k) <= e^epsilon / (1 + e^epsilon), and then p(k) shrinks by e^epsilon per step.
 
-    Args:
-        distance: integers >= 0, any shape.
-        epsilon: finite, > 0.
-        num_classes: C >= 2.
-
-    Returns:
-        float64, the shape of `distance`; 0 where it underflows (beyond about e^-745).
-
-    Raises:
-        ValueError: an argument out of range.
+    `distance` is integers >= 0 of any shape, epsilon is finite and > 0, num_classes is C >= 2. Returns float64 of that
+    shape, 0 where it underflows (beyond about e^-745). Raises ValueError for an argument out of range.
     """
-    epsilon, classes = _check_epsilon(epsilon), _check_classes(num_classes)
+    epsilon, classes = positive("epsilon", epsilon), _check_classes(num_classes)
     k = _check_distances(distance).astype(np.float64)
     log_others = math.log(classes - 1)
     log_total = float(np.logaddexp(epsilon, log_others))
@@ -109,12 +104,8 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
 
 
 def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
-    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon: the same at every distance.
-
-    Arguments, shape and errors as `flip_probability`, for two classes.
-    """
-    epsilon = _check_epsilon(epsilon)
-    return np.full(_check_distances(distance).shape, math.exp(-epsilon / 2) / 2)
+    """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon; otherwise as `flip_probability`."""
+    return np.full(_check_distances(distance).shape, math.exp(-positive("epsilon", epsilon) / 2) / 2)
 
 
 def flip_probability_cauchy(
@@ -122,33 +113,23 @@ def flip_probability_cauchy(
 ) -> np.ndarray:
     """Returns arctan(2 s(k)) / pi, the probability that Cauchy noise of scale s(k) exceeds 1/2.
 
-    Args:
-        distance: integers >= 0, any shape.
-        epsilon: finite, > 0.
-        calibration: which s(k), see the module's text; all are epsilon-DP.
-        beta: of "smooth" only, fixed in (0, epsilon) without looking at data. exp(-beta k) / (epsilon - beta) is
-            smallest at the distance k if beta = epsilon - 1 / k; the default epsilon / 2 is the best one at k = 2 /
-            epsilon.
-
-    Returns:
-        float64, the shape of `distance`.
-
-    Raises:
-        ValueError: an argument out of range.
+    `calibration` chooses s(k), see the module's text; all are epsilon-DP. `beta` is for "smooth" only, in (0, epsilon)
+    and fixed without looking at data: epsilon - 1 / k gives the smallest scale at the distance k, the default
+    epsilon / 2 is the best one at k = 2 / epsilon. Otherwise as `flip_probability`.
     """
-    epsilon, k = _check_epsilon(epsilon), _check_distances(distance).astype(np.float64)
+    epsilon, k = positive("epsilon", epsilon), _check_distances(distance)
     if calibration not in ("stable", "smooth", "paper"):
         raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}")
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
         raise ValueError(f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})")
     beta = epsilon / 2 if beta is None else beta
-    rate, at_zero = {
-        "stable": (epsilon, _inverse_sinh_half(epsilon)),
+    rate, twice_scale = {
+        "stable": (epsilon, 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)),  # 1 / sinh(epsilon / 2)
         "smooth": (beta, 2 / (epsilon - beta)),
         "paper": (epsilon / 6, 12 / epsilon),
     }[calibration]
     with np.errstate(under="ignore"):
-        return np.arctan(at_zero * np.exp(-rate * k)) / math.pi
+        return np.arctan(twice_scale * np.exp(-rate * k)) / math.pi
 
 
 def flip_probability_smooth_laplace(
@@ -156,88 +137,58 @@ def flip_probability_smooth_laplace(
 ) -> np.ndarray:
     """Returns exp(-1 / (2 s(k))) / 2, the probability that Laplace noise of scale s(k) exceeds 1/2.
 
-    Args:
-        distance: integers >= 0, any shape.
-        epsilon: finite, > 0.
-        delta: in (0, 1).
-        calibration: "stable", s(k) = exp(-b k) / epsilon with the largest b whose change of scale is (epsilon,
-            delta)-DP; or the paper's "paper", s(k) = 2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). The
-            latter is refused where epsilon is so large that this b does not give the delta that was asked for.
-
-    Returns:
-        float64, the shape of `distance`.
-
-    Raises:
-        ValueError: an argument out of range.
+    `calibration` is "stable", s(k) = exp(-b k) / epsilon with b = `dilation_rate(epsilon, delta)`; or "paper", s(k) =
+    2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)), which is refused where epsilon is so large that this b
+    does not give delta. Otherwise as `flip_probability`.
     """
-    epsilon, k = _check_epsilon(epsilon), _check_distances(distance).astype(np.float64)
-    rate, inverse_scale = _laplace_calibration(epsilon, _check_delta(delta), calibration)
+    k, rate, inverse_scale = _check_distances(distance), dilation_rate(epsilon, delta), epsilon
+    if calibration not in ("stable", "paper"):
+        raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}")
+    if calibration == "paper":
+        rate, inverse_scale = epsilon / (2 * math.log(2 / delta)), epsilon / 2
+        if _log_dilation_delta(rate, epsilon) > math.log(delta):
+            raise ValueError(
+                f"epsilon={epsilon:g} is too large for the paper's constants: they do not give delta={delta:g} there; "
+                "use calibration='stable'"
+            )
     with np.errstate(under="ignore", over="ignore"):
         return np.exp(-inverse_scale * np.exp(rate * k) / 2) / 2
-
-
-def _inverse_sinh_half(epsilon: float) -> float:
-    """Returns 1 / sinh(epsilon / 2), which does not overflow."""
-    return 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)
-
-
-def _laplace_calibration(epsilon: float, delta: float, calibration: str) -> tuple[float, float]:
-    """Returns (b, 1 / s(0)) of Laplace noise of scale s(0) exp(-b k) on labels."""
-    if calibration == "stable":
-        return dilation_rate(epsilon, delta), epsilon
-    if calibration != "paper":
-        raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}")
-    rate = epsilon / (2 * math.log(2 / delta))
-    if _dilation_delta(rate, epsilon) > delta:
-        raise ValueError(
-            f"epsilon={epsilon:g} is too large for the paper's constants: they do not give delta={delta:g} there; "
-            "use calibration='stable'"
-        )
-    return rate, epsilon / 2
-
-
-def _dilation_delta(rate: float, epsilon: float) -> float:
-    """Returns the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >= rate."""
-    return math.exp(_log_dilation_delta(rate, epsilon))
-
-
-def _log_dilation_delta(rate: float, epsilon: float) -> float:
-    rate = min(rate, 700.0)  # Beyond this the value does not change.
-    return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
 
 
 def dilation_rate(epsilon: float, delta: float) -> float:
     """Returns the largest b <= epsilon for which changing a Laplace scale by exp(+-b) is (epsilon, delta)-DP.
 
     Solves (1 - exp(-b)) exp(-(epsilon + b) / (exp(b) - 1)) = delta, whose left side rises in b; the result is on the
-    side where delta holds.
-
-    Raises:
-        ValueError: an argument out of range.
+    side where delta holds. Raises ValueError for an argument out of range.
     """
-    epsilon, delta = _check_epsilon(epsilon), _check_delta(delta)
-    if _dilation_delta(epsilon, epsilon) <= delta:
+    epsilon = positive("epsilon", epsilon)
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta!r}")
+    if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
         return epsilon
     low = min(epsilon, 1.0) / (4 * math.log(2 / delta) + 4)  # There the exponent is below -3 log(2 / delta).
     root = optimize.brentq(lambda b: _log_dilation_delta(b, epsilon) - math.log(delta), low, epsilon, rtol=1e-13)
     return root * (1 - 1e-12)
 
 
+def _log_dilation_delta(rate: float, epsilon: float) -> float:
+    """Returns the log of the delta of changing a Laplace scale by exp(+-rate) at `epsilon` >= rate."""
+    rate = min(rate, 700.0)  # Beyond this the value does not change.
+    return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
+
+
 # --- Labels -----------------------------------------------------------------------------------------------------
 
 
 def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
-    """Answers labels by randomised response with the flip probability of their distance.
+    """Answers labels by randomised response with the flip probability of their distance; int32 [Q].
 
     Args:
         key: typed noise key, used for this call only (`jaxdp.release.stream`).
         labels: int [Q] in [0, num_classes).
-        distances: int [Q] >= 0, 1-Lipschitz in the data and 0 where a neighbour's label differs (see the module's
-        text). epsilon: of each answer; finite, > 0.
+        distances: int [Q] >= 0, calibrated (see the module's text).
+        epsilon: of each answer; finite, > 0.
         num_classes: C >= 2, a public declaration.
-
-    Returns:
-        int32 [Q], the noisy labels.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the distances, for any
@@ -262,10 +213,8 @@ def smooth_cauchy(
 ) -> np.ndarray:
     """Answers labels in {0, 1} by rounding label + Cauchy noise at 1/2, the paper's mechanism.
 
-    Arguments, result and errors as `randomised_response` and `flip_probability_cauchy`; `num_classes` must be 2.
-
-    Formal guarantees:
-        Each answer is (epsilon, 0)-DP under every calibration, `PureDpEvent(epsilon)`.
+    Arguments, result, errors and guarantee, (epsilon, 0)-DP under every calibration, are those of
+    `randomised_response` and `flip_probability_cauchy`; `num_classes` must be 2.
     """
     _check_binary("smooth_cauchy", num_classes)
     flips = functools.partial(flip_probability_cauchy, epsilon=epsilon, calibration=calibration, beta=beta)
@@ -275,12 +224,9 @@ def smooth_cauchy(
 def global_laplace(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
     """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2: what needs no certificate.
 
-    Arguments, result and errors as `randomised_response`; the distances are not used, `num_classes` must be 2.
-
-    Formal guarantees:
-        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, whatever the model and the neighbouring relation.
+    As `randomised_response` with `num_classes` 2, but the distances are not used, and answers are (epsilon, 0)-DP
+    whatever the model and the neighbouring relation.
     """
-    del distances
     _check_binary("global_laplace", num_classes)
     flips = functools.partial(flip_probability_global_laplace, epsilon=epsilon)
     return _answer(key, labels, np.zeros(np.shape(labels), np.int64), flips, epsilon=epsilon, num_classes=2)
@@ -288,67 +234,8 @@ def global_laplace(key: jax.Array, labels: Any, distances: Any, *, epsilon: floa
 
 def global_response(key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int) -> np.ndarray:
     """Answers labels by k-ary randomised response, as `global_laplace` but for any number of classes."""
-    del distances
     nowhere = np.zeros(np.shape(labels), np.int64)
     return randomised_response(key, labels, nowhere, epsilon=epsilon, num_classes=num_classes)
-
-
-def smooth_laplace(
-    key: jax.Array,
-    labels: Any,
-    distances: Any,
-    *,
-    epsilon: float,
-    delta: float,
-    calibration: LaplaceCalibration = "stable",
-) -> np.ndarray:
-    """Answers labels in {0, 1} by rounding label + Laplace noise of scale s(k) at 1/2.
-
-    Arguments, result and errors as `randomised_response` and `flip_probability_smooth_laplace`.
-
-    Formal guarantees:
-        Each answer is (epsilon, delta)-DP (plus (1 + e^epsilon) 2**-64 for rounding). The ledger has no event for such
-        a release, so `event` refuses it and `private_predict` does not offer it: for comparison only.
-    """
-    k = _check_distances(distances)
-    flips = flip_probability_smooth_laplace(k, epsilon=epsilon, delta=delta, calibration=calibration)
-    thresholds = np.array([math.ceil(math.ldexp(p, _BITS)) for p in flips.ravel()], np.uint64).reshape(k.shape)
-    return _sample(key, _check_labels(labels, 2, k.shape), thresholds, 2)
-
-
-LABEL_MECHANISMS: Mapping[str, Callable[..., np.ndarray]] = {
-    "randomised_response": randomised_response,
-    "smooth_cauchy": smooth_cauchy,
-    "paper_cauchy": functools.partial(smooth_cauchy, calibration="paper"),
-    "global_laplace": global_laplace,
-    "global_response": global_response,
-}
-# These do not look at distances, so they need no certificates.
-GLOBAL_MECHANISMS = frozenset({"global_laplace", "global_response"})
-
-
-def event(mechanism: str, *, epsilon: float) -> DpEvent:
-    """Returns what one answer of a mechanism costs.
-
-    Args:
-        mechanism: a key of `LABEL_MECHANISMS`, or "cauchy_values" or "laplace_values".
-        epsilon: finite, > 0.
-
-    Returns:
-        `PureDpEvent(epsilon)`.
-
-    Raises:
-        ValueError: an unknown mechanism, or one whose guarantee the ledger has no event for.
-    """
-    if mechanism in ("smooth_laplace", "smooth_laplace_values"):
-        raise ValueError(
-            f"mechanism={mechanism!r} is (epsilon, delta)-DP, for which the ledger has no event; use a pure one, such "
-            "as 'randomised_response' for labels or 'cauchy_values' for values"
-        )
-    pure = (*LABEL_MECHANISMS, "cauchy_values", "laplace_values")
-    if mechanism not in pure:
-        raise ValueError(f"mechanism must be one of {sorted(pure)}, got {mechanism!r}")
-    return PureDpEvent(_check_epsilon(epsilon))
 
 
 def _answer(
@@ -361,14 +248,12 @@ def _answer(
     num_classes: int,
 ) -> np.ndarray:
     """Answers by the smallest thresholds above `flips` (None: above zero) that are exactly epsilon-DP."""
-    epsilon, classes = _check_epsilon(epsilon), _check_classes(num_classes)
-    k = _check_distances(distances)
+    epsilon, classes, k = positive("epsilon", epsilon), _check_classes(num_classes), _check_distances(distances)
     labels = _check_labels(labels, classes, k.shape)
     last = int(k.max(initial=0))
     wanted = None if flips is None else flips(np.arange(last + 1)).tolist()
     table = _thresholds(wanted, last, epsilon=epsilon, num_classes=classes)
-    thresholds = np.array(table, np.uint64)[np.minimum(k, len(table) - 1)]
-    return _sample(key, labels, thresholds, classes)
+    return _sample(key, labels, np.array(table, np.uint64)[np.minimum(k, len(table) - 1)], classes)
 
 
 def _thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int) -> list[int]:
@@ -405,8 +290,7 @@ def _thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, nu
 
 def _sample(key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
     """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per label."""
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise TypeError("key must be a typed key; use jaxdp.release.stream(seed, purpose)")
+    noise.check_key(key)
     words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
     return _flip(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
 
@@ -426,7 +310,7 @@ def _flip(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_cla
 def smooth_sensitivity(
     values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
 ) -> np.ndarray:
-    """Bounds how much values can move between neighbours, by certified intervals: a beta-smooth upper bound.
+    """Bounds how much values can move between neighbours: a beta-smooth upper bound, float64 [Q] in (0, high - low].
 
     With box_0 = {value}, box_j the interval for data at distance j (everything clipped to `output_range`, and the whole
     range beyond the last row),
@@ -439,9 +323,6 @@ def smooth_sensitivity(
         beta: > 0, fixed without looking at data.
         output_range: (low, high), a public declaration.
 
-    Returns:
-        float64 [Q], in (0, high - low].
-
     Formal guarantees:
         S(D) >= |value(D) - value(D')| and S(D) <= exp(beta) S(D') for all neighbours D, D', provided the boxes nest
         across neighbours: box_j(D) lies in box_{j+1}(D'), as certified boxes do (`jaxdp.prediction.certify`), also for
@@ -452,9 +333,7 @@ def smooth_sensitivity(
     Raises:
         ValueError: an argument out of range or of another shape.
     """
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be finite and > 0, got {beta!r}")
-    low, high = check_range(output_range)
+    beta, (low, high) = positive("beta", beta), check_range(output_range)
     values = _clip(values, (low + high) / 2, low, high)
     lower, upper = _clip(lower, low, low, high), _clip(upper, high, low, high)
     if values.ndim != 1 or lower.ndim != 2 or lower.shape != upper.shape or lower.shape[1:] != values.shape:
@@ -464,8 +343,7 @@ def smooth_sensitivity(
     ends = np.full_like(values, low), np.full_like(values, high)
     lows, highs = np.vstack([values, lower, ends[0], ends[0]]), np.vstack([values, upper, ends[1], ends[1]])
     gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])
-    decay = np.exp(-beta * np.arange(len(gaps)))
-    return np.max(decay[:, None] * gaps, axis=0)
+    return np.max(np.exp(-beta * np.arange(len(gaps)))[:, None] * gaps, axis=0)
 
 
 def cauchy_values(
@@ -478,16 +356,13 @@ def cauchy_values(
     output_range: tuple[float, float],
     beta: float | None = None,
 ) -> np.ndarray:
-    """Answers real values with Cauchy noise scaled to their smooth sensitivity.
+    """Answers real values with Cauchy noise scaled to their smooth sensitivity; float32 [Q], clipped to `output_range`.
 
     Args:
         key: typed noise key, used for this call only.
         values, lower, upper, output_range: as in `smooth_sensitivity`.
         epsilon: of each answer; finite, > 0.
-        beta: in (0, epsilon), fixed without looking at data; see `default_beta`.
-
-    Returns:
-        float32 [Q], clipped to `output_range` after the noise.
+        beta: in (0, epsilon), fixed without looking at data; None for `default_beta`.
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, up to the floating-point limits in
@@ -499,24 +374,21 @@ def cauchy_values(
     Raises:
         TypeError, ValueError: an argument out of range or of another shape.
     """
-    epsilon = _check_epsilon(epsilon)
+    epsilon = positive("epsilon", epsilon)
     beta = default_beta(epsilon) if beta is None else beta
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g})")
-    scale = _cauchy_multiplier(epsilon, beta) * smooth_sensitivity(
-        values, lower, upper, beta=beta, output_range=output_range
-    )
-    return _add_noise(noise.cauchy, key, values, scale, output_range)
+    sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
+    return _add_noise(noise.cauchy, key, values, _cauchy_multiplier(epsilon, beta) * sensitivity, output_range)
 
 
 def default_beta(epsilon: float) -> float:
     """Returns the beta of `cauchy_values`: 0.8 epsilon, or more where more costs nothing.
 
-    0.8 epsilon gives the least noise if the sensitivity that counts lies at distance 2.2 / epsilon, and 5/3 of the
-    least noise if it lies at 0. Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0 at
-    all.
+    0.8 epsilon gives the least noise if the sensitivity that counts lies at distance 2.2 / epsilon, and 5/3 of it at 0.
+    Up to log(2 cosh(epsilon) - 1) a larger beta does not raise the scale at distance 0.
     """
-    epsilon = _check_epsilon(epsilon)
+    epsilon = positive("epsilon", epsilon)
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
     return max(0.8 * epsilon, min(free, (1 - 1e-9) * epsilon))
 
@@ -532,39 +404,11 @@ def _cauchy_multiplier(epsilon: float, beta: float) -> float:
 def laplace_values(key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]) -> np.ndarray:
     """Answers real values with Laplace noise of scale (high - low) / epsilon: what needs no certificate.
 
-    Arguments, result and errors as `cauchy_values`.
-
-    Formal guarantees:
-        Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, whatever the model and the neighbouring relation, up to
-        the floating-point limits in `jaxdp.transforms.noise`.
+    Otherwise as `cauchy_values`, whatever the model and the neighbouring relation.
     """
     low, high = check_range(output_range)
-    scale = np.full(np.shape(values), (high - low) / _check_epsilon(epsilon))
+    scale = np.full(np.shape(values), (high - low) / positive("epsilon", epsilon))
     return _add_noise(noise.laplace, key, values, scale, output_range)
-
-
-def smooth_laplace_values(
-    key: jax.Array,
-    values: Any,
-    lower: Any,
-    upper: Any,
-    *,
-    epsilon: float,
-    delta: float,
-    output_range: tuple[float, float],
-) -> np.ndarray:
-    """Answers real values with Laplace noise of scale 2 S / epsilon; for comparison only, as `smooth_laplace`.
-
-    Arguments, result and errors as `cauchy_values`.
-
-    Formal guarantees:
-        Each answer is (epsilon, delta)-DP: half of epsilon pays for the centre, half of it and delta for the scale,
-        with S smooth at the rate `dilation_rate(epsilon / 2, delta)`; the module's text has the proof.
-    """
-    epsilon = _check_epsilon(epsilon)
-    beta = dilation_rate(epsilon / 2, delta)
-    sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
-    return _add_noise(noise.laplace, key, values, 2 * sensitivity / epsilon, output_range)
 
 
 def _add_noise(
@@ -586,19 +430,7 @@ def _clip(array: Any, instead: float, low: float, high: float) -> np.ndarray:
     return np.clip(np.where(np.isnan(array), instead, array), low, high)
 
 
-# --- Arguments --------------------------------------------------------------------------------------------------
-
-
-def _check_epsilon(epsilon: float) -> float:
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
-    return float(epsilon)
-
-
-def _check_delta(delta: float) -> float:
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in (0, 1), got {delta!r}")
-    return float(delta)
+# --- Arguments; messages name no values of labels and distances, which are private --------------------------------
 
 
 def _check_classes(num_classes: int) -> int:
@@ -610,9 +442,6 @@ def _check_classes(num_classes: int) -> int:
 def _check_binary(mechanism: str, num_classes: int) -> None:
     if num_classes != 2:
         raise ValueError(f"{mechanism} answers two classes, got num_classes={num_classes}; use randomised_response")
-
-
-# The messages of the two checks below name no values: labels and distances are private.
 
 
 def _check_distances(distances: Any) -> np.ndarray:
@@ -637,3 +466,39 @@ def check_range(output_range: tuple[float, float]) -> tuple[float, float]:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"output_range must be finite (low, high) with low < high, got {output_range!r}")
     return low, high
+
+
+# --- Registry ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """A row of `METHODS`: how queries are answered, and what one answer costs.
+
+    Attributes:
+        kind: "labels" for `private_predict`, "values" for `private_values`.
+        answer: as `randomised_response` for labels, as `cauchy_values` for values.
+        certified: whether it uses certificates. If not, distances are 0, and values have no boxes (`laplace_values`).
+        binary: whether it answers two classes only.
+        vote: in place of `answer` for an ensemble, of any number of classes, as `ensembles.laplace_vote`; None for
+            `answer` at the certified vote.
+        event: `event(epsilon) -> DpEvent` of one answer.
+    """
+
+    kind: Literal["labels", "values"]
+    answer: Callable[..., np.ndarray]
+    certified: bool = True
+    binary: bool = False
+    vote: Callable[..., np.ndarray] | None = None
+    event: Callable[[float], DpEvent] = PureDpEvent
+
+
+METHODS: dict[str, Mechanism] = {
+    "randomised_response": Mechanism("labels", randomised_response),
+    "smooth_cauchy": Mechanism("labels", smooth_cauchy, binary=True),
+    "paper_cauchy": Mechanism("labels", functools.partial(smooth_cauchy, calibration="paper"), binary=True),
+    "global_laplace": Mechanism("labels", global_laplace, certified=False, binary=True, vote=laplace_vote),
+    "global_response": Mechanism("labels", global_response, certified=False),
+    "cauchy_values": Mechanism("values", cauchy_values),
+    "laplace_values": Mechanism("values", laplace_values, certified=False),
+}

@@ -20,9 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import Audit
-from jaxdp.audit.prediction import audit_answers, audit_pate
-from jaxdp.prediction import certify, ensembles, mechanisms, private, train_with_bounds
-from jaxdp.prediction.agt import Bounds
+from jaxdp.audit.prediction import audit_answers
+from jaxdp.prediction import (
+    METHODS,
+    Bounds,
+    certify,
+    ensembles,
+    event,
+    mechanisms,
+    pate_predict,
+    private_predict,
+    private_values,
+    train_with_bounds,
+)
+from jaxdp.prediction import answers as answering
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
 from jaxdp.transforms import losses, noise
@@ -123,10 +134,11 @@ def half_the_noise(name: str) -> Any:
     return mock.patch.object(noise, name, lambda key, tree, scale: whole(key, tree, scale / 2))
 
 
-def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A patch of a label mechanism."""
-    whole = mechanisms.LABEL_MECHANISMS[name]
-    return mock.patch.dict(mechanisms.LABEL_MECHANISMS, {name: broken(whole)})
+def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]], field: str = "answer") -> Any:
+    """A patch of how a mechanism answers."""
+    row = METHODS[name]
+    changed: Any = {field: broken(getattr(row, field))}
+    return mock.patch.dict(METHODS, {name: dataclasses.replace(row, **changed)})
 
 
 def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,12 +161,12 @@ def doubled_distances() -> Any:
         found = certify(*args)
         return found._replace(distance=2 * found.distance)
 
-    return mock.patch.object(private, "certify", broken)
+    return mock.patch.object(answering, "certify", broken)
 
 
 def replacement_as_one_step() -> Any:
     """A patch: a replaced record counts as one change, not as one removed and one added."""
-    return mock.patch.dict(private._STEPS, {("add_remove", "replace_one"): 1})
+    return mock.patch.dict(answering._STEPS, {("add_remove", "replace_one"): 1})
 
 
 def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
@@ -190,22 +202,19 @@ def answers(
 ) -> Run:
     """The audit of one answer, with something patched, under the claim of an epsilon."""
 
+    each = epsilon or claimed
+
+    def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        terms |= {"epsilon": each, "mechanism": mechanism}
+        if output_range is None:
+            return private_predict(train(data), apply_fn, queries, **terms)
+        return private_values(train(data), apply_fn, queries, output_range=output_range, **terms)
+
     def run(trials: int, seed: bytes) -> Audit:
+        terms: dict[str, Any] = {"adjacency": adjacency, "confidence": case.CONFIDENCE, "seed": seed}
+        cost = event(1, epsilon=each, mechanism=mechanism)
         with patch():
-            found = audit_answers(
-                train,
-                apply_fn,
-                QUERY,
-                records(surpluses),
-                candidates,
-                epsilon=epsilon or claimed,
-                trials=trials,
-                mechanism=mechanism,
-                output_range=output_range,
-                adjacency=adjacency,
-                confidence=case.CONFIDENCE,
-                seed=seed,
-            )
+            found = audit_answers(ask, cost, QUERY, records(surpluses), candidates, trials=trials, **terms)
         return under(found, claimed)
 
     return run
@@ -262,7 +271,7 @@ def laplace_vote(epsilon: float) -> Any:
         case.REUSED_KEY: audit(
             surpluses=[2, 2, -2, -2, 0],
             candidates=last,
-            patch=lambda: mock.patch.object(ensembles, "laplace_vote", with_one_key(ensembles.laplace_vote)),
+            patch=lambda: answered_by("global_laplace", with_one_key, "vote"),
         ),
         case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
             surpluses=[2, 2, 2, 1, 0],
@@ -302,10 +311,7 @@ def cauchy_values(epsilon: float) -> Any:
         case.SENSITIVITY_OFF_BY_TWO: audit(
             **moved, patch=lambda: mock.patch.object(mechanisms, "smooth_sensitivity", halved)
         ),
-        case.REUSED_KEY: audit(
-            **moved,
-            patch=lambda: mock.patch.object(mechanisms, "cauchy_values", with_one_key(mechanisms.cauchy_values)),
-        ),
+        case.REUSED_KEY: audit(**moved, patch=lambda: answered_by("cauchy_values", with_one_key)),
         case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
             surpluses=[0], candidates=ONE_FROM, adjacency="replace_one", patch=replacement_as_one_step
         ),
@@ -330,7 +336,7 @@ def laplace_values(epsilon: float) -> Any:
         return whole(key, values, epsilon=2 * epsilon, output_range=output_range)
 
     def by(broken: Callable[..., Any]) -> Run:
-        return audit(patch=lambda: mock.patch.object(mechanisms, "laplace_values", broken))
+        return audit(patch=lambda: answered_by("laplace_values", lambda whole: broken))
 
     range_: dict[str, Any] = {"apply_fn": far, "output_range": (-1.0, 1.0), "surpluses": [0], "candidates": ONE_TO}
     audit = functools.partial(answers, "laplace_values", claimed=epsilon, **range_)
@@ -358,20 +364,16 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
         adjacency: Adjacency = "add_remove",
         patch: Callable[[], Any] = contextlib.nullcontext,
     ) -> Run:
+        def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
+            terms |= {"mechanism": mechanism, "max_answers": len(queries)}
+            return pate_predict(train(data), label, queries, **terms)
+
         def run(trials: int, seed: bytes) -> Audit:
+            terms: dict[str, Any] = {"claim": "gaussian", "adjacency": adjacency, "delta": DELTA, "seed": seed}
+            cost = mechanism.event(1, max_answers=1)
             with patch():
-                found = audit_pate(
-                    train,
-                    label,
-                    QUERY,
-                    records(surpluses),
-                    candidates,
-                    mechanism=mechanism,
-                    trials=trials,
-                    delta=DELTA,
-                    adjacency=adjacency,
-                    confidence=case.CONFIDENCE,
-                    seed=seed,
+                found = audit_answers(
+                    ask, cost, QUERY, records(surpluses), candidates, trials=trials, confidence=case.CONFIDENCE, **terms
                 )
             return under(found, claimed)
 

@@ -35,7 +35,7 @@ from jaxdp.audit import tta as tta_canaries
 from jaxdp.data import Source, augmentation, from_arrays
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
-from jaxdp.prediction.tasks import FeatureMap
+from jaxdp.prediction.features import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
@@ -377,7 +377,7 @@ def predict(job: Job) -> dict[str, Any]:
     bounds = _certified(how, len(private), private.num_classes, records(private))
     account = job.account(private.name)
     answers = prediction.private_predict(bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder)
-    event = prediction.answers_event(how.queries, epsilon=each)
+    event = prediction.event(how.queries, epsilon=each)
     return {
         "queries": how.queries,
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
@@ -394,7 +394,7 @@ def _predict_charges(config: Any, parts: Parts) -> Charges:
     checks.positive("predict.learning_rate", how.learning_rate, "the step size")
     checks.distances(how.max_distance)
     each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
-    return {parts.private.name: prediction.answers_event(how.queries, epsilon=each)}
+    return {parts.private.name: prediction.event(how.queries, epsilon=each)}
 
 
 def certificates(job: Job) -> dict[str, Any]:
@@ -422,7 +422,9 @@ def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
     """`records(source) -> {"x" [n, d], "y" [n]}`: outputs of the public backbone, scaled on public images; labels."""
     how, public = job.config.predict, job.data.public
     network, backbone = _backbone(job)
-    features = FeatureMap.fit(models.logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
+    features = FeatureMap.from_public(
+        models.logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten
+    )
     return lambda source: {"x": features(models.logits(network, backbone, source)), "y": data.labels(source)}
 
 
@@ -521,13 +523,18 @@ def audit_predict(job: Job) -> dict[str, Any]:
     records = _featurise(job)(test.take(np.arange(how.images + how.candidates)))
     others = {name: column[: how.images] for name, column in records.items()}
     candidates = {name: column[how.images :] for name, column in records.items()}
+    each = prediction.query_epsilon(asked.epsilon, asked.delta, asked.queries)
+
+    def ask(records: Any, queries: Any, **terms: Any) -> np.ndarray:
+        bounds = _certified(asked, how.images, test.num_classes, records)
+        return prediction.private_predict(bounds, _linear, queries, epsilon=each, **terms)
+
     found = prediction_canaries.audit_answers(
-        functools.partial(_certified, asked, how.images, test.num_classes),
-        _linear,
+        ask,
+        prediction.event(1, epsilon=each),
         candidates["x"][0],
         others,
         candidates,
-        epsilon=prediction.query_epsilon(asked.epsilon, asked.delta, asked.queries),
         trials=how.trials,
         confidence=_CONFIDENCE,
     )

@@ -13,7 +13,17 @@ import pytest
 
 from jaxdp import losses
 from jaxdp.audit import prediction as canaries
-from jaxdp.prediction import ConfidentGNMax, certify, mechanisms, private, train_with_bounds
+from jaxdp.prediction import (
+    METHODS,
+    ConfidentGNMax,
+    certify,
+    event,
+    pate_predict,
+    private_predict,
+    private_values,
+    train_with_bounds,
+)
+from jaxdp.prediction import answers as answering
 from jaxdp.privacy import epsilon
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -50,9 +60,26 @@ def train(data, *, ks=(0, 1, 2), clip=CLIP):
     )
 
 
-def audit(data, *, train=train, apply_fn=apply_fn, epsilon=1.0, trials=10_000, **options):
-    options = {"confidence": 0.999, "seed": SEED, **options}
-    return canaries.audit_answers(train, apply_fn, QUERY, data, CANDIDATES, epsilon=epsilon, trials=trials, **options)
+def audit(
+    data,
+    *,
+    train=train,
+    apply_fn=apply_fn,
+    epsilon=1.0,
+    mechanism="randomised_response",
+    output_range=None,
+    candidates=CANDIDATES,
+    **options,
+):
+    def ask(data, queries, **terms):
+        terms |= {"epsilon": epsilon, "mechanism": mechanism}
+        if output_range is None:
+            return private_predict(train(data), apply_fn, queries, **terms)
+        return private_values(train(data), apply_fn, queries, output_range=output_range, **terms)
+
+    options = {"trials": 10_000, "confidence": 0.999, "seed": SEED, **options}
+    cost = event(1, epsilon=epsilon, mechanism=mechanism)
+    return canaries.audit_answers(ask, cost, QUERY, data, candidates, **options)
 
 
 # Rounding Cauchy noise makes no use of some of its epsilon: log((1 - p) / p) is 0.63 there.
@@ -64,9 +91,10 @@ def test_private_answers_pass_where_a_record_flips_the_label(mechanism, least):
 
 
 def test_half_the_noise_is_caught(monkeypatch):
-    whole = mechanisms.randomised_response
+    whole = METHODS["randomised_response"].answer
     half = functools.wraps(whole)(lambda *args, epsilon, **kwargs: whole(*args, epsilon=2 * epsilon, **kwargs))
-    monkeypatch.setitem(mechanisms.LABEL_MECHANISMS, "randomised_response", half)
+    row = dataclasses.replace(METHODS["randomised_response"], answer=half)
+    monkeypatch.setitem(METHODS, "randomised_response", row)
     found = audit(records(10, 10))
     assert found.violated and found.upper == pytest.approx(1.0, rel=1e-12)
 
@@ -88,7 +116,7 @@ def test_distances_read_off_a_sparse_grid_are_caught(monkeypatch):
         counted = certify(bounds, *args)
         return counted._replace(distance=jnp.asarray(bounds.ks)[counted.distance])
 
-    monkeypatch.setattr(private, "certify", off_the_grid)
+    monkeypatch.setattr(answering, "certify", off_the_grid)
     for mechanism in ("randomised_response", "smooth_cauchy"):
         found = audit(records(5, 15), train=SPARSE, mechanism=mechanism)
         assert found.violated and found.upper == pytest.approx(1.0, rel=1e-12)
@@ -137,15 +165,15 @@ def test_canary_and_score_are_learnt_from_other_answers_than_those_that_are_judg
     """Answers are numbered by when they were heard: the first half of each model's is never judged."""
     heard = []
 
-    def asked(trained, apply_fn, queries, **terms):
+    def ask(data, queries, *, account, seed):
         heard.append(np.arange(len(queries)) + 1000 * len(heard))
         return heard[-1]
 
     judged = []
-    monkeypatch.setattr(canaries, "private_predict", asked)
     monkeypatch.setattr(canaries, "_RANGES", 10**6)
     monkeypatch.setattr(canaries.bounds, "multi_run", lambda *kinds, **terms: judged.extend(kinds))
-    audit(records(10, 10), trials=100)
+    cost = event(1, epsilon=1.0)
+    canaries.audit_answers(ask, cost, QUERY, records(10, 10), CANDIDATES, trials=100, seed=SEED)
     assert [len(answers) for answers in heard] == [200, 200, 200] and [len(kind) for kind in judged] == [100, 100]
     # What was heard first has its own score; all later answers are beyond it, and share a score.
     assert all(len(np.unique(kind)) == 1 for kind in judged)
@@ -160,7 +188,13 @@ def pate_audit(*, sigma=1.0, **options):
     undecided = {"x": np.ones(6, np.float32), "y": np.array([0, 1, 0, 1, 1, 0], np.float32)}
     options = {"confidence": 0.999, "seed": SEED, "trials": 2000, "delta": 1e-5, **options}
     mechanism = ConfidentGNMax(threshold=-20.0, sigma_threshold=10.0, sigma_votes=sigma)
-    return canaries.audit_pate(train, apply_fn, QUERY, undecided, CANDIDATES, mechanism=mechanism, **options)
+
+    def ask(data, queries, **terms):
+        terms |= {"mechanism": mechanism, "max_answers": len(queries)}
+        return pate_predict(train(data), apply_fn, queries, **terms)
+
+    cost = mechanism.event(1, max_answers=1)
+    return canaries.audit_answers(ask, cost, QUERY, undecided, CANDIDATES, claim="gaussian", **options)
 
 
 def test_pate_passes_and_much_of_mu_is_found():
@@ -181,9 +215,7 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"):
         audit(records(1, 1), adjacency="zero_out")
     with pytest.raises(ValueError, match="candidates must hold at least 2 records under 'replace_one', got 1"):
-        canaries.audit_answers(
-            train, apply_fn, QUERY, records(1, 1), records(0, 1), epsilon=1.0, trials=2, adjacency="replace_one"
-        )
+        audit(records(1, 1), candidates=records(0, 1), trials=2, adjacency="replace_one")
     with pytest.raises(ValueError, match="mechanism must be one of"):
         audit(records(10, 10), mechanism="none", trials=2)
     for terms, match in [

@@ -85,18 +85,18 @@ def train(
 
 
 def worst_change(
-    seen: np.ndarray, order: np.ndarray, n: int, k: int, direction: np.ndarray, adjacency: str, epochs: int
+    seen: np.ndarray, order: np.ndarray, n: int, k: int, direction: np.ndarray, threat: str, epochs: int
 ) -> list[np.ndarray]:
     """Choose, to first order, the k changes that move the result most along `direction`.
 
     Rows 0..n-1 of the pool are the data, the rest candidates that may be added any number of times. `seen` [steps,
-    pool, P] are clipped gradients along a training. Returns the changed batches: "add_remove" and "replace" change
-    records of the data set (added ones sit in one batch of each epoch), "reference" changes k records of every batch.
+    pool, P] are clipped gradients along a training. Returns the changed batches: "add_remove" and "replace_one" change
+    records of the data set (added ones sit in one batch of each epoch), "replace_per_batch" k records of every batch.
     """
     push = -seen @ direction  # [steps, pool]: what a record's presence adds
     batches = [row[row >= 0] for row in order]
     per_epoch = len(batches) // epochs
-    if adjacency == "reference":
+    if threat == "replace_per_batch":
         changed = []
         for gain, rows in zip(push, batches, strict=True):
             new = n + np.argmax(gain[n:])
@@ -104,7 +104,7 @@ def worst_change(
             changed.append(np.where(np.isin(rows, out), new, rows))
         return changed
     where = [[t for t, rows in enumerate(batches) if i in rows] for i in range(n)]
-    if adjacency == "replace":
+    if threat == "replace_one":
         gains = np.array(
             [[sum(push[t, c] - push[t, i] for t in where[i]) for c in range(n, push.shape[1])] for i in range(n)]
         )

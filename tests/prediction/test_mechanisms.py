@@ -5,7 +5,6 @@ per test over the choice of key, and one whose flip probability or scale is off 
 """
 
 import decimal
-import itertools
 import math
 
 import jax
@@ -321,11 +320,6 @@ def test_randomised_response_has_its_flip_probability(num_classes, distance):
     [
         ("stable", mechanisms.smooth_cauchy, mechanisms.flip_probability_cauchy),
         ("laplace", mechanisms.global_laplace, mechanisms.flip_probability_global_laplace),
-        (
-            "smooth laplace",
-            lambda *a, **k: mechanisms.smooth_laplace(*a, **k, delta=1e-5),
-            lambda *a, **k: mechanisms.flip_probability_smooth_laplace(*a, **k, delta=1e-5),
-        ),
     ],
 )
 def test_rounded_noise_flips_as_often_as_it_says(name, draw, flips):
@@ -408,12 +402,6 @@ VALUES = {
         mechanisms._cauchy_multiplier(0.5, 0.2),
         0.2,
     ),
-    "smooth laplace": (
-        lambda k, v, lo, up, r: mechanisms.smooth_laplace_values(k, v, lo, up, epsilon=0.5, delta=1e-4, output_range=r),
-        stats.laplace,
-        2 / 0.5,
-        mechanisms.dilation_rate(0.25, 1e-4),
-    ),
 }
 
 
@@ -465,14 +453,9 @@ def test_default_beta_is_free_or_useful():
 
 
 def test_events():
-    for mechanism in (*mechanisms.LABEL_MECHANISMS, "cauchy_values", "laplace_values"):
-        assert mechanisms.event(mechanism, epsilon=0.3) == PureDpEvent(0.3)
-    for mechanism in ("smooth_laplace", "smooth_laplace_values"):
-        with pytest.raises(ValueError, match="no event; use a pure one"):
-            mechanisms.event(mechanism, epsilon=0.3)
-    with pytest.raises(ValueError, match="mechanism must be one of"):
-        mechanisms.event("magic", epsilon=0.3)
-    assert set(itertools.chain(mechanisms.LABEL_MECHANISMS)) >= {"randomised_response", "global_laplace"}
+    for row in mechanisms.METHODS.values():
+        assert row.event(0.3) == PureDpEvent(0.3)
+    assert set(mechanisms.METHODS) >= {"randomised_response", "global_laplace", "cauchy_values"}
 
 
 GOOD = {"labels": [0, 1], "distances": [0, 3], "epsilon": 1.0, "num_classes": 2}

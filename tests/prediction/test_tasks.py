@@ -9,8 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp import data
-from jaxdp.prediction import tasks
-from jaxdp.prediction.tasks import FeatureMap
+from jaxdp.prediction import FeatureMap, tasks
 
 FEATURES = {"dimensions": 0, "whiten": 1.0, "radius": 1.0}
 
@@ -25,7 +24,7 @@ def rows(source):
 @pytest.mark.parametrize("count", [400, 12])  # more and fewer vectors than coordinates: two ways to find the axes
 def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
     public = np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0
-    found = FeatureMap.fit(public, whiten=1.0)
+    found = FeatureMap.from_public(public, whiten=1.0)
     mapped = (public - found.mean) @ found.matrix
     np.testing.assert_allclose(mapped.mean(axis=0), 0, atol=1e-9)
     np.testing.assert_allclose(mapped.T @ mapped / count, np.eye(min(20, count - 1)), atol=1e-8)
@@ -33,7 +32,7 @@ def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
 
 def test_the_leading_axes_are_those_of_the_covariance_scaled_by_a_power_of_their_deviation():
     public = np.random.default_rng(1).normal(size=(300, 6)) * np.array([9.0, 5.0, 3.0, 2.0, 1.0, 0.5])
-    found = FeatureMap.fit(public, dimensions=2, whiten=0.5)
+    found = FeatureMap.from_public(public, dimensions=2, whiten=0.5)
     variances, axes = np.linalg.eigh(np.cov(public.T, bias=True))
     expected = axes[:, ::-1][:, :2] / variances[::-1][:2] ** 0.25
     np.testing.assert_allclose(np.abs(found.matrix), np.abs(expected), rtol=1e-6)
@@ -42,14 +41,17 @@ def test_the_leading_axes_are_those_of_the_covariance_scaled_by_a_power_of_their
 def test_weights_count_like_repeated_vectors():
     public = np.random.default_rng(2).normal(size=(30, 4))
     times = np.arange(30) % 3
-    weighted, repeated = FeatureMap.fit(public, weights=times), FeatureMap.fit(np.repeat(public, times, axis=0))
+    weighted, repeated = (
+        FeatureMap.from_public(public, weights=times),
+        FeatureMap.from_public(np.repeat(public, times, axis=0)),
+    )
     np.testing.assert_allclose(weighted.mean, repeated.mean, rtol=1e-12)
     np.testing.assert_allclose(np.abs(weighted.matrix), np.abs(repeated.matrix), rtol=1e-8)
 
 
 def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
     public = np.random.default_rng(3).normal(size=(50, 4))
-    found = FeatureMap.fit(public, radius=2.5)
+    found = FeatureMap.from_public(public, radius=2.5)
     mapped = found(np.concatenate([public, found.mean[None]]))
     assert mapped.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(mapped[:-1], axis=1), 2.5, rtol=1e-6)
@@ -66,7 +68,7 @@ def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
 )
 def test_a_sample_that_determines_no_map_is_refused(public, options, message):
     with pytest.raises(ValueError, match=message):
-        FeatureMap.fit(public, **options)
+        FeatureMap.from_public(public, **options)
 
 
 # --- Blobs -----------------------------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def test_digits_are_split_and_mapped_on_public_images_only():
     assert (len(task.train), len(task.test), task.train.num_classes) == (1078, 539, 10)
     public, private, test = data.bundled("digits").split([0.1, 0.6, 0.3], seed=0)
     pixels = [rows(part)["image"].reshape(len(part), -1) for part in (public, private, test)]
-    expected = FeatureMap.fit(pixels[0], dimensions=16, whiten=0.5)
+    expected = FeatureMap.from_public(pixels[0], dimensions=16, whiten=0.5)
     np.testing.assert_array_equal(rows(task.train)["features"], expected(pixels[1]))
     np.testing.assert_array_equal(rows(task.test)["features"], expected(pixels[2]))
     np.testing.assert_array_equal(rows(task.train)["label"], rows(private)["label"])
@@ -311,7 +313,7 @@ def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
     np.savez(tmp_path / "file.npz", **arrays, **labels)
     config = {"kind": "embeddings", "name": "texts", "path": str(tmp_path / "file.npz"), "num_classes": 3}
     task = tasks.load(ConfigDict({**config, "features": FEATURES}))
-    expected = FeatureMap.fit(arrays["public_features"])(arrays["test_features"])
+    expected = FeatureMap.from_public(arrays["public_features"])(arrays["test_features"])
     np.testing.assert_array_equal(rows(task.test)["features"], expected)
     assert task.train.num_classes == 3 and task.train.name == "texts/train"
 

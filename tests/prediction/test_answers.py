@@ -20,7 +20,9 @@ import pytest
 from scipy import stats
 
 import jaxdp
-from jaxdp.prediction import agt, ensembles, mechanisms, private
+from jaxdp import prediction
+from jaxdp.prediction import METHODS, agt, ensembles, mechanisms
+from jaxdp.prediction import answers as answering
 from jaxdp.privacy import PureDpEvent, SelfComposedDpEvent
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import composition
@@ -37,7 +39,7 @@ class Bounds:
 
     label: object = 0
     distance: object = 0
-    adjacency: str = dataclasses.field(default="add_remove", metadata={"static": True})
+    threat: str = dataclasses.field(default="add_remove", metadata={"static": True})
     ks: tuple[int, ...] = dataclasses.field(default=tuple(range(10)), metadata={"static": True})
     product: str = dataclasses.field(default="tight", metadata={"static": True})
     params: object = None
@@ -79,7 +81,7 @@ def certified(monkeypatch):
             logits=Ends(bounds.lower, bounds.upper),
         )
 
-    monkeypatch.setattr(private, "certify", certify)
+    monkeypatch.setattr(answering, "certify", certify)
     return calls
 
 
@@ -95,7 +97,7 @@ def ledger_for(adjacency="add_remove", epsilon=None, delta=1e-5):
 
 def predict(bounds, n=50, ledger=None, apply_fn=one_logit, **arguments):
     arguments = {"epsilon": 0.5, "seed": SEED, **({"epsilon": None} if "total" in arguments else {}), **arguments}
-    return private.private_predict(bounds, apply_fn, queries(n), account=account(ledger), **arguments)
+    return prediction.private_predict(bounds, apply_fn, queries(n), account=account(ledger), **arguments)
 
 
 def account(ledger=None):
@@ -105,11 +107,18 @@ def account(ledger=None):
 # ---------------------------------------------------------------------------------------------------- planning
 
 
+def paper_query_epsilon(epsilon, delta, queries):
+    """By zero-concentrated DP, or evenly."""
+    log_delta = math.log(1 / delta)
+    concentrated = math.sqrt(2 / queries) * (math.sqrt(log_delta + epsilon) - math.sqrt(log_delta))
+    return max(epsilon / queries, concentrated)
+
+
 @pytest.mark.parametrize("queries_", [1, 10, 100, 1000])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_planned_queries_cost_the_total_and_no_more(queries_, adjacency):
-    each = private.query_epsilon(10.0, 1e-5, queries_, adjacency=adjacency)
-    assert each >= private.paper_query_epsilon(10.0, 1e-5, queries_) * (1 - 1e-12)
+    each = prediction.query_epsilon(10.0, 1e-5, queries_, adjacency=adjacency)
+    assert each >= paper_query_epsilon(10.0, 1e-5, queries_) * (1 - 1e-12)
 
     def total(epsilon):
         event = SelfComposedDpEvent(PureDpEvent(epsilon), queries_)
@@ -119,11 +128,11 @@ def test_planned_queries_cost_the_total_and_no_more(queries_, adjacency):
 
 
 def test_planned_queries_of_known_totals():
-    got = [private.query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
+    got = [prediction.query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
     assert got == pytest.approx([1.0, 0.204, 0.0634], rel=2e-3)
-    paper = [private.paper_query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
+    paper = [paper_query_epsilon(10.0, 1e-5, q) for q in (10, 100, 1000)]
     assert paper == pytest.approx([1.0, 0.1761, 0.05568], rel=1e-3)
-    assert private.query_epsilon(3.0, 0.0, 7) == 3.0 / 7
+    assert prediction.query_epsilon(3.0, 0.0, 7) == 3.0 / 7
 
 
 @pytest.mark.parametrize(
@@ -138,7 +147,7 @@ def test_planned_queries_of_known_totals():
 )
 def test_planning_refuses(arguments, match):
     with pytest.raises(ValueError, match=match):
-        private.query_epsilon(*arguments)
+        prediction.query_epsilon(*arguments)
 
 
 # ----------------------------------------------------------------------------------------------------- answers
@@ -154,32 +163,31 @@ def test_every_query_is_charged_once(certified):
     assert len(certified) == 2
 
 
-@pytest.mark.parametrize("mechanism", [*mechanisms.LABEL_MECHANISMS, "cauchy_values", "laplace_values"])
+@pytest.mark.parametrize("mechanism", METHODS)
 def test_the_event_of_answers_is_known_before_there_is_a_model(certified, mechanism):
-    event = private.answers_event(7, epsilon=0.2, mechanism=mechanism)
+    event = prediction.event(7, epsilon=0.2, mechanism=mechanism)
     assert event == SelfComposedDpEvent(PureDpEvent(0.2), 7)
     ledger = ledger_for()
-    if mechanism in mechanisms.LABEL_MECHANISMS:
+    if METHODS[mechanism].kind == "labels":
         predict(Bounds(1, 3), 7, ledger, epsilon=0.2, mechanism=mechanism)
     else:
         ask = {"account": account(ledger), "output_range": (0.0, 9.0), "epsilon": 0.2, "mechanism": mechanism}
-        private.private_values(value_bounds(7, (0, 1)), value_of, queries(7), **ask)
+        prediction.private_values(value_bounds(7, (0, 1)), value_of, queries(7), **ask)
     assert ledger.events("data") == {None: event}
 
 
 def test_the_event_of_a_total_is_that_of_its_plan():
-    each = private.query_epsilon(3.0, 1e-5, 40)
-    assert private.answers_event(40, total=(3.0, 1e-5)) == SelfComposedDpEvent(PureDpEvent(each), 40)
+    each = prediction.query_epsilon(3.0, 1e-5, 40)
+    assert prediction.event(40, total=(3.0, 1e-5)) == SelfComposedDpEvent(PureDpEvent(each), 40)
     for arguments, match in [
         ({"count": 0, "epsilon": 1.0}, "count must be an integer >= 1, got 0"),
         ({"count": True, "epsilon": 1.0}, "count must be an integer >= 1, got True"),
         ({"count": 5}, "either epsilon"),
         ({"count": 5, "epsilon": math.inf}, "epsilon must be finite"),
         ({"count": 5, "epsilon": 1.0, "mechanism": "none"}, "mechanism must be one of"),
-        ({"count": 5, "epsilon": 1.0, "mechanism": "smooth_laplace"}, "the ledger has no event"),
     ]:
         with pytest.raises(ValueError, match=match):
-            private.answers_event(**arguments)
+            prediction.event(**arguments)
 
 
 def test_a_total_is_planned_for_all_queries_of_the_call(certified):
@@ -190,7 +198,7 @@ def test_a_total_is_planned_for_all_queries_of_the_call(certified):
         predict(Bounds(0, 5), 10, ledger, epsilon=0.2)
 
 
-@pytest.mark.parametrize("mechanism", mechanisms.LABEL_MECHANISMS)
+@pytest.mark.parametrize("mechanism", [name for name, row in METHODS.items() if row.kind == "labels"])
 @pytest.mark.parametrize("members", [1, 3])
 def test_a_refused_call_computes_nothing_and_charges_nothing(certified, monkeypatch, mechanism, members):
     ledger = ledger_for(epsilon=1.0)
@@ -198,7 +206,7 @@ def test_a_refused_call_computes_nothing_and_charges_nothing(certified, monkeypa
     def never(*args):
         raise AssertionError("computed")
 
-    monkeypatch.setattr(private, "_outputs", never)
+    monkeypatch.setattr(answering, "_labels", never)
     with pytest.raises(jaxdp.BudgetExceeded):
         predict([Bounds(0, 5)] * members, 1000, ledger, epsilon=0.5, mechanism=mechanism)
     assert certified == [] and ledger.epsilon("data") == 0
@@ -211,7 +219,7 @@ def test_the_spend_is_on_the_books_before_certifying_and_stays_if_that_fails(mon
         assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(private, "certify", fail)
+    monkeypatch.setattr(answering, "certify", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         predict(Bounds(0, 5), 10, ledger, epsilon=0.5, seed=None)
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(5.0)
@@ -293,7 +301,7 @@ def observed_distance(monkeypatch, bounds, registered, **arguments):
         seen.append(int(np.unique(distances)[0]))
         return np.zeros(len(labels), np.int32)
 
-    monkeypatch.setattr(mechanisms, "LABEL_MECHANISMS", {"randomised_response": record})
+    monkeypatch.setitem(METHODS, "randomised_response", prediction.Mechanism("labels", record))
     predict(bounds, 4, ledger_for(registered), **arguments)
     return seen[0]
 
@@ -304,28 +312,28 @@ def observed_distance(monkeypatch, bounds, registered, **arguments):
         ("add_remove", "add_remove", 7),
         ("add_remove", "zero_out", 7),
         ("add_remove", "replace_one", 3),
-        ("replace", "replace_one", 7),
+        ("replace_one", "replace_one", 7),
     ],
 )
 def test_distances_count_changes_of_the_registered_relation(certified, monkeypatch, kind, registered, distance):
-    assert observed_distance(monkeypatch, Bounds(0, 7, adjacency=kind), registered) == distance
+    assert observed_distance(monkeypatch, Bounds(0, 7, threat=kind), registered) == distance
 
 
 @pytest.mark.parametrize(
     ("kind", "registered"),
     [
-        ("replace", "add_remove"),
-        ("reference", "add_remove"),
-        ("reference", "replace_one"),
-        ("replace", "zero_out"),
-        ("reference", "zero_out"),
+        ("replace_one", "add_remove"),
+        ("replace_per_batch", "add_remove"),
+        ("replace_per_batch", "replace_one"),
+        ("replace_one", "zero_out"),
+        ("replace_per_batch", "zero_out"),
         ("something", "add_remove"),
     ],
 )
 def test_other_relations_are_refused_before_spending(certified, kind, registered):
     ledger = ledger_for(registered)
-    with pytest.raises(ValueError, match=f"adjacency='{kind}' do not cover dataset 'data'"):
-        predict(Bounds(0, 7, adjacency=kind), 4, ledger)
+    with pytest.raises(ValueError, match=f"threat='{kind}' do not cover dataset 'data'"):
+        predict(Bounds(0, 7, threat=kind), 4, ledger)
     assert ledger.events("data") == {} and certified == []
 
 
@@ -333,11 +341,11 @@ def test_an_ensemble_votes_and_a_replacement_may_touch_two_members(certified, mo
     members = [Bounds(1, 4), Bounds(1, 6), Bounds(1, 9), Bounds(0, 9)]  # n = 1: K = 4.
     assert observed_distance(monkeypatch, members, "add_remove") == 4
     assert observed_distance(monkeypatch, members, "replace_one") == 2
-    fixed = [Bounds(1, 4, adjacency="replace"), Bounds(1, 6, adjacency="replace")]
+    fixed = [Bounds(1, 4, threat="replace_one"), Bounds(1, 6, threat="replace_one")]
     assert observed_distance(monkeypatch, fixed, "replace_one", fixed_parts=True) == 4
     with pytest.raises(ValueError, match="fixed_parts=True"):
         predict(fixed, 4, ledger_for("replace_one"))
-    with pytest.raises(ValueError, match="one adjacency"):
+    with pytest.raises(ValueError, match="one threat"):
         predict([members[0], fixed[0]], 4, ledger_for("replace_one"))
 
 
@@ -359,6 +367,7 @@ def test_laplace_noise_on_votes_is_doubled_for_replacement(certified):
         ({"mechanism": "smooth_laplace"}, "mechanism must be one of"),
         ({"apply_fn": lambda params, query: jnp.zeros((2, 2))}, "must not be batched"),
         ({"bounds": []}, "bounds is empty"),
+        ({"mechanism": "cauchy_values"}, "mechanism must be one of"),
     ],
 )
 def test_bad_arguments_are_refused_before_spending(certified, arguments, match):
@@ -370,9 +379,9 @@ def test_bad_arguments_are_refused_before_spending(certified, arguments, match):
 
 def test_unknown_data_sets_and_ragged_queries_are_refused():
     with pytest.raises(ValueError, match="'other' is not registered"):
-        private.private_predict(Bounds(), one_logit, queries(2), account=ledger_for().account("other"), epsilon=1.0)
+        prediction.private_predict(Bounds(), one_logit, queries(2), account=ledger_for().account("other"), epsilon=1.0)
     with pytest.raises(ValueError, match="queries must be a pytree"):
-        private.private_predict(
+        prediction.private_predict(
             Bounds(), one_logit, {"x": np.zeros(3), "y": np.zeros(2)}, account=account(), epsilon=1.0
         )
 
@@ -397,15 +406,15 @@ def test_bounds_by_midpoints_and_radii_are_refused_before_spending():
 def test_queries_that_are_not_finite_are_refused_before_spending(certified):
     ledger = ledger_for()
     asked = {"x": np.full((4, 2), np.nan, np.float32)}
-    with pytest.raises(ValueError, match="queries have NaN"):
-        private.private_predict(Bounds(0, 7), one_logit, asked, account=account(ledger), epsilon=0.1)
+    with pytest.raises(ValueError, match="queries leaf x has NaN"):
+        prediction.private_predict(Bounds(0, 7), one_logit, asked, account=account(ledger), epsilon=0.1)
     assert ledger.events("data") == {} and certified == []
 
 
-def value_bounds(n, ks, adjacency="add_remove"):
+def value_bounds(n, ks):
     """A model whose output 3 moves by at most k / 4 at distance k."""
     radius = np.broadcast_to(np.array(ks, np.float32)[:, None, None] / 4, (len(ks), n, 1))
-    return Bounds(params=3.0, adjacency=adjacency, ks=ks, lower=3 - radius, upper=3 + radius)
+    return Bounds(params=3.0, ks=ks, lower=3 - radius, upper=3 + radius)
 
 
 def value_of(params, query):
@@ -428,9 +437,9 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
         seen.update(values=values, lower=lower, upper=upper, epsilon=epsilon, output_range=output_range)
         return np.zeros(len(values), np.float32)
 
-    monkeypatch.setattr(mechanisms, "cauchy_values", record)
+    monkeypatch.setitem(METHODS, "cauchy_values", prediction.Mechanism("values", record))
     ledger = ledger_for(registered)
-    private.private_values(
+    prediction.private_values(
         value_bounds(4, ks), value_of, queries(4), account=account(ledger), output_range=(0.0, 9.0), epsilon=0.3
     )
     np.testing.assert_allclose(seen["upper"][:, 0], 3 + np.array(rows) / 4)
@@ -443,23 +452,44 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
 def test_values_come_back_noisy_and_refused_calls_compute_nothing(certified, mechanism):
     ask = {"output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
     bounds = value_bounds(400, tuple(range(60)))
-    answers = private.private_values(bounds, value_of, queries(400), account=account(), epsilon=2.0, **ask)
+    answers = prediction.private_values(bounds, value_of, queries(400), account=account(), epsilon=2.0, **ask)
     assert answers.dtype == np.float32 and answers.shape == (400,)
     assert abs(np.median(answers) - 3) < 1.0 and answers.std() > 0.1
     before = len(certified)
     with pytest.raises(jaxdp.BudgetExceeded):
-        private.private_values(
+        prediction.private_values(
             bounds, value_of, queries(400), account=account(ledger_for(epsilon=1.0)), epsilon=2.0, **ask
         )
     assert len(certified) == before
     with pytest.raises(ValueError, match="bounds must be those of one model"):
-        private.private_values([bounds], value_of, queries(4), account=account(), epsilon=2.0, **ask)
+        prediction.private_values([bounds], value_of, queries(4), account=account(), epsilon=2.0, **ask)
     with pytest.raises(ValueError, match="output_range must be"):
-        private.private_values(
+        prediction.private_values(
             bounds, value_of, queries(4), account=account(), epsilon=2.0, **{**ask, "output_range": (1.0, 0.0)}
         )
-    with pytest.raises(ValueError, match="one value"):
-        private.private_values(bounds, three_logits, queries(4), account=account(), epsilon=2.0, **ask)
+    for outputs in (three_logits, lambda params, query: three_logits(params, query)[:2]):
+        with pytest.raises(ValueError, match="one value"):
+            prediction.private_values(bounds, outputs, queries(4), account=account(), epsilon=2.0, **ask)
+    with pytest.raises(ValueError, match=r"mechanism must be one of \['cauchy_values', 'laplace_values'\]"):
+        ask["mechanism"] = "randomised_response"
+        prediction.private_values(bounds, value_of, queries(4), account=account(), epsilon=2.0, **ask)
+
+
+def test_a_mechanism_from_outside_is_one_row(certified, monkeypatch):
+    """It is offered by its door, charged by its own event, and uses no certificate unless it says so."""
+
+    def zeros(key, labels, distances, *, epsilon, num_classes):
+        assert not distances.any()
+        return np.zeros(len(labels), np.int32)
+
+    def event(epsilon):
+        return PureDpEvent(epsilon / 2)
+
+    monkeypatch.setitem(METHODS, "zeros", prediction.Mechanism("labels", zeros, certified=False, event=event))
+    ledger = ledger_for()
+    assert predict(Bounds(1, 5), 7, ledger, epsilon=0.2, mechanism="zeros").tolist() == [0] * 7
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.1), 7)} and certified == []
+    assert prediction.event(7, epsilon=0.2, mechanism="zeros") == SelfComposedDpEvent(PureDpEvent(0.1), 7)
 
 
 # -------------------------------------------------------------------------------------------------------- PATE
@@ -470,19 +500,19 @@ def test_pate_charges_its_plan_and_answers_where_members_agree(monkeypatch):
     members = [{"w": jnp.float32(1.0)}] * 9 + [{"w": jnp.float32(0.0)}]
     ledger = ledger_for()
     ask = {"mechanism": mechanism, "max_answers": 30, "seed": SEED}
-    answers = private.pate_predict(members, one_logit, queries(40), account=account(ledger), **ask)
+    answers = prediction.pate_predict(members, one_logit, queries(40), account=account(ledger), **ask)
     assert answers.dtype == np.int32 and (answers == 1).sum() == 30 and (answers == -1).sum() == 10
     assert ledger.epsilon("data") == pytest.approx(epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5))
-    half = private.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask)
+    half = prediction.pate_predict(members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask)
     assert (half == -1).all()
     with pytest.raises(ValueError, match="members is empty"):
-        private.pate_predict([], one_logit, queries(40), account=account(), **ask)
+        prediction.pate_predict([], one_logit, queries(40), account=account(), **ask)
     with pytest.raises(TypeError, match="mechanism must be a ConfidentGNMax, got Louder"):
         louder = type("Louder", (ensembles.ConfidentGNMax,), {})(8.0, 0.5, 0.5)
-        private.pate_predict(members, one_logit, queries(40), account=account(), **ask | {"mechanism": louder})
-    monkeypatch.setattr(private, "_outputs", lambda *_: 1 / 0)
+        prediction.pate_predict(members, one_logit, queries(40), account=account(), **ask | {"mechanism": louder})
+    monkeypatch.setattr(answering, "_labels", lambda *_: 1 / 0)
     with pytest.raises(jaxdp.BudgetExceeded):
-        private.pate_predict(members, one_logit, queries(40), account=account(ledger_for(epsilon=1.0)), **ask)
+        prediction.pate_predict(members, one_logit, queries(40), account=account(ledger_for(epsilon=1.0)), **ask)
 
 
 # ----------------------------------------------------------------------------------------------- what a crash leaves
@@ -506,22 +536,22 @@ def dying(monkeypatch):
 
         return answers
 
-    monkeypatch.setattr(mechanisms, "LABEL_MECHANISMS", {n: dies(f) for n, f in mechanisms.LABEL_MECHANISMS.items()})
-    monkeypatch.setattr(mechanisms, "cauchy_values", dies(mechanisms.cauchy_values))
+    for name, row in METHODS.items():
+        monkeypatch.setitem(METHODS, name, dataclasses.replace(row, answer=dies(row.answer)))
     monkeypatch.setattr(ensembles.ConfidentGNMax, "answer", dies(ensembles.ConfidentGNMax.answer))
     return heard
 
 
 PATE = ensembles.ConfidentGNMax(threshold=2.0, sigma_threshold=2.0, sigma_votes=2.0)
 DOORS = {
-    "one model": lambda **given: private.private_predict(Bounds(1, 0), one_logit, queries(60), epsilon=0.3, **given),
-    "ensemble": lambda **given: private.private_predict(
+    "one model": lambda **given: prediction.private_predict(Bounds(1, 0), one_logit, queries(60), epsilon=0.3, **given),
+    "ensemble": lambda **given: prediction.private_predict(
         [Bounds(1, 0), Bounds(0, 0)], one_logit, queries(60), epsilon=0.3, **given
     ),
-    "values": lambda **given: private.private_values(
+    "values": lambda **given: prediction.private_values(
         value_bounds(60, (0, 1)), value_of, queries(60), epsilon=0.3, output_range=(0.0, 9.0), **given
     ),
-    "PATE": lambda **given: private.pate_predict(
+    "PATE": lambda **given: prediction.pate_predict(
         [{"w": jnp.float32(w)} for w in (0, 0, 1, 1)], one_logit, queries(60), mechanism=PATE, max_answers=40, **given
     ),
 }
@@ -537,7 +567,7 @@ def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(certi
     found, again = (ask(account=account(ledger), workdir=tmp_path) for _ in range(2))
     assert len(dying) == 2 and (dying[0] == dying[1]).all()  # the third call computes nothing
     assert (found == dying[0]).all() and (again == found).all() and again.dtype == found.dtype
-    once = composition(ONCE.get(door, private.answers_event(60, epsilon=0.3)))
+    once = composition(ONCE.get(door, prediction.event(60, epsilon=0.3)))
     assert composition(ledger.events("data")[None]) == once
     assert not list(tmp_path.rglob("secret_seed"))
     # Without the workdir, asked again is charged again.
@@ -571,9 +601,9 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
     given = {"bounds": Bounds(1, 0), "apply_fn": scaled(1.0), "queries": queries(60), "epsilon": 0.3}
     given |= {"account": account(ledger), "workdir": tmp_path}
     with pytest.raises(PowerCut):
-        private.private_predict(**given)
+        prediction.private_predict(**given)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + change.get("flags", ""))
-    private.private_predict(**given | {name: value for name, value in change.items() if name != "flags"})
+    prediction.private_predict(**given | {name: value for name, value in change.items() if name != "flags"})
     assert (dying[0] == dying[1]).all() == (pays == 1)
     assert sum(composition(ledger.events("data")[None]).values()) == 60 * pays
     assert not list(tmp_path.rglob("secret_seed"))
@@ -596,10 +626,10 @@ def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certif
 
     ledger = ledger_for()
     ask = {
-        "one model": lambda: private.private_predict(
+        "one model": lambda: prediction.private_predict(
             Bounds(1, 0), calling, queries(60), epsilon=0.3, account=account(ledger), workdir=tmp_path
         ),
-        "PATE": lambda: private.pate_predict(
+        "PATE": lambda: prediction.pate_predict(
             [{"w": jnp.float32(1)}] * 4,
             calling,
             queries(60),
@@ -613,7 +643,7 @@ def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certif
         ask()
     found = ask()
     assert (dying[0] != dying[1]).any() and (ask() == found).all() and len(dying) == 2
-    once = composition(ONCE.get(door, private.answers_event(60, epsilon=0.3)))
+    once = composition(ONCE.get(door, prediction.event(60, epsilon=0.3)))
     assert composition(ledger.events("data")[None]) == {event: 2 * count for event, count in once.items()}
 
 
@@ -622,7 +652,7 @@ import os, signal, sys
 import jax.numpy as jnp
 import numpy as np
 import jaxdp
-from jaxdp.prediction import mechanisms, private_predict, train_with_bounds
+from jaxdp.prediction import METHODS, Mechanism, mechanisms, private_predict, train_with_bounds
 
 path, workdir, dies = sys.argv[1], sys.argv[2], sys.argv[3] == "dies"
 answer = mechanisms.randomised_response
@@ -634,7 +664,7 @@ def answers(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGKILL)
     return found
 
-mechanisms.LABEL_MECHANISMS["randomised_response"] = answers
+METHODS["randomised_response"] = Mechanism("labels", answers)
 rng = np.random.default_rng(0)
 data = {"x": rng.normal(size=(40, 2)).astype(np.float32), "y": rng.integers(0, 2, 40).astype(np.float32)}
 logit = lambda params, x: x @ params["w"]
@@ -670,7 +700,7 @@ def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
 
 
 def test_only_answered_queries_become_examples():
-    asked, answers = private.answered({"x": np.arange(8).reshape(4, 2)}, np.array([1, -1, 0, -1]))
+    asked, answers = prediction.answered({"x": np.arange(8).reshape(4, 2)}, np.array([1, -1, 0, -1]))
     assert asked["x"].tolist() == [[0, 1], [4, 5]] and answers.tolist() == [1, 0] and answers.dtype == np.int32
 
 
@@ -688,21 +718,21 @@ def test_a_student_learns_from_noisy_answers():
 
     start = {"w": jnp.zeros(2), "b": jnp.zeros(())}
     settings = {"optimizer": optax.adam(0.05), "steps": 150, "batch_size": 64, "seed": SEED}
-    student = private.train_student(loss_fn, start, private.answered({"x": x}, answers), **settings)
+    student = prediction.train_student(loss_fn, start, prediction.answered({"x": x}, answers), **settings)
     test = rng.normal(size=(2000, 2)).astype(np.float32)
     right = ((test @ student["w"] + student["b"] > 0) == (test @ [1.0, -2.0] > 0)).mean()
     assert (answers == truth).mean() < 0.8 and right > 0.9  # The student is better than its teacher's answers.
-    again = private.train_student(loss_fn, start, private.answered({"x": x}, answers), **settings)
+    again = prediction.train_student(loss_fn, start, prediction.answered({"x": x}, answers), **settings)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), student, again))
 
 
 def test_a_student_needs_examples():
     settings = {"optimizer": optax.sgd(0.1), "steps": 1, "batch_size": 4, "seed": SEED}
-    nothing = private.answered({"x": np.zeros((3, 2))}, np.full(3, -1))
+    nothing = prediction.answered({"x": np.zeros((3, 2))}, np.full(3, -1))
     with pytest.raises(ValueError, match="were any queries answered"):
-        private.train_student(lambda params, example: 0.0, {}, nothing, **settings)
+        prediction.train_student(lambda params, example: 0.0, {}, nothing, **settings)
     with pytest.raises(ValueError, match="examples must be"):
-        private.train_student(lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings)
+        prediction.train_student(lambda params, example: 0.0, {}, {"a": np.zeros(2), "b": np.zeros(3)}, **settings)
 
 
 # ---------------------------------------------------------------------------------------------- real certificates
@@ -731,15 +761,15 @@ def test_real_bounds_vote_and_answer():
     asked = {"x": np.concatenate([x[:30], np.zeros((1, 2), np.float32)])}
     certificates = [agt.certify(member, logit, asked) for member in members]
     for member, certificate in zip(members, certificates, strict=True):
-        assert (private._labels(private._batched(logit), member.params, asked) == certificate.label).all()
+        assert (answering._labels(answering._batched(logit), member.params, asked) == certificate.label).all()
     votes = np.stack([c.label for c in certificates]), np.stack([c.distance for c in certificates])
     winners, distances = ensembles.vote(*votes, num_classes=2)
     assert distances[-1] == 1 and np.median(distances) > 12  # Unanimous: two members have to change their label.
     ledger = ledger_for()
     ask = {"account": account(ledger), "seed": SEED}
-    answers = private.private_predict(members, logit, asked, epsilon=1.0, **ask)
+    answers = prediction.private_predict(members, logit, asked, epsilon=1.0, **ask)
     assert (answers[distances > 12] == winners[distances > 12]).all()  # Each flips with probability below 1e-5.
-    single = private.private_predict(members[0], logit, asked, epsilon=4.0, **ask)
+    single = prediction.private_predict(members[0], logit, asked, epsilon=4.0, **ask)
     sure = np.asarray(certificates[0].distance) > 3
     assert sure.sum() > 15 and (single[sure] == np.asarray(certificates[0].label)[sure]).all()
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(31 * 5.0)

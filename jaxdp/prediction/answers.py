@@ -1,4 +1,4 @@
-"""Private answers to queries: spend on the ledger, certify, randomise; planning; and a student trained on the answers.
+"""Private answers to queries: planning; spend on the ledger, certify, randomise; and a student trained on the answers.
 
     bounds = jaxdp.prediction.train_with_bounds(loss_fn, params, data, ...)
     account = ledger.account("my data")
@@ -19,22 +19,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import FixedBatchSampler
-from jaxdp.prediction import ensembles, mechanisms
+from jaxdp.models.training import train_without_privacy
+from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
+from jaxdp.prediction.checks import check_queries, count_rows, positive, whole
+from jaxdp.prediction.mechanisms import METHODS, Mechanism, check_range
 from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import Release, Till, program, stream
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
-# (adjacency of the bounds, adjacency of the data set): certified steps per neighbouring data set. Constant normalisers
+# (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set. Constant normalisers
 # make a zeroed record the same as a removed one; a replaced record is one removed and one added.
 _STEPS: Mapping[tuple[str, str], int] = {
     ("add_remove", "add_remove"): 1,
     ("add_remove", "zero_out"): 1,
     ("add_remove", "replace_one"): 2,
-    ("replace", "replace_one"): 1,
+    ("replace_one", "replace_one"): 1,
 }
 
 
@@ -45,45 +47,26 @@ def query_epsilon(epsilon: float, delta: float, queries: int, *, adjacency: Adja
     """Returns the largest epsilon per query with which `queries` pure answers cost at most (epsilon, delta) together.
 
     By privacy loss distributions of the worst pure pair, and never less than epsilon / queries. (10, 1e-5) buys 100
-    queries of 0.204 and 1000 of 0.063, against 0.176 and 0.056 by `paper_query_epsilon`.
+    queries of 0.204 and 1000 of 0.063, where the paper's zero-concentrated DP buys 0.176 and 0.056.
 
-    Args:
-        epsilon, delta: the total, epsilon finite and > 0, delta in [0, 1).
-        queries: >= 1, fixed in advance.
-        adjacency: of the data set; pure events cost the same under each.
-
-    Raises:
-        ValueError: an argument out of range.
+    `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set. Raises ValueError
+    unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
     """
-    if isinstance(queries, bool) or not isinstance(queries, int | np.integer) or queries < 1:
-        raise ValueError(f"queries must be an integer >= 1, got {queries!r}")
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
+    queries, even = whole("queries", queries), positive("epsilon", epsilon) / queries
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
-    even = epsilon / queries
     if queries == 1 or delta == 0:
         return even
 
     # In units of the even share, so that the search starts near its end.
     def plan(divisor: float) -> DpEvent:
-        return SelfComposedDpEvent(PureDpEvent(even * math.sqrt(queries) / divisor), int(queries))
+        return SelfComposedDpEvent(PureDpEvent(even * math.sqrt(queries) / divisor), queries)
 
     divisor = calibrate_noise(plan, epsilon=epsilon, delta=delta, adjacency=adjacency)
     return max(even, even * math.sqrt(queries) / divisor)
 
 
-def paper_query_epsilon(epsilon: float, delta: float, queries: int) -> float:
-    """Returns the paper's epsilon per query, by zero-concentrated DP or evenly, for comparison.
-
-    max(epsilon / Q, sqrt(2 / Q) (sqrt(log(1 / delta) + epsilon) - sqrt(log(1 / delta))))
-    """
-    log_delta = math.log(1 / delta)
-    concentrated = math.sqrt(2 / queries) * (math.sqrt(log_delta + epsilon) - math.sqrt(log_delta))
-    return max(epsilon / queries, concentrated)
-
-
-def answers_event(
+def event(
     count: int,
     *,
     epsilon: float | None = None,
@@ -92,24 +75,25 @@ def answers_event(
 ) -> DpEvent:
     """Returns what a call of `private_predict` or `private_values` charges, before there is a model.
 
-    `ConfidentGNMax.event` is that of `pate_predict`.
-
-    Args:
-        count: number of queries, >= 1.
-        epsilon: of each answer.
-        total: (epsilon, delta) of all answers together instead.
-        mechanism: as in `private_predict` or `private_values`.
-
-    Returns:
-        `count` times the event of one answer.
-
-    Raises:
-        ValueError: an argument out of range, or an unknown mechanism.
+    `count` is the number of queries, the other arguments and errors are those of the call. `ConfidentGNMax.event` says
+    what `pate_predict` charges.
     """
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-        raise ValueError(f"count must be an integer >= 1, got {count!r}")
-    each = _epsilon_of_each(epsilon, total, count)
-    return SelfComposedDpEvent(mechanisms.event(mechanism, epsilon=each), int(count))
+    row = _mechanism(mechanism, "labels", "values")
+    return SelfComposedDpEvent(row.event(_each(epsilon, total, whole("count", count))), int(count))
+
+
+def _mechanism(name: str, *kinds: str) -> Mechanism:
+    fitting = sorted(known for known, row in METHODS.items() if row.kind in kinds)
+    if name not in fitting:
+        raise ValueError(f"mechanism must be one of {fitting}, got {name!r}")
+    return METHODS[name]
+
+
+def _each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
+    """Returns the epsilon of each answer."""
+    if (epsilon is None) == (total is None):
+        raise ValueError(f"give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, {total=}")
+    return positive("epsilon", epsilon) if total is None else query_epsilon(*total, count)
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------
@@ -138,11 +122,10 @@ def private_predict(
         apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two classes.
         queries: pytree of arrays [Q, ...], public.
         account: `ledger.account(name)` of the private data that the models were trained on, all parts of it.
-        epsilon: of each answer.
+        epsilon: of each answer; finite, > 0.
         total: (epsilon, delta) of all Q answers together instead, see `query_epsilon`. Calls add up: this is the total
             of this call, the ledger's budget that of all calls.
-        mechanism: a key of `mechanisms.LABEL_MECHANISMS`. With an ensemble "global_laplace" adds noise to the vote
-            counts.
+        mechanism: a key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to the vote counts.
         fixed_parts: for an ensemble with bounds for replacement, state that a replaced record stays in its part.
         workdir: a folder for the answers of this call. The same call with the same workdir returns the kept answers and
             charges nothing. A call that was interrupted is not charged again. None keeps nothing.
@@ -155,60 +138,53 @@ def private_predict(
     Formal guarantees:
         The answers satisfy Q times `PureDpEvent(epsilon)`, which is spent before anything is computed: a refused call
         has read nothing private, a call that fails has paid. Each mechanism is private because the calibrated distance
-        changes by at most one between neighbours (`mechanisms`, `ensembles.vote`). Bounds certified for added and
-        removed records serve a data set registered with "add_remove", with "zero_out" (a zeroed record contributes
-        nothing, as a removed one), or with "replace_one" at half the distance, rounded down: a replacement is two
-        changes. Bounds certified for replacement serve "replace_one" only. Timing is not protected.
+        changes by at most one between neighbours (`mechanisms`, `ensembles.vote`). Bounds for the threat "add_remove"
+        serve a data set registered with "add_remove", with "zero_out" (a zeroed record contributes nothing, as a
+        removed one), or with "replace_one" at half the distance, rounded down: a replacement is two changes. Bounds for
+        "replace_one" serve "replace_one" only. Timing is not protected.
 
         Noise is repeated only with everything that determines the answers: models, queries, settings, programs and the
-        machine. An `apply_fn` that calls back to Python is not repeated.
-
-        That the bounds were trained on this data set, that members have disjoint parts, and that no hyperparameter was
-        chosen by looking at the data, is the caller's word.
+        machine. An `apply_fn` that calls back to Python is not repeated. That the bounds were trained on this data set,
+        that members have disjoint parts, and that no hyperparameter was chosen by looking at the data, is the caller's
+        word.
 
     Raises:
         BudgetExceeded: before anything runs or is charged.
-        ValueError: an argument out of range, bounds for another adjacency, or a workdir that keeps other answers;
-            before anything is charged.
+        ValueError: an argument out of range, bounds for another threat, or a workdir that keeps other answers; before
+            anything is charged.
     """
-    members = [bounds] if hasattr(bounds, "params") else list(bounds)
+    row, members = _mechanism(mechanism, "labels"), [bounds] if hasattr(bounds, "params") else list(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
-    count, classes = _check_queries(apply_fn, members[0].params, queries)
-    if mechanism not in mechanisms.LABEL_MECHANISMS:
-        raise ValueError(f"mechanism must be one of {sorted(mechanisms.LABEL_MECHANISMS)}, got {mechanism!r}")
-    multiclass = {"randomised_response", "global_response"} | ({"global_laplace"} if len(members) > 1 else set())
-    if classes > 2 and mechanism not in multiclass:
-        raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}; use one of {sorted(multiclass)}")
+    count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
+    classes, vote = max(outputs, 2), row.vote if len(members) > 1 else None
+    if classes > 2 and row.binary and vote is None:
+        fitting = sorted(name for name, other in METHODS.items() if other.kind == "labels" and not other.binary)
+        raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}; use one of {fitting}")
     if count == 0:
         return np.zeros(0, np.int32)
-    each = _epsilon_of_each(epsilon, total, count)
-    batched, certified = _batched(apply_fn), mechanism not in mechanisms.GLOBAL_MECHANISMS
+    each, batched = _each(epsilon, total, count), _batched(apply_fn)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private prediction")
-        if certified:
+        if row.certified:
             certificates = [certify(member, apply_fn, queries) for member in members]
             votes = np.stack([np.asarray(certificate.label) for certificate in certificates])
             away = np.stack([np.asarray(certificate.distance) for certificate in certificates])
         else:
             votes = np.stack([_labels(batched, member.params, queries) for member in members])
             away = np.zeros_like(votes)
-        if mechanism == "global_laplace" and len(members) > 1:
-            return {
-                "answers": ensembles.laplace_vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)
-            }
+        if vote is not None:
+            return {"answers": vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)}
+        winner, distance = votes[0], away[0]
         if len(members) > 1:
-            winners, distances = ensembles.vote(votes, away, num_classes=classes)
-        else:
-            winners, distances = votes[0], away[0]
-        answer = mechanisms.LABEL_MECHANISMS[mechanism]
-        return {"answers": answer(key, winners, distances // steps, epsilon=each, num_classes=classes)}
+            winner, distance = ensembles.vote(votes, away, num_classes=classes)
+        return {"answers": row.answer(key, winner, distance // steps, epsilon=each, num_classes=classes)}
 
     what = Release(
         label="private prediction",
-        charges=[(account, answers_event(count, epsilon=each, mechanism=mechanism))],
+        charges=[(account, SelfComposedDpEvent(row.event(each), count))],
         facts=lambda: [[_facts(member) for member in members], queries, each, mechanism, steps, classes],
-        programs=_programs(batched, apply_fn, members, queries, certified=certified),
+        programs=_programs(batched, apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -230,13 +206,11 @@ def private_values(
 ) -> np.ndarray:
     """Answers queries of a regression model with noisy values, after spending for all of them on the ledger.
 
-    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
-
     Args:
         bounds: what `train_with_bounds` returned (one model).
         apply_fn: `apply_fn(params, query) -> value` of ONE query, [] or [1].
         output_range: (low, high), a public declaration; values, bounds and answers are clipped to it.
-        mechanism: "cauchy_values", or "laplace_values", which needs no certificate.
+        mechanism: a key of `METHODS` for values.
         queries, account, epsilon, total, workdir, seed: as in `private_predict`.
 
     Returns:
@@ -250,35 +224,31 @@ def private_values(
     """
     if not hasattr(bounds, "params"):
         raise ValueError("bounds must be those of one model; an ensemble of regression models has no mechanism here")
+    row, ends = _mechanism(mechanism, "values"), check_range(output_range)
     steps = _certified_steps([bounds], account, fixed_parts=False)
-    count, classes = _check_queries(apply_fn, bounds.params, queries)
-    if classes != 2 or mechanism not in ("cauchy_values", "laplace_values"):
-        raise ValueError(
-            f"apply_fn must return one value and mechanism be 'cauchy_values' or 'laplace_values', got {mechanism!r}"
-        )
-    ends = mechanisms.check_range(output_range)
+    count, outputs = check_queries(apply_fn, bounds.params, queries, may_be_empty=True)
+    if outputs != 1:
+        raise ValueError(f"apply_fn must return one value of a query, got {outputs}")
     if count == 0:
         return np.zeros(0, np.float32)
-    each = _epsilon_of_each(epsilon, total, count)
-    batched = _batched(apply_fn)
+    each, batched = _each(epsilon, total, count), _batched(apply_fn)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
-        values = _outputs(batched, bounds.params, queries).reshape(count)
-        if mechanism == "laplace_values":
-            return {"answers": mechanisms.laplace_values(key, values, epsilon=each, output_range=ends)}
-        box = certify(bounds, apply_fn, queries).logits
-        lower, upper = (np.asarray(end).reshape(-1, count) for end in (box.lower, box.upper))
-        values = np.clip(values, lower[0], upper[0])  # it may differ from its real-arithmetic bounds by rounding
-        rows = [row for row, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
-        boxes = lower[rows], upper[rows]
-        return {"answers": mechanisms.cauchy_values(key, values, *boxes, epsilon=each, output_range=ends)}
+        values, boxes = np.asarray(batched(bounds.params, queries)).reshape(count), []
+        if row.certified:
+            logits = certify(bounds, apply_fn, queries).logits
+            lower, upper = (np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper))
+            values = np.clip(values, lower[0], upper[0])  # it may differ from its real-arithmetic bounds by rounding
+            rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
+            boxes = [lower[rows], upper[rows]]
+        return {"answers": row.answer(key, values, *boxes, epsilon=each, output_range=ends)}
 
     what = Release(
         label="private regression",
-        charges=[(account, answers_event(count, epsilon=each, mechanism=mechanism))],
+        charges=[(account, SelfComposedDpEvent(row.event(each), count))],
         facts=lambda: [_facts(bounds), queries, each, mechanism, steps, list(ends)],
-        programs=_programs(batched, apply_fn, [bounds], queries, certified=mechanism == "cauchy_values"),
+        programs=_programs(batched, apply_fn, [bounds], queries, certified=row.certified),
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -297,8 +267,6 @@ def pate_predict(
     seed: bytes | None = None,
 ) -> np.ndarray:
     """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for all of them.
-
-    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
 
     Args:
         members: parameters of models trained on disjoint parts (`partition_by_hash`), in any way: no certificates are
@@ -322,10 +290,10 @@ def pate_predict(
         raise ValueError("members is empty; give the parameters of at least one model")
     if type(mechanism) is not ensembles.ConfidentGNMax:  # of a subclass, the release would not know the code
         raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}")
-    count, classes = _check_queries(apply_fn, members[0], queries)
+    count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
         return np.zeros(0, np.int32)
-    batched = _batched(apply_fn)
+    classes, batched = max(outputs, 2), _batched(apply_fn)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         votes = np.stack([_labels(batched, params, queries) for params in members])
@@ -345,7 +313,7 @@ def pate_predict(
 
 def _facts(bounds: Any) -> list[Any]:
     """All of a `Bounds`."""
-    static = bounds.ks, bounds.adjacency, bounds.trainable, bounds.product
+    static = bounds.ks, bounds.threat, bounds.trainable, bounds.product
     return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
 
@@ -373,62 +341,37 @@ def _batched(apply_fn: ApplyFn) -> Any:
     return jax.jit(jax.vmap(apply_fn, in_axes=(None, 0)))
 
 
-def _outputs(batched: Any, params: Any, queries: Any) -> np.ndarray:
-    return np.asarray(batched(params, queries))
-
-
 def _labels(batched: Any, params: Any, queries: Any) -> np.ndarray:
     """Returns int64 [Q], the labels as `certify` takes them: the largest of C logits, or whether one logit is > 0."""
-    logits = _outputs(batched, params, queries)
-    if logits.ndim == 2 and logits.shape[1] > 1:
-        return logits.argmax(axis=1)
-    return (logits.reshape(len(logits)) > 0).astype(np.int64)
-
-
-def _check_queries(apply_fn: ApplyFn, params: Any, queries: Any) -> tuple[int, int]:
-    """Returns (number of queries, number of classes) from shapes alone; two classes for one logit."""
-    count = ensembles.count_rows(queries, "queries")
-    for leaf in jax.tree.leaves(queries):
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not np.isfinite(np.asarray(leaf)).all():
-            raise ValueError("queries have NaN or infinite entries; drop or impute them")
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf)), queries)
-    shape = jax.eval_shape(apply_fn, params, one).shape
-    if len(shape) > 1 or shape == (0,):
-        raise ValueError(f"apply_fn must return the logits [] or [C] of one query, got {shape}; it must not be batched")
-    return count, shape[0] if shape not in ((), (1,)) else 2
-
-
-def _epsilon_of_each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
-    if (epsilon is None) == (total is None):
-        raise ValueError(f"give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, {total=}")
-    return query_epsilon(*total, count) if epsilon is None and total is not None else float(epsilon or 0.0)
+    logits = np.asarray(batched(params, queries))
+    logits = logits.reshape(len(logits), -1)
+    return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
 
 
 def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
     """Returns how many certified steps one neighbouring data set takes; refuses bounds for another relation."""
     if not members:
         raise ValueError("bounds is empty; give at least one model")
-    certified = {member.adjacency for member in members}
-    if len(certified) > 1:
-        raise ValueError(f"bounds must all be certified for one adjacency, got {sorted(certified)}")
-    (kind,) = certified
-    registered = account.adjacency
-    if (kind, registered) not in _STEPS:
-        fits = sorted(name for certified_kind, name in _STEPS if certified_kind == kind)
+    threats = {member.threat for member in members}
+    if len(threats) > 1:
+        raise ValueError(f"bounds must all be certified for one threat, got {sorted(threats)}")
+    (threat,), registered = threats, account.adjacency
+    if (threat, registered) not in _STEPS:
+        fitting = sorted(adjacency for known, adjacency in _STEPS if known == threat)
         raise ValueError(
-            f"bounds certified for adjacency={kind!r} do not cover dataset {account.name!r}, which is registered with "
-            f"{registered!r}: they cover {fits}. Train with bounds for adjacency='add_remove', or register other terms"
+            f"bounds certified for threat={threat!r} do not cover dataset {account.name!r}, which is registered with "
+            f"adjacency={registered!r}: they cover {fitting}. Train with threat='add_remove', or register other terms"
         )
     if any(member.product != "tight" for member in members):
         raise ValueError("bounds must have product='tight': others do not nest across neighbours in floating point")
     if any(member.ks[0] != 0 for member in members):
         raise ValueError("ks of the bounds must start at 0: without it neighbours may disagree on a label by rounding")
-    if len(members) > 1 and kind != "add_remove" and not fixed_parts:
+    if len(members) > 1 and threat != "add_remove" and not fixed_parts:
         raise ValueError(
-            f"an ensemble with bounds for {kind!r} does not cover a record that is replaced by one of another part: "
-            "train with adjacency='add_remove', or pass fixed_parts=True if an identity that stays assigns the parts"
+            f"an ensemble with bounds for threat={threat!r} does not cover a record that is replaced by one of another"
+            " part: train with threat='add_remove', or pass fixed_parts=True if a lasting identity assigns the parts"
         )
-    return _STEPS[kind, registered]
+    return _STEPS[threat, registered]
 
 
 # --- Student ----------------------------------------------------------------------------------------------------
@@ -437,12 +380,7 @@ def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: b
 def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
     """Returns the queries that have an answer, and their answers: examples (query, label) for `train_student`.
 
-    Args:
-        queries: pytree of arrays [Q, ...].
-        answers: int [Q], -1 for none, as `pate_predict` returns them.
-
-    Returns:
-        (queries, answers), each with the answered rows only; answers int32.
+    `queries` is a pytree of arrays [Q, ...], `answers` int [Q] with -1 for none, as of `pate_predict`.
     """
     answers = np.asarray(answers)
     rows = np.flatnonzero(answers >= 0)
@@ -459,44 +397,15 @@ def train_student(
     batch_size: int,
     seed: bytes,
 ) -> Any:
-    """Distils private answers into a model of its own, which then answers any number of queries for nothing.
+    """Distils private answers into a model of its own, by the public training `train_without_privacy`.
 
         student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
 
-    Args:
-        loss_fn: `loss_fn(params, example) -> scalar`, the loss of ONE example.
-        params: pytree to start from; public, for example pre-trained on public data.
-        examples: pytree of arrays [n, ...] made of public queries and private answers, n >= 1.
-        optimizer: any optax optimizer.
-        steps, batch_size: number of updates, and examples in each (at most n are used).
-        seed: 16 bytes that fix the order of the examples.
-
-    Returns:
-        The student's parameters, after minimising the mean loss over shuffled epochs.
-
-    Formal guarantees:
-        Post-processing of the answers: costs nothing beyond what they cost, provided that `params`, the queries and all
-        settings are public or private releases themselves.
-
-    Raises:
-        ValueError: no examples, or leaves of different lengths.
+    It costs nothing beyond the answers (post-processing), provided that `params`, the queries and all settings are
+    public or private releases themselves. Raises ValueError for no examples, or leaves of different lengths.
     """
-    count = ensembles.count_rows(examples, "examples")
-    if count == 0:
+    if count_rows(examples, "examples") == 0:
         raise ValueError("examples is empty; were any queries answered?")
-    arrays = jax.tree.map(np.asarray, examples)
-    sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
-
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
-        return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
-
-    @jax.jit
-    def update(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    opt_state = optimizer.init(params)
-    for step in range(steps):
-        rows = sampler.batch(step)
-        params, opt_state = update(params, opt_state, jax.tree.map(lambda leaf, rows=rows: leaf[rows], arrays))
-    return params
+    return train_without_privacy(
+        loss_fn, params, examples, optimizer, steps=steps, batch_size=batch_size, seed=seed, progress=False
+    )
