@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import dp_accounting
@@ -53,7 +53,13 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """ "VIOLATED", "consistent", or "cannot tell": no mechanism, however broken, could have been VIOLATED."""
+        """What the bounds say of the mechanism.
+
+        "VIOLATED": lower > upper. Its proof, its code or its accounting is wrong, but for a chance of 1 - confidence.
+        "consistent": the audit found no more than is claimed, and could have. It proves nothing: another canary or
+        score may find more. "cannot tell": the ceiling does not exceed the claim. More trials or a smaller claim, for
+        example that of one step, give the audit power.
+        """
         if self.violated:
             return "VIOLATED"
         return "consistent" if self.ceiling > self.upper else "cannot tell"
@@ -108,11 +114,8 @@ def multi_run(
         ValueError: an argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
     """
     check(upper, delta, confidence, claim)
-    present, absent = _ranks(scores_with=scores_with, scores_without=scores_without)
-    ceiling = _ceiling(_multi_lower, len(present), len(absent), delta, confidence, claim)
-    lower = min(_multi_lower(present, absent, delta, confidence, claim), ceiling)
-    method = "multi-run, Gaussian" if claim == "gaussian" else "multi-run"
-    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
+    scores = _ranks(scores_with=scores_with, scores_without=scores_without)
+    return _audit(_multi_lower, "multi-run", scores, upper, delta, confidence, claim)
 
 
 def one_run(
@@ -146,11 +149,8 @@ def one_run(
         ValueError: as `multi_run`.
     """
     check(upper, delta, confidence, claim)
-    inside, outside = _ranks(scores_in=scores_in, scores_out=scores_out)
-    ceiling = _ceiling(_one_lower, len(inside), len(outside), delta, confidence, claim)
-    lower = min(_one_lower(inside, outside, delta, confidence, claim), ceiling)
-    method = "one run, Gaussian" if claim == "gaussian" else "one run"
-    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(inside) + len(outside))
+    scores = _ranks(scores_in=scores_in, scores_out=scores_out)
+    return _audit(_one_lower, "one run", scores, upper, delta, confidence, claim)
 
 
 def audit_mechanism(
@@ -196,6 +196,16 @@ def check(upper: float, delta: float, confidence: float, claim: str = "approxima
         raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
     if claim == "gaussian" and delta == 0:
         raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
+
+
+def _audit(
+    bound: Bound, name: str, scores: Sequence[np.ndarray], upper: float, delta: float, confidence: float, claim: Claim
+) -> Audit:
+    present, absent = scores
+    ceiling = _ceiling(bound, len(present), len(absent), delta, confidence, claim)
+    lower = min(bound(present, absent, delta, confidence, claim), ceiling)
+    method = f"{name}, Gaussian" if claim == "gaussian" else name
+    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
 
 
 @functools.lru_cache(maxsize=64)

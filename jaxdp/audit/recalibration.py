@@ -6,8 +6,8 @@ A trial is a conversation of the source, with a record or with its neighbour, an
 All pairs of records are tried without noise. The pair whose answers are farthest apart is the canary and its neighbour.
 """
 
+# ruff: noqa: D102  # `jaxdp.recalibration.Method` documents the hooks of a calibrator
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials, farthest
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.recalibration.protocol import Method, Records, Source, event
+from jaxdp.recalibration.protocol import Method, Party, Records, event
 from jaxdp.recalibration.recalibrate import converse
-from jaxdp.release import claim, new_seed, stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,36 +36,28 @@ class Transcript:
 
     @property
     def rounds(self) -> int:
-        """Those of the method."""
         return self.method.rounds
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """That of the method."""
         return self.method.sensitivity(k, adjacency, num_classes)
 
     def init(self, variance: float | jax.Array) -> tuple[jax.Array, ...]:
-        """No answers."""
         return ()
 
     def question(self, k: int, state: tuple[jax.Array, ...]) -> jax.Array:
-        """The temperature."""
         return jnp.float32(self.temperature)
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """That of the method."""
         return self.method.summand(k, records, temperature)
 
     def update(self, k: int, state: tuple[jax.Array, ...], answer: jax.Array) -> tuple[jax.Array, ...]:
-        """One more answer."""
         return (*state, answer)
 
     def finish(self, state: tuple[jax.Array, ...]) -> jax.Array:
-        """All answers, one after the other."""
         return jnp.concatenate(state)
 
     def confidence(self, parameters: jax.Array, logits: jax.Array) -> jax.Array:
-        """None: nothing is recalibrated."""
-        return jnp.full(len(logits), jnp.nan)
+        return jnp.full(len(logits), jnp.nan)  # nothing is recalibrated
 
 
 def audit_source(
@@ -93,7 +85,7 @@ def audit_source(
       temperature: that the calibrator asks about.
       adjacency: under "add_remove" the canary's neighbour is no record, under "zero_out" an invalid one, under
         "replace_one" another candidate.
-      confidence: in (0.5, 1).
+      confidence: as in `jaxdp.audit.multi_run`.
       seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
 
     Returns:
@@ -113,37 +105,33 @@ def audit_source(
     canaries = _extremes(logits.shape[1]) if candidates is None else list(zip(*candidates, strict=True))
     invalid = np.zeros(logits.shape[1], np.float32), -1
     others: dict[str, list[Any]] = {"add_remove": [None], "zero_out": [invalid], "replace_one": canaries}
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}.")
-    calibrator, seed = Transcript(method, temperature), new_seed() if seed is None else seed
+    calibrator = Transcript(method, temperature)
+    terms: dict[str, Any] = {"trials": trials, "delta": 0.0, "adjacency": adjacency, "confidence": confidence}
+    runs = Trials.of(event(epsilon), claimed="approximate", seed=seed, **terms)
 
-    def source(record: Any) -> Source:
+    def party(record: Any) -> Party:
         if record is None:
-            return Source(logits, labels)
-        return Source(np.vstack([logits, record[0]]), np.append(labels, record[1]))
+            return Party(logits, labels)
+        return Party(np.vstack([logits, record[0]]), np.append(labels, record[1]))
 
     def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
         """All answers of each of `count` conversations, float64 [count, numbers]."""
-        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), count)
-        parties = [source(record)]
+        parties = [party(record)]
         talks = jax.vmap(lambda key: converse(calibrator, parties, key, epsilon=epsilon, adjacency=adjacency))
-        return np.asarray(talks(keys), np.float64)
+        return np.asarray(talks(runs.keys(purpose, count)), np.float64)
 
-    upper = claim(event(epsilon), adjacency=adjacency, delta=0.0)
-    bounds.check(upper, 0.0, confidence)
-    exact = [
+    canaries, neighbours = (
         [(answers(record, math.inf, "no noise", 1)[0], record) for record in records]
         for records in (canaries, others[adjacency])
-    ]
-    pairs = itertools.product(*exact)
-    (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
+    )
+    pair = farthest(canaries, neighbours, lambda one, other: np.abs(one[0] - other[0]).sum())
+    (one, canary), (other, neighbour) = pair
 
     def scores(record: Any, purpose: str) -> np.ndarray:
         heard = answers(record, epsilon, purpose, trials)
         return np.abs(heard - other).sum(1) - np.abs(heard - one).sum(1)
 
-    present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
-    return bounds.multi_run(present, absent, upper=upper, delta=0.0, confidence=confidence)
+    return runs.judge(scores, canary, neighbour)
 
 
 def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:

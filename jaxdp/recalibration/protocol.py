@@ -1,11 +1,11 @@
 """The two parties of Section 3.2: a calibrator who sees noisy answers only, and sources who answer on their own data.
 
 A `Method` is the calibrator: what it asks in each round, and what it makes of the answers; `play` is the conversation.
-A `Source` is the other party: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
+A `Party` is a private source: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
 account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them, as long as
 every source checks for itself that it has no more records than the public limit. Over a network:
 
-    talks = [source.begin(method, epsilon=1.0, workdir=its_folder) for source in sources]  # at each source
+    talks = [party.begin(method, epsilon=1.0, workdir=its_folder) for party in parties]  # at each source
     scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
     found = play(method, lambda k, t: sum(talk.answer(t, round=k) for talk in talks), scale.variance * len(talks))
 """
@@ -191,7 +191,7 @@ def exact_sums(added: jax.Array, source: jax.Array, sources: int, scale: Scale |
     return jax.ops.segment_sum(added, source, sources)
 
 
-def release(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
+def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
     """Adds the noise of one round to exact answers in steps; float32, in the method's units."""
     if scale is None:
         return exact
@@ -199,7 +199,7 @@ def release(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class Party:
     """One private source: logits of a public model on its records, and their labels.
 
     Attributes:
@@ -381,7 +381,7 @@ def _exact(method: Method, k: int, records: Records, temperature: Any, scale: Sc
     return exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)[0]
 
 
-_noisy = jax.jit(release)  # apart, so that it is compiled once for all rounds
+_noisy = jax.jit(with_noise)  # apart, so that it is compiled once for all rounds
 
 
 def _programs(method: Method, records: Records, scale: Scale | None) -> list[str]:

@@ -351,7 +351,7 @@ def _one_run(
         ledger.register(dataset, **terms)
         event = getattr(adapter.method, "event", NonPrivateDpEvent())
         paid = StreamAccount(ledger.account(dataset, label=f"{name}, {setting}"), event=event)
-        served = serve(adapter, _stream(config, task, seed), account=paid, workdir=unfinished, unit="photograph")
+        served = serve(adapter, _stream(config, task, seed), account=paid, workdir=unfinished)
         row = {"method": name, "setting": setting, "seed": seed, "visits": paid.worst, "accuracy": served.accuracy}
         write_json(path, row)
     shutil.rmtree(unfinished, ignore_errors=True)
