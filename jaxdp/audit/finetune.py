@@ -28,11 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials, check_candidates, farthest
+from jaxdp.audit.trials import Trials
 from jaxdp.data import Source, from_arrays
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
-from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.events import composition
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
@@ -49,14 +48,10 @@ def audit_step(
     params: Any,
     source: Source,
     *,
-    trials: int,
-    delta: float,
     rows: Sequence[int] | np.ndarray | None = None,
     others: Sequence[int] | np.ndarray = (),
     step: int = 1,
-    adjacency: Adjacency = "add_remove",
-    confidence: float = 0.95,
-    seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits the Gaussian of one step: many noisy sums over a batch with a canary, as many over one without it.
 
@@ -68,14 +63,12 @@ def audit_step(
       trainer: of `dp_sgd` or another method.
       params: at which training starts.
       source: examples that the trainer takes; public or made up, since the audit charges nothing.
-      trials: runs of either kind, at least 2.
-      delta, confidence: as in `jaxdp.audit.multi_run`; delta > 0.
       rows: which examples of `source` may be the canary; by default all. Each is tried without noise. At least 2 for
         "replace_one".
       others: which examples are in every batch.
       step: which step is audited, >= 1. Those before it are made on the batch without the canary.
-      adjacency: under "add_remove" the canary's neighbour is no example, under "replace_one" another candidate.
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      terms: trials, delta > 0, adjacency ("add_remove" or "replace_one"), confidence, seed, as in
+        `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` runs, with the ledger's epsilon of `trainer.privatizer.event_at(step)`.
@@ -90,14 +83,11 @@ def audit_step(
     Raises:
       ValueError: an argument is out of range.
     """
+    if step < 1:
+        raise ValueError(f"step must be at least 1, got {step}.")
+    runs = Trials(charge=trainer.privatizer.event_at(step), allowed=("add_remove", "replace_one"), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-    check_candidates("rows must name", len(rows), adjacency, what="examples")
-    if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}.")
-    if trials < 2 or step < 1:
-        raise ValueError(f"trials must be at least 2 and step at least 1, got {trials} and {step}.")
-    terms: dict[str, Any] = {"trials": trials, "delta": delta, "adjacency": adjacency, "confidence": confidence}
-    runs = Trials.of(trainer.privatizer.event_at(step), claimed="gaussian", seed=seed, **terms)
+    runs.check_candidates("rows must name", len(rows), "examples")
 
     state = _started(trainer, params, runs.seed, "steps before", "views")
     others = np.asarray(others, np.int64)
@@ -112,7 +102,7 @@ def audit_step(
     observe = functools.partial(_observe, privatizer.update, privatizer.divisor, state.noise.step, base)
     variances, foretold = _noise(observe, base, stream(runs.seed, "what the noise is like"))
     distance = functools.partial(_distance, variances)
-    present, absent = farthest(tried, tried if adjacency == "replace_one" else [base], distance)
+    present, absent = runs.farthest(tried, [base], distance)
     if not distance(present, absent) > 0:
         raise ValueError(
             "rows must name an example that changes the sum; the gradients of all these are equal or zero."
@@ -122,7 +112,7 @@ def audit_step(
     weights = [np.float32(leaf / largest) for leaf in weights]
 
     def scores(sums: Any, purpose: str) -> np.ndarray:
-        return _runs(observe, sums, weights, foretold, stream(runs.seed, purpose), trials)[0]
+        return _runs(observe, sums, weights, foretold, stream(runs.seed, purpose), runs.trials)[0]
 
     return runs.judge(scores, present, absent)
 

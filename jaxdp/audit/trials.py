@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,60 +15,60 @@ from jaxdp.release import claim, new_seed, stream
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trials:
-    """The terms of an audit by `count` runs with a canary and as many with its neighbour.
+    """The terms of an audit by many runs with a canary and as many with its neighbour.
 
     Attributes:
-      count: at least 2.
+      charge: what one run is charged, as in `jaxdp.release.claim`.
+      trials: runs of either kind, at least 2.
+      delta, confidence, claim: as in `jaxdp.audit.multi_run`.
+      adjacency: under "add_remove" the canary's neighbour is no record, under "zero_out" one that adds nothing, under
+        "replace_one" another candidate.
+      allowed: the adjacencies that the audit knows.
+      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
       upper: the ledger's epsilon of one run.
-      delta, confidence, claim: as in `bounds.multi_run`.
-      seed: 16 secret bytes.
+
+    Raises:
+      ValueError: a term is out of range.
     """
 
-    count: int
-    upper: float
+    charge: DpEvent | Callable[[Account], None]
+    trials: int
     delta: float
-    confidence: float
-    claim: bounds.Claim
-    seed: bytes
+    adjacency: Adjacency = "add_remove"
+    allowed: Sequence[Adjacency] = ("add_remove", "zero_out", "replace_one")
+    confidence: float = 0.95
+    claim: bounds.Claim = "gaussian"
+    seed: bytes = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
+    upper: float = dataclasses.field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        charge: DpEvent | Callable[[Account], None],
-        *,
-        trials: int,
-        delta: float,
-        adjacency: Adjacency,
-        confidence: float,
-        claimed: bounds.Claim,
-        seed: bytes | None,
-    ) -> "Trials":
-        """Returns checked terms; the ledger's epsilon is that of `charge` alone, as in `jaxdp.release.claim`."""
-        if trials < 2:
-            raise ValueError(f"trials must be at least 2, got {trials}.")
-        upper = claim(charge, adjacency=adjacency, delta=delta)
-        bounds.check(upper, delta, confidence, claimed)
-        return cls(trials, upper, delta, confidence, claimed, new_seed() if seed is None else seed)
+    def __post_init__(self) -> None:
+        if self.adjacency not in self.allowed:
+            *others, last = map(repr, self.allowed)
+            raise ValueError(f"adjacency must be {', '.join(others)} or {last}, got {self.adjacency!r}.")
+        if self.trials < 2:
+            raise ValueError(f"trials must be at least 2, got {self.trials}.")
+        object.__setattr__(self, "upper", claim(self.charge, adjacency=self.adjacency, delta=self.delta))
+        bounds.check(self.upper, self.delta, self.confidence, self.claim)
+        object.__setattr__(self, "seed", self.seed or new_seed())
+
+    def check_candidates(self, field: str, count: int, what: str) -> None:
+        """Raises ValueError for too few candidates."""
+        if count < (least := 2 if self.adjacency == "replace_one" else 1):
+            raise ValueError(f"{field} at least {least} {what} under {self.adjacency!r}, got {count}.")
 
     def keys(self, purpose: str, count: int) -> jax.Array:
         """Returns a key for each of so many runs [count], of a kind that is independent under `jax.vmap`."""
         return jax.random.split(stream(self.seed, purpose, impl="threefry2x32"), count)
 
-    def judge(self, scores: Callable[[T, str], Any], canary: T, neighbour: T) -> bounds.Audit:
-        """Returns the `Audit` of `scores(data, purpose) -> [count]` of the two data."""
+    def farthest(self, canaries: Sequence[T], absent: Sequence[T], distance: Callable[[T, T], float]) -> tuple[T, T]:
+        """Returns the canary and the neighbour that are farthest apart; `absent` are neighbours but candidates."""
+        neighbours = canaries if self.adjacency == "replace_one" else absent
+        return max(itertools.product(canaries, neighbours), key=lambda pair: distance(*pair))
+
+    def judge(self, scores: Callable[[Any, str], Any], canary: Any, neighbour: Any) -> bounds.Audit:
+        """Returns the `Audit` of `scores(data, purpose) -> [trials]` of the two data."""
         present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
         terms: dict[str, Any] = {"delta": self.delta, "confidence": self.confidence, "claim": self.claim}
         return bounds.multi_run(present, absent, upper=self.upper, **terms)
-
-
-def check_candidates(field: str, count: int, adjacency: Adjacency, *, what: str) -> None:
-    """Raises ValueError for too few candidates; under "replace_one" a canary's neighbour is another one."""
-    if count < (least := 2 if adjacency == "replace_one" else 1):
-        raise ValueError(f"{field} at least {least} {what} under {adjacency!r}, got {count}.")
-
-
-def farthest(canaries: Iterable[T], neighbours: Iterable[T], distance: Callable[[T, T], float]) -> tuple[T, T]:
-    """Returns the canary and the neighbour that are farthest apart."""
-    return max(itertools.product(canaries, neighbours), key=lambda pair: distance(*pair))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials, check_candidates, farthest
+from jaxdp.audit.trials import Trials
 from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.tta.accounts import StreamAccount
@@ -27,16 +27,7 @@ _IMAGES = 1024
 
 
 def audit_stream(
-    adapter: Adapter,
-    batch: Any,
-    candidates: Any,
-    *,
-    trials: int,
-    delta: float,
-    adjacency: Adjacency = "replace_one",
-    confidence: float = 0.95,
-    claim: bounds.Claim = "gaussian",
-    seed: bytes | None = None,
+    adapter: Adapter, batch: Any, candidates: Any, *, adjacency: Adjacency = "replace_one", **terms: Any
 ) -> bounds.Audit:
     """Audits the update of a private adapter by many updates with a canary in the batch and as many without it.
 
@@ -44,10 +35,8 @@ def audit_stream(
       adapter: of a private method. Its parameters after the update are seen, so that plain SGD shows most.
       batch: images [B, ...], B >= 1; the canary takes the place of the first.
       candidates: images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
-      trials: updates of either kind, at least 2.
-      delta, confidence, claim: as in `jaxdp.audit.multi_run`.
-      adjacency: "replace_one", the canary's neighbour is another candidate, or "zero_out", it is padding.
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      adjacency: "replace_one", or "zero_out": the canary's neighbour is padding.
+      terms: trials, delta, confidence, claim (by default "gaussian"), seed, as in `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` updates, with the ledger's epsilon of an image that is in one of them.
@@ -68,7 +57,6 @@ def audit_stream(
     batch, candidates = np.asarray(batch), np.asarray(candidates)
     if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
         raise ValueError(f"batch and candidates must be images of one shape, got {batch.shape} and {candidates.shape}.")
-    check_candidates("candidates must hold", len(candidates), adjacency, what="images")
     event = adapter.method.event
 
     def charge(account: Account) -> None:
@@ -77,9 +65,9 @@ def audit_stream(
             with stream_account.spend([(part, row) for row in range(len(batch))], release=0):
                 pass
 
-    terms: dict[str, Any] = {"trials": trials, "delta": delta, "adjacency": adjacency, "confidence": confidence}
-    runs = Trials.of(charge, claimed=claim, seed=seed, **terms)
-    size = min(trials, _IMAGES // len(batch) + 1)
+    runs = Trials(charge=charge, adjacency=adjacency, **terms)
+    runs.check_candidates("candidates must hold", len(candidates), "images")
+    size = min(runs.trials, _IMAGES // len(batch) + 1)
 
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Adapted parameters after `count` updates, float64 [count, P]."""
@@ -89,14 +77,13 @@ def audit_stream(
         updates = jax.vmap(lambda key: _end(adapter, batch, image, key))
         return np.concatenate([np.asarray(updates(part), np.float64) for part in parts])[:count]
 
-    # Under one noise the difference of two updates has none.
-    tried = [(ends(image, "choice", 1)[0], image) for image in candidates]
-    neighbours = tried if adjacency == "replace_one" else [(ends(None, "choice", 1)[0], None)]  # None is padding
-    pair = farthest(tried, neighbours, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
+    # Under one noise the difference of two updates has none. None is padding.
+    tried, empty = ([(ends(image, "choice", 1)[0], image) for image in images] for images in (candidates, [None]))
+    pair = runs.farthest(tried, empty, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
     (one, canary), (other, neighbour) = pair
 
     def scores(image: Any, purpose: str) -> np.ndarray:
-        return (ends(image, purpose, trials) - other) @ (one - other)
+        return (ends(image, purpose, runs.trials) - other) @ (one - other)
 
     return runs.judge(scores, canary, neighbour)
 

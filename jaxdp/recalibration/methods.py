@@ -1,9 +1,8 @@
 """The recalibration methods: what they ask, how sensitive that is, and what they make of the answers.
 
 In the paper's order: `NllT`, `EceT`, `HistogramBinning` (Sections 3.3 and C.2), `AccT` (Section 4, Algorithm 1); beyond
-the paper `AccBisection` and `LogisticBinning`. `Method` documents their hooks. Sensitivities are for one record added or
-removed, as in the paper (zeroed out is the same, if the null record is an invalid one such as label -1), or for one
-replaced by another.
+the paper `AccBisection` and `LogisticBinning`. Sensitivities are for one record added or removed, as in the paper
+(zeroed out is the same, if the null record is an invalid one such as label -1), or for one replaced by another.
 """
 
 import dataclasses
@@ -84,16 +83,10 @@ class Bracket:
 
 
 class Found(NamedTuple):
-    """Where a search ended.
+    """Where a search ended."""
 
-    Attributes:
-      temperature: the middle of what is left of the bracket, float32 [].
-      low, high: whether that still has the first bracket's lower or upper end, bool []: the best temperature may then
-        be outside.
-    """
-
-    temperature: jax.Array
-    low: jax.Array
+    temperature: jax.Array  # the middle of what is left of the bracket, float32 []
+    low: jax.Array  # whether that still has the first bracket's lower end, bool []: the best may be outside
     high: jax.Array
 
 
@@ -102,19 +95,13 @@ class GoldenSection(NamedTuple):
 
     It reduces the bracket K times with exactly K + 1 values. The published loop takes one more, which it never reads
     (Algorithm 1, k = K - 1).
-
-    Attributes:
-      low, high: ends of what is left.
-      probes: the two positions inside, [2].
-      values: the function there, [2].
-      asked: which of the two is to be evaluated next.
     """
 
-    low: jax.Array
+    low: jax.Array  # ends of what is left
     high: jax.Array
-    probes: jax.Array
-    values: jax.Array
-    asked: jax.Array
+    probes: jax.Array  # the two positions inside, [2]
+    values: jax.Array  # the function there, [2]
+    asked: jax.Array  # which of the two is to be evaluated next
 
     @classmethod
     def start(cls, low: jax.Array, high: jax.Array) -> "GoldenSection":

@@ -34,9 +34,9 @@ from jaxdp.recalibration.protocol import (
     event,
     exact_sums,
     noise_scale,
-    with_noise,
     play,
     summands,
+    with_noise,
 )
 from jaxdp.release import Release, Till, digest, program, stream
 from jaxdp.transforms.noise import check_key
@@ -60,14 +60,7 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """The recalibrated confidence that the largest logit is that of the right class.
-
-        Args:
-          logits: floating point [n, m].
-
-        Returns:
-          float32 [n] in [0, 1]; NaN where a logit is not finite.
-        """
+        """The recalibrated confidence in the largest logit of [n, m], float32 [n]; NaN where a logit is not finite."""
         logits = jnp.asarray(logits, jnp.float32)
         if logits.ndim != 2:
             raise ValueError(f"logits must have shape [n, m], got {logits.shape}.")
@@ -271,7 +264,7 @@ def nll_t(
 ) -> Recalibration:
     """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` (Section 3.3, C.2.1).
 
-    Args are those of `acc_t`; `bound`, in nats, must be chosen without looking at the sources.
+    Args are those of `acc_t`; `bound`, in nats, must not depend on the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
@@ -289,7 +282,7 @@ def ece_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """ECE-T: the temperature of least calibration error in `bins` equally wide bins (Section 3.3, C.2.2); see `acc_t`."""
+    """ECE-T: the temperature of least calibration error in equally wide bins (Section 3.3, C.2.2); see `acc_t`."""
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -336,13 +329,8 @@ def one_source(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """The baseline of one source that recalibrates for itself, without noise.
+    """The baseline of one source that recalibrates for itself: by default `NllT()`, temperature scaling as usual.
 
-    NOT private: its event makes the epsilon of the source's account infinite. It is for the source's own use.
-
-    Args:
-      source: one source.
-      method: by default `NllT()`, temperature scaling as usual (Guo et al. 2017).
-      adjacency, workdir: as in `recalibrate`.
+    NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et al. 2017).
     """
     return recalibrate(method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir)

@@ -367,7 +367,7 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
     counts = {"split": [[-3.0, 5.0, -2.0, -1.0], [1.0, -2.0, -2.0, 4.0]]}
     counts["published"] = [[-3.0, 5.0, -2.0, -1.0], [-2.0, 3.0, -4.0, 3.0]]
     for form, (right, other) in counts.items():
-        found = HistogramBinning(bins=4, form=form).finish(jnp.asarray(right + other, jnp.float32))
+        found = HistogramBinning(bins=4, form=form).finish((0.0, jnp.asarray(right + other, jnp.float32)))
         # Totals -2, 3, -4, 3: the middle, 5/3 clamped, the middle, -1/3 clamped.
         np.testing.assert_allclose(found, [0.125, 1.0, 0.625, 0.0], rtol=1e-6)
 
