@@ -56,9 +56,8 @@ class Audit:
         """What the bounds say of the mechanism.
 
         "VIOLATED": lower > upper. Its proof, its code or its accounting is wrong, but for a chance of 1 - confidence.
-        "consistent": the audit found no more than is claimed, and could have. It proves nothing: another canary or
-        score may find more. "cannot tell": the ceiling does not exceed the claim. More trials or a smaller claim, for
-        example that of one step, give the audit power.
+        "consistent": the audit found no more than is claimed, and could have. Another canary or score may find more.
+        "cannot tell": the ceiling does not exceed the claim. More trials or a smaller claim give the audit power.
         """
         if self.violated:
             return "VIOLATED"
@@ -82,28 +81,25 @@ def multi_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by many runs with a canary and many without it.
+    """Audits a mechanism by many runs with a canary and many without it; returns an `Audit` of n + m trials.
 
     Args:
         scores_with: real [n], the scores of independent runs on data with the canary; higher ones should tell it.
-        scores_without: real [m], those of independent runs on the neighbouring data without it. Infinite scores are
-            allowed, since a broken mechanism may give them.
+        scores_without: real [m], those on the neighbouring data without it. Scores may be infinite, since a broken
+            mechanism may give such ones.
         upper: the ledger's epsilon of one run at `delta`, >= 0.
         delta: in [0, 1); 0 for pure DP.
         confidence: in (0.5, 1).
         claim: "approximate" tests that one run is (epsilon, delta)-DP, whatever the mechanism. "gaussian" tests that
-            it is mu-GDP with the mu of that epsilon and delta, which says more, so that less is needed to refute it:
-            for releases charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
-
-    Returns:
-        An `Audit` of n + m trials.
+            it is mu-GDP with the mu of that epsilon and delta, a stronger claim that is refuted sooner: for releases
+            charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
 
     Formal guarantees:
         If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`. A half of
-        the scores of either kind (a fifth for the Gaussian claim) chooses the threshold, the others judge it; so it is
-        fixed for those, their error counts are binomial, and Clopper and Pearson's upper bounds of the two error rates
-        hold together, each with (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem
-        2.1; Jagielski, Ullman, Oprea 2020, arXiv:2006.07709)
+        the scores of either kind (a fifth for the Gaussian claim) chooses the threshold, the others judge it. Their
+        error counts are binomial, and Clopper and Pearson's upper bounds of the two error rates hold together, each
+        with (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski,
+        Ullman, Oprea 2020, arXiv:2006.07709)
 
             epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
 
@@ -127,16 +123,13 @@ def one_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by one run on data with many canaries, each of them in or out by the toss of a fair coin.
+    """Audits a mechanism by one run with many canaries, each in or out by a fair coin; an `Audit` of n + m trials.
 
     Args:
         scores_in: real [n], the scores of the canaries that were in; higher ones should tell it. All scores are
             functions of what the run released, none of the coins.
         scores_out: real [m], those of the canaries that were not.
         upper, delta, confidence, claim: as in `multi_run`, of the run as a whole, for one record added or removed.
-
-    Returns:
-        An `Audit` of n + m trials.
 
     Formal guarantees:
         If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`, however the

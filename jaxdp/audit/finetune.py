@@ -1,13 +1,9 @@
 """Attacks on private training: on one step, on the sampling of its batches, and on a whole run.
 
 A step is charged as a Gaussian on a Poisson sample. Its two parts are audited apart, since an attack on both together
-sees the canary in few batches only and finds little:
-
-* `audit_step` attacks the Gaussian, on a batch that the canary is in. It sees the noisy sum, not the trained model:
-  all that follows is post-processing.
-* `audit_sampling` attacks the sampling, by whether the canary is in a batch. It sees the batch.
-* `one_run` attacks whole runs, by many canaries in one run. Its ceiling is low: a claim above a few units of epsilon is
-  out of its reach.
+sees the canary in few batches only and finds little. `audit_step` attacks the Gaussian, on a batch that the canary is
+in; it sees the noisy sum, of which the trained model is post-processing. `audit_sampling` attacks the sampling; it sees
+the batch. `one_run` attacks a whole run with many canaries; its ceiling is a few units of epsilon.
 
     trainer = dp_sgd(loss_fn, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
                      noise_multiplier=1.0, physical_batch_size=256)

@@ -318,8 +318,8 @@ def logistic_binning(
 
 def none() -> Recalibration:
     """The baseline without recalibration: T = 1, nothing is asked."""
-    unchanged: Any = (np.float32(1), np.False_, np.False_)
-    return Recalibration(AccT(), Found(*map(np.asarray, unchanged)), NoOpDpEvent())
+    unchanged = Found(jnp.float32(1), jnp.bool_(False), jnp.bool_(False))
+    return Recalibration(AccT(), jax.tree.map(np.asarray, unchanged), NoOpDpEvent())
 
 
 def one_source(

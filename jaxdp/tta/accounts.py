@@ -28,15 +28,10 @@ Units = tuple[Hashable, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A noisy sum of a stream under way.
+    """A noisy sum of a stream under way."""
 
-    Attributes:
-        release: its name among the releases that a unit visits.
-        batches: the units of the records of each batch in it.
-    """
-
-    release: Hashable
-    batches: tuple[Units, ...] = dataclasses.field(default=(), repr=False)
+    release: Hashable  # its name among the releases that a unit visits
+    batches: tuple[Units, ...] = dataclasses.field(default=(), repr=False)  # units of the records of each batch in it
 
 
 @dataclasses.dataclass
@@ -99,10 +94,14 @@ class StreamAccount:
         event: one release, `GaussianDpEvent(noise_multiplier)`, or `NonPrivateDpEvent()` (also: no noise), which is
             charged once and makes epsilon infinite.
         visits: the attribute `visits` of an earlier account of the same data set and event, to continue it: as it was
-            last, and in one account only. Releases made after they were copied would be forgotten, since those that
-            did not raise the maximum are not in the ledger either. After a crash leave visits out: `serve` reads those
-            of its workdir, and what lived in memory is paid again.
+            last, and in one account only. Later releases would be forgotten: those that did not raise the maximum are
+            not in the ledger. After a crash leave visits out: `serve` reads those of its workdir, and what lived in
+            memory is paid again.
         unit: whom `serve` charges for: "photograph", `Batch.units`, or "sample", a photograph under one corruption.
+
+    Attributes:
+        event, unit: as given; ledger: what is charged.
+        worst: max_u s_u, the number of single visits that the data set owes.
 
     Raises:
         ValueError: data set registered with "add_remove"; another event; `visits` for which this ledger holds no
@@ -112,36 +111,16 @@ class StreamAccount:
     def __init__(self, account: Account, *, event: DpEvent, visits: Visits | None = None, unit: Unit = "photograph"):
         check_adjacency(account.adjacency, f"adjacency of dataset {account.name!r}")
         check_name("unit", unit, Unit)
-        self._account, self._event, self._unit = account, _one_release(event), unit
-        self._adjacency: Adjacency = account.adjacency
+        self.event, self.unit, self.ledger = _one_release(event), unit, account.ledger
+        self._account, self._adjacency = account, account.adjacency
         self._lock = threading.Lock()
         self._visits = Visits() if visits is None else visits.copy()
-        self._worst = max(map(_cost, self._visits.counts.values()), default=0)
+        self.worst = max(map(_cost, self._visits.counts.values()), default=0)
         if not self._is_charged():
             raise ValueError(
-                f"visits holds {self._worst} visits of one unit, but the ledger has no such charge on dataset "
+                f"visits holds {self.worst} visits of one unit, but the ledger has no such charge on dataset "
                 f"{account.name!r}: continue with the ledger that the visits were charged to, or leave visits out"
             )
-
-    @property
-    def event(self) -> DpEvent:
-        """The event of one release."""
-        return self._event
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger that is charged."""
-        return self._account.ledger
-
-    @property
-    def unit(self) -> Unit:
-        """Whom `serve` charges for."""
-        return self._unit
-
-    @property
-    def worst(self) -> int:
-        """max_u s_u, the number of single visits that the data set owes."""
-        return self._worst
 
     @property
     def visits(self) -> Visits:
@@ -160,7 +139,7 @@ class StreamAccount:
                 one sum too little.
 
         Raises:
-            BudgetExceeded: before the body runs; nothing is charged, and the account stays as it was.
+            BudgetExceeded: before the body runs; nothing is charged or counted.
             ValueError: the account belongs to a workdir of `serve`.
         """
         with contextlib.ExitStack() as reservation:
@@ -185,7 +164,7 @@ class StreamAccount:
 
     def epsilons(self, *, delta: float) -> "Epsilons":
         """Returns `epsilons` of this account's visits so far."""
-        return epsilons(self._event, visits=self._worst, delta=delta, adjacency=self._adjacency)
+        return epsilons(self.event, visits=self.worst, delta=delta, adjacency=self._adjacency)
 
     def _enter(
         self, payment: "BatchPayment", reservation: contextlib.ExitStack, label: str, token: str
@@ -220,54 +199,42 @@ class StreamAccount:
         after = {unit: dict(self._visits.counts.get(unit, {})) for unit in units}
         for unit, count in Counter(units).items():
             after[unit][release] = after[unit].get(release, 0) + count
-        worst = max([self._worst, *map(_cost, after.values())])
+        worst = max([self.worst, *map(_cost, after.values())])
         charged = []
         # Without noise one charge is all.
-        if worst > self._worst and (isinstance(self._event, GaussianDpEvent) or self._worst == 0):
-            charge = _composed(self._event, worst - self._worst)
+        if worst > self.worst and (isinstance(self.event, GaussianDpEvent) or self.worst == 0):
+            charge = _composed(self.event, worst - self.worst)
             # A token is free a second time. That is right among the visits of one workdir only: others count afresh.
             token = token if run is not None else None
             reservation.enter_context(self._account.spend(charge, label=label, token=token))
             charged.append((self._account, charge))
         self._visits.counts.update(after)
-        self._worst, self._visits.run = worst, run
+        self.worst, self._visits.run = worst, run
         return charged
 
     def _is_charged(self) -> bool:
         spent = composition(self.ledger.events(self._account.name).get(None, NoOpDpEvent()))
-        if self._worst == 0 or NonPrivateDpEvent() in spent:
+        if self.worst == 0 or NonPrivateDpEvent() in spent:
             return True
-        if not isinstance(self._event, GaussianDpEvent):
+        if not isinstance(self.event, GaussianDpEvent):
             return False
         precision = math.fsum(n / e.noise_multiplier**2 for e, n in spent.items() if isinstance(e, GaussianDpEvent))
-        return precision * self._event.noise_multiplier**2 >= self._worst * (1 - 1e-9)
+        return precision * self.event.noise_multiplier**2 >= self.worst * (1 - 1e-9)
 
 
 @dataclasses.dataclass
 class BatchPayment:
-    """The payment of one batch of a stream, for a release of the till.
-
-    Attributes:
-        account: what pays.
-        units: for each record of the batch, its unit.
-        entering: the noisy sum that the batch enters, as it is before it.
-        run: the workdir in whose notes the visits are; None for none.
-        entered: the noisy sum with the batch in it, once it is reserved.
-    """
+    """The payment of one batch of a stream, for a release of the till."""
 
     account: StreamAccount
-    units: Units
-    entering: Sum
-    run: str | None = None
-    entered: Sum = dataclasses.field(init=False)
+    units: Units  # of each record of the batch
+    entering: Sum  # the noisy sum that the batch enters, as it is before it
+    run: str | None = None  # the workdir in whose notes the visits are
+    entered: Sum = dataclasses.field(init=False)  # the noisy sum with the batch in it, once it is reserved
 
     @contextlib.contextmanager
     def reserve(self, *, label: str, token: str) -> Iterator[Sequence[tuple[Account, DpEvent]]]:
-        """Charges the batch and yields what it charged; nothing, if the token was counted already.
-
-        Raises:
-            BudgetExceeded, ValueError: as `StreamAccount.spend`.
-        """
+        """Charges the batch, unless the token was counted, and yields what it charged; errors as `spend`."""
         with contextlib.ExitStack() as reservation:
             self.entered, charged = self.account._enter(self, reservation, label, token)
             yield charged
@@ -280,9 +247,8 @@ def event(release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph
             serve(adapter, stream, account=StreamAccount(hold.account(account), event=method.event))
 
     Args:
-        release: the event of one release, as in `StreamAccount`.
+        release, unit: `event` and `unit` of the `StreamAccount`.
         stream: a `Stream`, of which no image is read, or any iterable of `Batch`.
-        unit: whom the account protects, as in `StreamAccount`.
         accumulate: of the `Adapter`.
     """
     visitors = stream.visitors(unit) if isinstance(stream, Stream) else (batch.visitors(unit) for batch in stream)
@@ -296,28 +262,20 @@ def event(release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph
 
 
 class Epsilons(NamedTuple):
-    """The two figures of a stream, to be quoted together.
+    """The two figures of a stream, to be quoted together."""
 
-    Attributes:
-        sample: epsilon of a record that is visited once.
-        unit: epsilon of the unit that is visited most.
-    """
-
-    sample: float
-    unit: float
+    sample: float  # of a record that is visited once
+    unit: float  # of the unit that is visited most
 
 
 def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency) -> Epsilons:
-    """Returns epsilon for one visit and for `visits` of them, of one release.
+    """Returns epsilon for one visit and for `visits` of them; ValueError for arguments out of range.
 
     Args:
         event: one release, `GaussianDpEvent(noise_multiplier)` or `NonPrivateDpEvent()`.
         visits: s = sum_t m_t^2 >= 0 of the unit, m_t being the number of its records in release t.
         delta: in [0, 1).
         adjacency: "replace_one" or "zero_out".
-
-    Raises:
-        ValueError: for other values.
     """
     check_adjacency(adjacency)
     if visits < 0:

@@ -25,7 +25,7 @@ class AdaptState(NamedTuple):
     """Everything a step changes.
 
     Attributes:
-      step: int32 scalar, batches seen. A reset does not rewind it, because it names the noise of a loop of one's own.
+      step: int32 scalar, batches seen; a reset does not rewind it, because it names the noise of a loop of one's own.
       params: all parameters; those that do not adapt are the source model's own arrays.
       opt_state: of the optimizer.
       memory: of a non-private method, a raw function of the images seen; () for a private one.
@@ -104,9 +104,9 @@ class Adapter:
         to this batch, for another forward pass and no privacy: other images' logits see an image through the private
         gradient only.
 
-    Two random images of each shape test whether apply_fn mixes the images of a batch. Mixing that shows on other images
-    only, or in larger batches, goes unseen. Privacy does not rest on the test: private steps and their predictions give
-    apply_fn one image at a time under `jax.vmap`, where only a callback or a batching rule of its own could see two.
+    Two random images of each shape test whether apply_fn mixes the images of a batch; mixing that shows elsewhere only
+    goes unseen. Privacy does not rest on it: private steps and their predictions give apply_fn one image at a time under
+    `jax.vmap`, where only a callback or a batching rule of its own could see two.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range, nothing is adapted, or (when stepping)
@@ -122,7 +122,7 @@ class Adapter:
     reset_every: int | None = None
     predict: Predict = "before"
     _program: _Program = dataclasses.field(init=False, repr=False)
-    _constants: _Constants = dataclasses.field(init=False, repr=False)
+    constants: _Constants = dataclasses.field(init=False, repr=False)  # all that a step reads besides its arguments
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
     _texts: dict[Any, str] = dataclasses.field(init=False, repr=False, default_factory=dict)  # of lowered steps
 
@@ -159,7 +159,7 @@ class Adapter:
             static += (form.noise_multiplier > 0, form.filters, form.clip_rule)
             numbers = (form.clip_norm, form.noise_std, form.kept_fraction)
         object.__setattr__(self, "_program", _Program(*static))
-        object.__setattr__(self, "_constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
+        object.__setattr__(self, "constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
@@ -169,12 +169,8 @@ class Adapter:
     def init(self, key: jax.Array | None = None) -> AdaptState:
         """Returns the state before the first batch.
 
-        Args:
-          key: typed key of noise and second views, for tests; default 128 bits of OS entropy. Two runs must not share
-            one: the difference of their updates would have no noise.
-
-        Raises:
-          ValueError: inside jit without a key: the one drawn there would serve every call.
+        The typed key of noise and second views is for tests; by default it has 128 bits of OS entropy. Two runs with one
+        key would have updates whose difference has no noise. ValueError inside jit without a key.
         """
         step = jnp.zeros((), jnp.int32)
         if key is None:
@@ -184,29 +180,24 @@ class Adapter:
                     "for all its runs; call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
-        return self._whole(_fresh(self._program, self._constants, step, _typed(key)))
+        return self._whole(_fresh(self._program, self.constants, step, _typed(key)))
 
     def reset(self, state: AdaptState) -> AdaptState:
         """Back to the source model: parameters, momentum, memory, previous gradient; the noise goes on as it was."""
-        return self._whole(_fresh(self._program, self._constants, state.step, state.key))
+        return self._whole(_fresh(self._program, self.constants, state.step, state.key))
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> tuple[AdaptState, jax.Array]:
-        """Predicts a batch and adapts to it.
-
-        A state is used once: two different batches from one state would get one noise, and the difference of their
-        gradients none.
+        """Predicts a batch and adapts to it; returns the new state, and float logits [B, C].
 
         Args:
-          state: from `init`, `step` or `reset`.
+          state: from `init`, `step` or `reset`, to be used once: two different batches from one state would get one
+            noise, and the difference of their gradients none.
           batch: images [B, ...]; B is public and, for a private method, part of the divisor.
           key: typed key for this step's noise and second views instead of the state's own, for `serve` and for tests;
             it is folded with the step, so the same key may serve all steps.
           mask: [B] bool, False for padding: it contributes nothing and leaves the divisor of a private method at B.
-
-        Returns:
-          The new state, and float logits [B, C].
         """
         batch = jnp.asarray(batch)
         if batch.ndim < 2 or not len(batch):
@@ -234,24 +225,19 @@ class Adapter:
         self._separate.add(kind)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
         key = _typed(state.key if key is None else key)
-        moving, logits = _step(self._program, self._constants, self._moving(state), batch, mask, key)
+        moving, logits = _step(self._program, self.constants, self._moving(state), batch, mask, key)
         return self._whole(moving), logits
 
     def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
-        """Returns the text of the program by which `step` would adapt to a batch; lowered once per kind of batch."""
+        """Returns the text of the program of `step` for a batch; lowered once per kind of batch."""
         batch = jnp.asarray(batch)
-        arguments = (self._constants, self._moving(state), batch, jnp.ones(len(batch), bool), state.key)
+        arguments = (self.constants, self._moving(state), batch, jnp.ones(len(batch), bool), state.key)
         facts = ("weak_type", "sharding", "committed")  # besides shapes, what a program depends on; keys lack the first
         leaves = jax.tree.leaves(arguments[1:])
         kind = tuple((x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in leaves)
         if kind not in self._texts:
             self._texts[kind] = program_text(_step, self._program, *arguments)
         return self._texts[kind]
-
-    @property
-    def constants(self) -> Any:
-        """All that a step reads besides state, batch and key: parameters of the source model and public numbers."""
-        return self._constants
 
     def parts(self, state: AdaptState) -> tuple[Any, ...]:
         """Returns what steps change, without the key and what never adapts: all that must be kept to go on."""
@@ -262,17 +248,14 @@ class Adapter:
         return self._whole(AdaptState._make((*parts, _typed(key))))
 
     def _moving(self, state: AdaptState) -> AdaptState:
-        source = self._constants.moving
-        kept = jax.tree.map(lambda old, x: None if old is None else x, source, state.params, is_leaf=_is_none)
+        kept = jax.tree.map(
+            lambda old, x: None if old is None else x, self.constants.moving, state.params, is_leaf=lambda x: x is None
+        )
         return state._replace(params=kept)
 
     def _whole(self, state: AdaptState) -> AdaptState:
         """With the source model's own arrays where nothing adapts: a compiled step would copy what it only hands on."""
-        return state._replace(params=merge(state.params, self._constants.params))
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+        return state._replace(params=merge(state.params, self.constants.params))
 
 
 def _typed(key: jax.Array) -> jax.Array:
@@ -300,15 +283,10 @@ def _mixes(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any, params: Any) -
 def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.Array) -> AdaptState:
     """The state of the source model at a step."""
     zeros = jax.tree.map(jnp.zeros_like, _wide(constants.moving))
-    return AdaptState(
-        step,
-        constants.moving,
-        constants.opt_state,
-        () if program.private else program.method.start(),
-        zeros if program.private and program.method.radius else None,
-        zeros if program.accumulate > 1 else None,
-        key,
-    )
+    memory = () if program.private else program.method.start()
+    released = zeros if program.private and program.method.radius else None
+    pending = zeros if program.accumulate > 1 else None
+    return AdaptState(step, constants.moving, constants.opt_state, memory, released, pending, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -327,7 +305,7 @@ def _step(
     own_keys, common_key = jax.random.split(view_key, len(images)), jax.random.fold_in(view_key, len(images))
     views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
     if program.private:
-        new, logits = _private_step(program, constants, state, images, views, mask, noise_key)
+        new, logits = _private_step(program, constants, state, (images, views), mask, noise_key)
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
     if program.predict == "after":
@@ -364,16 +342,10 @@ def _plain_step(
 
 
 def _private_step(
-    program: _Program,
-    constants: _Constants,
-    state: AdaptState,
-    images: jax.Array,
-    views: Any,
-    mask: jax.Array,
-    noise_key: jax.Array,
+    program: _Program, constants: _Constants, state: AdaptState, examples: Any, mask: jax.Array, noise_key: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the private form; the equations are those of `jaxdp.tta.private`."""
-    method = program.method
+    method, images = program.method, examples[0]
 
     def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
         image, view = example
@@ -386,16 +358,15 @@ def _private_step(
             weight = jnp.where(method.reliable(seen), weight, 0)
         return weight * sample.uncertainty, logits
 
-    trainable = functools.partial(_in, program.adapted)
-    terms: dict[str, Any] = {"clip_norm": constants.clip_norm, "clip_rule": program.clip_rule}
-    clipped = clipped_grad(loss, trainable=trainable, has_aux=True, **terms)
+    rule: dict[str, Any] = {"clip_norm": constants.clip_norm, "clip_rule": program.clip_rule}
+    clipped = clipped_grad(loss, trainable=functools.partial(_in, program.adapted), has_aux=True, **rule)
     params = merge(state.params, constants.params)
     if method.radius:
         ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
-        result = clipped(ahead, (images, views), mask)
+        result = clipped(ahead, examples, mask)
         logits = _predict(program, params, images)
     else:
-        result = clipped(params, (images, views), mask)
+        result = clipped(params, examples, mask)
         logits = result.aux
     total = result.grads if program.accumulate == 1 else _add(state.pending, result.grads)
 

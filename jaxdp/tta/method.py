@@ -15,18 +15,11 @@ Uncertainty = Callable[[jax.Array], jax.Array]
 
 
 class Sample(NamedTuple):
-    """What weights and filters read of one image, all at the same parameters and without gradient.
+    """What weights and filters read of one image, all at the same parameters and without gradient."""
 
-    Attributes:
-      logits: [C].
-      uncertainty: scalar, the method's loss before weighting: the entropy in nats, or COME's replacement of it.
-      drop: scalar in [-1, 1], how much the second view lowers the probability of the predicted class (PLPD); 0 for
-        methods without a second view.
-    """
-
-    logits: jax.Array
-    uncertainty: jax.Array
-    drop: jax.Array
+    logits: jax.Array  # [C]
+    uncertainty: jax.Array  # scalar, the method's loss before weighting, such as the entropy in nats
+    drop: jax.Array  # scalar, by how much the second view lowers the probability of the predicted class (PLPD), or 0
 
 
 def entropy(logits: jax.Array) -> jax.Array:

@@ -16,19 +16,15 @@ ApplyFn = Callable[[Any, jax.Array], jax.Array]
 class CollapseReport:
     """What a `CollapseMonitor` saw.
 
-    Attributes:
-        agreement: fraction of probe images that get the source model's class.
-        entropy: of the mean predicted distribution over the probe, as a fraction of ln(num_classes); near 0 if
-            everything is put into one class.
-        drift: L2 distance of the parameters from the source's, over the source's norm; both over the leaves that
-            changed, as frozen weights would only dilute it.
-        collapsed: whether agreement or entropy is below its threshold, or not a number.
+    The entropy is that of the mean predicted distribution, as a fraction of ln(num_classes): near 0 if all images get
+    one class. The drift is the L2 distance of the parameters from the source's, over the source's norm; both over the
+    leaves that changed.
     """
 
-    agreement: float
+    agreement: float  # fraction of probe images that get the source model's class
     entropy: float
     drift: float
-    collapsed: bool
+    collapsed: bool  # whether agreement or entropy is below its threshold, or not a number
 
 
 class CollapseMonitor:
@@ -43,9 +39,7 @@ class CollapseMonitor:
         apply_fn: `apply_fn(params, images) -> logits [N, C]`.
         params: of the source model.
         probe_images: public images [N, ...], few enough for one forward pass; best with every class among them.
-        min_agreement: threshold in [0, 1].
-        min_entropy: threshold in [0, 1]; must suit the classes of the probe, of which the source model shows
-            `monitor.source.entropy`.
+        min_agreement, min_entropy: thresholds in [0, 1]; `monitor.source.entropy` is the source model's.
         every: how many batches `serve` lets pass between two looks.
         reset: whether `serve` goes back to the source model after a report of a collapse.
 

@@ -52,7 +52,7 @@ class Private:
         return GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
-        """L2 sensitivity of the clipped sum of a batch: `clipped_grad`'s, 2 C under "replace_one", C under "zero_out"."""
+        """L2 sensitivity of the clipped sum of a batch, that of `clipped_grad`: 2 C, or C under "zero_out"."""
         check_adjacency(adjacency)
         gradient = clipped_grad(self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule)
         return gradient.sensitivity(adjacency)
@@ -103,8 +103,7 @@ def private(
     Args:
       method: one of `jaxdp.tta.METHODS`, or your own `Method`.
       clip_norm: C > 0, L2 norm to which each image's gradient over all adapted parameters is clipped.
-      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: a stabiliser, not a
-        mechanism; its epsilon is inf.
+      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: epsilon is inf.
       filters: "remove" filters on single images, as in the paper; or "keep" them as factors 0 or 1 inside the clip,
         which costs nothing: they are functions of their own image and of released parameters.
       kept_fraction: with "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor

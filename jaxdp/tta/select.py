@@ -23,7 +23,7 @@ def normalisation(path: str, leaf: Any) -> bool:
 
 
 def lower_blocks(params: Any) -> Adapted:
-    """Returns SAR's and DeYO's rule, relative to depth: not the last quarter of the blocks, nor what is outside of them.
+    """Returns SAR's and DeYO's rule, relative to depth: not the last quarter of the blocks, nor what is outside them.
 
     The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
     list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers.

@@ -40,9 +40,8 @@ _DAMAGED = "Restore the workdir from a copy, or use a new one, in which batches 
 class Served:
     """What came of a stream. Everything but `state.params`, `resets` and `reports` is NOT protected.
 
-    A record's own prediction depends on it directly: tell it to the record's owner, nobody else. Accuracies and counts
-    of correct predictions tell about single records beyond what the ledger says: publish them for public benchmarks, or
-    pay for them separately.
+    A record's own prediction is for its owner only. Accuracies and counts tell about single records beyond what the
+    ledger says: publish them for public benchmarks, or pay for them separately.
 
     Attributes:
         state: of the adapter, after the last batch; holds secrets besides its params.
@@ -80,30 +79,28 @@ def serve(
     Args:
         adapter: an `Adapter`; it decides whether a batch is predicted before or after adapting to it.
         stream: a `Stream`, or any iterable of `Batch`; `tqdm.tqdm(stream)` shows a bar.
-        account: what is charged, for the identities of its `unit`. It has no default: None says that the stream is
-            public, or that somebody else keeps the account; then nothing is charged and nothing guaranteed. With a
-            workdir it is for that workdir only, and units are text, integers or tuples of them.
-        workdir: a folder of this stream alone, made if needed and then for its owner only. Call again with the same
-            workdir and the same stream from its beginning, after a crash or with a longer stream: batches that are done
-            are skipped. It holds the state, the rows behind `Served`, and notes of who came in which batch and what
-            that cost. Go on in it as it was last: a copy or a backup would forget visits. None keeps nothing, and an
-            interrupted stream is paid again.
-        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. Not read where the workdir
-            holds one.
-        seed: 16 secret bytes, to reproduce the noise in a test; by default they come from the operating system, fresh
-            for every batch.
+        account: what is charged, for the identities of its `unit`. None says that the stream is public, or that others
+            keep the account: nothing is charged and nothing guaranteed. With a workdir it is for that workdir only, and
+            units are text, integers or tuples of them.
+        workdir: a folder of this stream alone, made if needed and then for its owner only. It holds the state, the rows
+            behind `Served`, and notes of who came in which batch and what that cost. After a crash, or with a longer
+            stream, call again with it and the stream from its beginning: batches that are done are skipped. A copy or a
+            backup would forget visits. None keeps nothing, and an interrupted stream is paid again.
+        state: from `adapter.init()` or an earlier call; by default a new one. Not read where the workdir holds one.
+        seed: 16 secret bytes, to reproduce the noise in a test; by default fresh ones of the operating system for every
+            batch.
         monitor: looks at the parameters after every `monitor.every` batches.
         deliver: `deliver(batch, logits [B, C])` after every batch, to give each record's owner its own row, and nobody
-            else. After a crash it is called again for the interrupted batch, and for no other.
+            else. After a crash it is called again for the interrupted batch only.
         evaluate: `evaluate(batch, params) -> {name: number}` after every batch, on public or held-out images under the
-            batch's domain; what it reads must not be the stream itself.
+            batch's domain, never on the stream itself.
 
     Returns:
-        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. If a stream ends in the
+        `Served`; its accuracies and counts mean nothing where the stream has no labels (-1). If a stream ends in the
         middle of an update (`Adapter.accumulate`) with a workdir, the unfinished sum is dropped from the disk and from
-        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. A
-        stream that was stopped by an exception keeps the sum there, to go on. Without a workdir the state keeps the
-        sum, and a call with the same account goes on with it.
+        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. After
+        an exception the sum stays there, to go on. Without a workdir the state keeps the sum, for a call with the same
+        account.
 
     Formal guarantees:
         With an account, the parameters after all batches together are as private as the ledger says. Resets are public
@@ -114,10 +111,9 @@ def serve(
         back to Python, is charged again with all of its batches.
 
     Raises:
-        ValueError: the account's event is not the method's; the account has charged for an update that was made from
-            this state, or has not charged for the update that it is in; the workdir holds another stream or other
-            settings, is damaged, or is in use by another process; the account has charged batches outside of the
-            workdir.
+        ValueError: the account's event is not the method's; the account has charged for an update from this state, or
+            not for the update that it is in, or batches outside of the workdir; the workdir holds another stream or
+            other settings, is damaged, or is in use by another process.
         TypeError: a unit that cannot be noted in the workdir.
         BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
             attribute `served` of the exception.
@@ -163,7 +159,7 @@ class _Loop:
     seen: int = 0  # batches of the stream
 
     def begin(self, state: Any) -> None:
-        """Goes on with the workdir's state, or begins with the one that is given."""
+        """Continues the workdir's state, or begins with the one that is given."""
         kept = self.files.load(self.adapter, self._terms) if self.files else None
         if kept is not None:
             state, self.run, self.rows = kept
@@ -435,9 +431,8 @@ def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
     def plain(unit: Hashable) -> Any:
         if isinstance(unit, tuple):
             return [plain(part) for part in unit]
-        for kind, named in ((str, str), (int | np.integer, int)):
-            if isinstance(unit, kind):
-                return named(unit)
+        if isinstance(unit, str | int | np.integer):
+            return str(unit) if isinstance(unit, str) else int(unit)
         raise TypeError(
             f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}; "
             "name them so, or leave workdir out."
