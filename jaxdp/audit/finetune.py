@@ -3,14 +3,13 @@
 A step is charged as a Gaussian on a Poisson sample. Its two parts are audited apart, since an attack on both together
 sees the canary in few batches only and finds little. `audit_step` attacks the Gaussian, on a batch that the canary is
 in; it sees the noisy sum, of which the trained model is post-processing. `audit_sampling` attacks the sampling; it sees
-the batch. `one_run` attacks a whole run with many canaries; its ceiling is a few units of epsilon.
+the batch. `audit_run` attacks a whole run with many canaries; its ceiling is a few units of epsilon.
 
     trainer = dp_sgd(loss_fn, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
                      noise_multiplier=1.0, physical_batch_size=256)
     print(audit_step(trainer, params, public_examples, trials=1000, delta=1e-5).describe())
 
-Any trainer, parameters and examples will do, mislabelled examples of one's own model for instance. `worst_case` makes
-some for a trainer of its own `loss`.
+Any trainer, parameters and examples will do, such as mislabelled examples. `worst_case` makes some for `loss`.
 """
 
 import dataclasses
@@ -124,8 +123,7 @@ def audit_sampling(
     Args:
       trainer: of `dp_sgd` or another method, with a sampling probability below 1.
       trials: canaries that are looked for in batches, at least 2.
-      confidence: as in `bounds.multi_run`.
-      seed: 16 secret bytes of the batches; drawn from the operating system unless given for tests.
+      confidence, seed: as in `jaxdp.audit.trials.Trials`; the seed is of the batches.
 
     Returns:
       The `Audit` of 2 `trials` scores at delta q, with upper = 0.
@@ -165,17 +163,15 @@ def loss(params: Any, example: Any) -> jax.Array:
 
 
 def worst_case(count: int, *, norm: float) -> tuple[dict[str, jax.Array], Source]:
-    """Parameters and canaries for `loss`: orthogonal gradients, all of one norm, so that no canary hides another.
+    """Returns `count` parameters and canaries for `loss`: orthogonal gradients of one norm; no canary hides another.
 
-    Args:
-      count: number of canaries and of parameters, at least 2.
-      norm: of each gradient. Far above the clip norm, it shows a clip that is forgotten.
+    A norm far above the clip norm shows a clip that is forgotten.
     """
     canaries = from_arrays(features=np.full((count, 1), norm), label=np.arange(count), num_classes=count)
     return {"direction": jnp.zeros(count)}, canaries
 
 
-def one_run(
+def audit_run(
     trainer: PrivateTrainer,
     params: Any,
     source: Source,
@@ -190,14 +186,14 @@ def one_run(
     """Audits private training by one run with many canaries.
 
     Args:
-      trainer: of `dp_sgd` or another method; its sampler's number of examples is the public one, which need not be that
-        of `source`. Without `stochastic`.
+      trainer: of `dp_sgd` or another method, not `stochastic`; its sampler's number of examples is the public one,
+        which need not be that of `source`.
       params: at which training starts.
       source: the training set, all canaries included.
       steps: of the run.
       rows: which examples are canaries; by default all.
       delta, confidence, claim: as in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
-      seed: 16 secret bytes of coins, batches and noise; drawn from the operating system unless given for tests.
+      seed: as in `jaxdp.audit.trials.Trials`; of coins, batches and noise.
 
     Returns:
       The `Audit`, for one example added or removed, with the ledger's epsilon of `trainer.event(0, steps)`.
@@ -248,7 +244,7 @@ def _observe(
 ) -> tuple[jax.Array, jax.Array]:
     """For every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of their noise.
 
-    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. Moments are the
+    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. The moments are
     means of the squares of either noise and of their product.
     """
 

@@ -64,10 +64,10 @@ class Bracket:
         """Returns the bracket of (low, high) and a spacing, or of (low, high, spacing), as a config has it."""
         if isinstance(ends, Bracket):
             return ends
-        *temperatures, spacing = ends if isinstance(ends[-1], str) else (*ends, spacing)
         try:
+            *temperatures, spacing = ends if isinstance(ends[-1], str) else (*ends, spacing)
             low, high = map(float, temperatures)
-        except (TypeError, ValueError):
+        except (IndexError, TypeError, ValueError):
             raise ValueError(f"bracket must be two temperatures (low, high), got {ends!r}.") from None
         return cls(low=low, high=high, spacing=spacing)
 

@@ -105,8 +105,8 @@ class Adapter:
         gradient only.
 
     Two random images of each shape test whether apply_fn mixes the images of a batch; mixing that shows elsewhere only
-    goes unseen. Privacy does not rest on it: private steps and their predictions give apply_fn one image at a time under
-    `jax.vmap`, where only a callback or a batching rule of its own could see two.
+    goes unseen. Privacy does not rest on it: private steps and their predictions give apply_fn one image at a time by
+    `jax.vmap`, under which only a callback or a batching rule of its own could see two.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type or out of range, nothing is adapted, or (when stepping)
@@ -169,8 +169,8 @@ class Adapter:
     def init(self, key: jax.Array | None = None) -> AdaptState:
         """Returns the state before the first batch.
 
-        The typed key of noise and second views is for tests; by default it has 128 bits of OS entropy. Two runs with one
-        key would have updates whose difference has no noise. ValueError inside jit without a key.
+        The typed key of noise and second views is for tests; by default it has 128 bits of OS entropy. Updates of two
+        runs with one key would have a difference without noise. ValueError inside jit without a key.
         """
         step = jnp.zeros((), jnp.int32)
         if key is None:

@@ -38,7 +38,7 @@ def trainer_of(count, *, sigma=1.0, probability=1.0, loss=canaries.loss, optimiz
 def one_run(trainer, *, confidence=0.999, steps=1, delta=1e-5, **options):
     params, source = canaries.worst_case(MANY, norm=10 * CLIP)
     terms = {"steps": steps, "delta": delta, "confidence": confidence, "seed": SEED, **options}
-    return canaries.one_run(trainer, params, source, **terms)
+    return canaries.audit_run(trainer, params, source, **terms)
 
 
 class Unclipped(GradientSum):
@@ -100,7 +100,7 @@ def test_canaries_among_other_examples():
     params, source = canaries.worst_case(400, norm=0.9 * CLIP)
     trainer = trainer_of(400, sigma=0.05, optimizer=recording(released))
     rows = np.arange(0, 400, 2)
-    audit = canaries.one_run(trainer, params, source, rows=rows, steps=1, delta=1e-5, seed=SEED)
+    audit = canaries.audit_run(trainer, params, source, rows=rows, steps=1, delta=1e-5, seed=SEED)
     jax.effects_barrier()
     there = released[0] * 400 > 0.45 * CLIP
     assert there[1::2].all() and 70 < there[::2].sum() < 130

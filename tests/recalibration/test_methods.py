@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
+from jaxdp import recalibration
 from jaxdp.recalibration import (
     AccBisection,
     AccT,
@@ -236,6 +237,27 @@ def contributions(method, k, logits, labels, temperature):
         cell = one_hot(np.minimum(np.floor(top * method.bins), method.bins - 1), method.bins)
         return cell * (right - top)[:, None]
     return np.concatenate([cell * right[:, None], cell * (1 - right[:, None] if method.form == "split" else 1)], 1)
+
+
+def test_methods_are_made_from_the_options_of_a_config():
+    options = {
+        "acc_t": {"bracket": (0.5, 3.0, "linear"), "iterations": 4},
+        "nll_t": {"bracket": [0.5, 16], "bound": 5.0},
+        "ece_t": {"bracket": Bracket(high=8.0), "bins": 10},
+        "histogram_binning": {"form": "published"},
+        "acc_bisection": {"split": True},
+        "logistic_binning": {"edges": [0.0, 1.0]},
+    }
+    assert options.keys() == recalibration.METHODS.keys()
+    made = {name: recalibration.METHODS[name](**options[name]) for name in options}
+    assert made["acc_t"] == AccT(bracket=Bracket(low=0.5, high=3.0, spacing="linear"), iterations=4)
+    assert made["nll_t"] == NllT(bracket=Bracket.of((0.5, 16.0), "log"), bound=5.0)
+    assert made["ece_t"].bracket == Bracket(high=8.0) and made["acc_bisection"] == AccBisection(split=True)
+    assert len({*made.values()}) == 6, "static arguments of compiled functions"
+    with pytest.raises(ValueError, match=r"bracket must be two temperatures \(low, high\), got \(1.0,\)"):
+        recalibration.METHODS["acc_t"](bracket=(1.0,))
+    with pytest.raises(ValueError, match="spacing must be 'log' or 'linear', got 'cubic'"):
+        recalibration.METHODS["acc_t"](bracket=(1.0, 2.0, "cubic"))
 
 
 METHODS = {

@@ -1,4 +1,4 @@
-"""A method that jaxdp does not have: its own file (this one), one row in METHODS, and it passes what all others pass."""
+"""A method that jaxdp does not have: its own file (this one), one row in METHODS, and it passes what others pass."""
 
 import dataclasses
 import importlib.util
