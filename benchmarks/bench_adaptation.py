@@ -73,7 +73,7 @@ def compiled(lowered: Any, *args: Any) -> Step:
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """The compiled step of an adapter, on which its memory can be asked."""
     state = adapter.init()
-    args = (adapter._constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
+    args = (adapter.constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
     return compiled(program._step.lower(adapter._program, *args), *args)
 
 

@@ -6,6 +6,7 @@ its stream, methods.txt what the private form of a method does.
 """
 
 import functools
+import inspect
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from . import data, frame, models, results
 
 # How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
 ORIGINAL, CLIPPED = "original", "clipped"
-METHODS = ("Tent", "EATA", "SAR", "DeYO")
 SOURCE = "no adaptation"
 
 
@@ -84,11 +84,15 @@ class _Task:
         classes = next(iter(self.tuning.values())).num_classes
         base, _, come = name.partition("-")
         options = dict(self.config.method_options.get(base, {}))
-        if base == "EATA":
+        kind = tta.METHODS[base]
+        takes = inspect.signature(kind).parameters
+        if "num_classes" in takes:
+            options["num_classes"] = classes
+        if "fisher" in takes:
             starts = range(0, self.config.fisher_images, 64)  # to batches of 64 the papers' fisher_strength belongs
             images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
             options["fisher"] = tta.fisher(self.apply_fn, self.source.params, images)
-        method = tta.Tent() if base == "Tent" else getattr(tta, base)(classes, **options)
+        method = kind(**options)
         return tta.COME(method, classes) if come else method
 
     def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
@@ -144,6 +148,12 @@ def _update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     return step, {**state, "momentum": momentum, "steps": state["steps"] + 1, "length": length}
 
 
+def _names() -> list[str]:
+    """The methods, each by itself and under COME."""
+    names = [name for name in tta.METHODS if name != "COME"]
+    return [*names, *(f"{name}-COME" for name in names)]
+
+
 def settings(config: Any) -> list[str]:
     """Returns the ways in which each method is run."""
     return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
@@ -160,7 +170,7 @@ def _cells(config: Any) -> Iterator[Cell]:
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
-    frame.known("methods", frame.some("methods", config.methods), [*METHODS, *(f"{name}-COME" for name in METHODS)])
+    frame.known("methods", frame.some("methods", config.methods), _names())
     pairs = list(itertools.product(config.methods, settings(config)))
     yield from (Cell("tuning", *pair, 0) for pair in pairs)
     yield from (Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs)
@@ -182,7 +192,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
         paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))
         scratch = work.folder(cell) / "scratch"
-        served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch, unit="photograph")
+        served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
     return {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
 
 

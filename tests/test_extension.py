@@ -88,8 +88,7 @@ def test_a_method_adapts_privately_and_is_served(monkeypatch):
         served = tta.serve(
             adapter,
             tta.Stream({"clean": source}, batch_size=8, seed=0),
-            account=tta.StreamAccount(ledger.account("stream", label="toy"), event=method.event),
-            unit="sample",
+            account=tta.StreamAccount(ledger.account("stream", label="toy"), event=method.event, unit="sample"),
         )
         assert ledger.epsilon("stream") == pytest.approx(method.epsilon(delta=1e-5), rel=1e-6)
     assert int(served.state.step) == 2 and (served.state.params["norm"]["scale"] != 1).any()

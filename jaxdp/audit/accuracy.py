@@ -5,7 +5,6 @@
 A trial is one estimate, of data with a canary or with its neighbour. The canary is an example that changes the count.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ import jax
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials
 from jaxdp.data import Source
 from jaxdp.finetune.evaluate import Predict, count_correct, noisy_fraction
 from jaxdp.privacy import GaussianDpEvent
-from jaxdp.privacy.accounting import Adjacency
-from jaxdp.release import claim, new_seed, stream
 
 
 def audit_accuracy(
@@ -26,25 +24,17 @@ def audit_accuracy(
     source: Source,
     *,
     noise_multiplier: float,
-    trials: int,
-    delta: float,
     rows: Sequence[int] | np.ndarray | None = None,
-    adjacency: Adjacency = "add_remove",
-    confidence: float = 0.95,
-    seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits `charged_accuracy` by many estimates with a canary among the examples and as many without it.
 
     Args:
       predict, params, noise_multiplier: as in `charged_accuracy`.
       source: the examples, public or made up, since the audit charges nothing. An accuracy near 0 or 1 hides the noise.
-      trials: estimates of either kind, at least 2.
-      delta: of both bounds, in (0, 1).
       rows: which examples may be the canary; by default all. At least 2 for "replace_one".
-      adjacency: under "add_remove" and "zero_out" the canary's neighbour adds nothing to the count, under
-        "replace_one" it is another candidate. The number of examples is public: both counts are divided by one number.
-      confidence: in (0.5, 1).
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      terms: trials, delta > 0, adjacency, confidence, seed, as in `jaxdp.audit.trials.Trials`. The number of examples
+        is public: both counts are divided by one number.
 
     Returns:
       The `Audit` of 2 `trials` estimates, with the ledger's epsilon of one.
@@ -57,25 +47,19 @@ def audit_accuracy(
     Raises:
       ValueError: an argument is out of range, or no candidate changes the count.
     """
+    runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-    if len(rows) < (least := 2 if adjacency == "replace_one" else 1):
-        raise ValueError(f"rows must name at least {least} examples under {adjacency!r}, got {len(rows)}.")
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}.")
-    upper = claim(GaussianDpEvent(noise_multiplier), adjacency=adjacency, delta=delta)
-    bounds.check(upper, delta, confidence, "gaussian")
+    runs.check_candidates("rows must name", len(rows), "examples")
     # Without the one is with the other.
     without = [count_correct(predict, params, source.take(np.delete(np.arange(len(source)), row))) for row in rows]
-    replaced = adjacency == "replace_one"
-    others = without if replaced else [count_correct(predict, params, source)]
-    more, fewer = max(itertools.product(others, without), key=lambda pair: pair[0] - pair[1])
-    if more == fewer:
+    replaced = runs.adjacency == "replace_one"
+    fewer, more = min(without), max(without) if replaced else count_correct(predict, params, source)
+    if more <= fewer:
         raise ValueError("rows must name an example that changes the count; name some that are answered right.")
-    total, seed = len(source) - replaced, new_seed() if seed is None else seed
+    total = len(source) - replaced
 
     def scores(count: int, purpose: str) -> np.ndarray:
-        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), trials)
-        return np.asarray(jax.vmap(lambda key: noisy_fraction(key, count, total, noise_multiplier))(keys))
+        estimate = jax.vmap(lambda key: noisy_fraction(key, count, total, noise_multiplier))
+        return np.asarray(estimate(runs.keys(purpose, runs.trials)))
 
-    present, absent = scores(more, "with the canary"), scores(fewer, "without the canary")
-    return bounds.multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim="gaussian")
+    return runs.judge(scores, more, fewer)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import dp_accounting
@@ -53,7 +53,12 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """ "VIOLATED", "consistent", or "cannot tell": no mechanism, however broken, could have been VIOLATED."""
+        """What the bounds say of the mechanism.
+
+        "VIOLATED": lower > upper. Its proof, its code or its accounting is wrong, but for a chance of 1 - confidence.
+        "consistent": the audit found no more than is claimed, and could have. Another canary or score may find more.
+        "cannot tell": the ceiling does not exceed the claim. More trials or a smaller claim give the audit power.
+        """
         if self.violated:
             return "VIOLATED"
         return "consistent" if self.ceiling > self.upper else "cannot tell"
@@ -76,28 +81,25 @@ def multi_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by many runs with a canary and many without it.
+    """Audits a mechanism by many runs with a canary and many without it; returns an `Audit` of n + m trials.
 
     Args:
         scores_with: real [n], the scores of independent runs on data with the canary; higher ones should tell it.
-        scores_without: real [m], those of independent runs on the neighbouring data without it. Infinite scores are
-            allowed, since a broken mechanism may give them.
+        scores_without: real [m], those on the neighbouring data without it. Scores may be infinite, since a broken
+            mechanism may give such ones.
         upper: the ledger's epsilon of one run at `delta`, >= 0.
         delta: in [0, 1); 0 for pure DP.
         confidence: in (0.5, 1).
         claim: "approximate" tests that one run is (epsilon, delta)-DP, whatever the mechanism. "gaussian" tests that
-            it is mu-GDP with the mu of that epsilon and delta, which says more, so that less is needed to refute it:
-            for releases charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
-
-    Returns:
-        An `Audit` of n + m trials.
+            it is mu-GDP with the mu of that epsilon and delta, a stronger claim that is refuted sooner: for releases
+            charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
 
     Formal guarantees:
         If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`. A half of
-        the scores of either kind (a fifth for the Gaussian claim) chooses the threshold, the others judge it; so it is
-        fixed for those, their error counts are binomial, and Clopper and Pearson's upper bounds of the two error rates
-        hold together, each with (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem
-        2.1; Jagielski, Ullman, Oprea 2020, arXiv:2006.07709)
+        the scores of either kind (a fifth for the Gaussian claim) chooses the threshold, the others judge it. Their
+        error counts are binomial, and Clopper and Pearson's upper bounds of the two error rates hold together, each
+        with (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski,
+        Ullman, Oprea 2020, arXiv:2006.07709)
 
             epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
 
@@ -108,11 +110,8 @@ def multi_run(
         ValueError: an argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
     """
     check(upper, delta, confidence, claim)
-    present, absent = _ranks(scores_with=scores_with, scores_without=scores_without)
-    ceiling = _ceiling(_multi_lower, len(present), len(absent), delta, confidence, claim)
-    lower = min(_multi_lower(present, absent, delta, confidence, claim), ceiling)
-    method = "multi-run, Gaussian" if claim == "gaussian" else "multi-run"
-    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
+    scores = _ranks(scores_with=scores_with, scores_without=scores_without)
+    return _audit(_multi_lower, "multi-run", scores, upper, delta, confidence, claim)
 
 
 def one_run(
@@ -124,16 +123,13 @@ def one_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by one run on data with many canaries, each of them in or out by the toss of a fair coin.
+    """Audits a mechanism by one run with many canaries, each in or out by a fair coin; an `Audit` of n + m trials.
 
     Args:
         scores_in: real [n], the scores of the canaries that were in; higher ones should tell it. All scores are
             functions of what the run released, none of the coins.
         scores_out: real [m], those of the canaries that were not.
         upper, delta, confidence, claim: as in `multi_run`, of the run as a whole, for one record added or removed.
-
-    Returns:
-        An `Audit` of n + m trials.
 
     Formal guarantees:
         If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`, however the
@@ -146,11 +142,8 @@ def one_run(
         ValueError: as `multi_run`.
     """
     check(upper, delta, confidence, claim)
-    inside, outside = _ranks(scores_in=scores_in, scores_out=scores_out)
-    ceiling = _ceiling(_one_lower, len(inside), len(outside), delta, confidence, claim)
-    lower = min(_one_lower(inside, outside, delta, confidence, claim), ceiling)
-    method = "one run, Gaussian" if claim == "gaussian" else "one run"
-    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(inside) + len(outside))
+    scores = _ranks(scores_in=scores_in, scores_out=scores_out)
+    return _audit(_one_lower, "one run", scores, upper, delta, confidence, claim)
 
 
 def audit_mechanism(
@@ -196,6 +189,16 @@ def check(upper: float, delta: float, confidence: float, claim: str = "approxima
         raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
     if claim == "gaussian" and delta == 0:
         raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
+
+
+def _audit(
+    bound: Bound, name: str, scores: Sequence[np.ndarray], upper: float, delta: float, confidence: float, claim: Claim
+) -> Audit:
+    present, absent = scores
+    ceiling = _ceiling(bound, len(present), len(absent), delta, confidence, claim)
+    lower = min(bound(present, absent, delta, confidence, claim), ceiling)
+    method = f"{name}, Gaussian" if claim == "gaussian" else name
+    return Audit(lower, float(upper), ceiling, delta, confidence, method, len(present) + len(absent))
 
 
 @functools.lru_cache(maxsize=64)

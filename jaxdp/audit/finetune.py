@@ -1,20 +1,15 @@
 """Attacks on private training: on one step, on the sampling of its batches, and on a whole run.
 
 A step is charged as a Gaussian on a Poisson sample. Its two parts are audited apart, since an attack on both together
-sees the canary in few batches only and finds little:
-
-* `audit_step` attacks the Gaussian, on a batch that the canary is in. It sees the noisy sum, not the trained model:
-  all that follows is post-processing.
-* `audit_sampling` attacks the sampling, by whether the canary is in a batch. It sees the batch.
-* `one_run` attacks whole runs, by many canaries in one run. Its ceiling is low: a claim above a few units of epsilon is
-  out of its reach.
+sees the canary in few batches only and finds little. `audit_step` attacks the Gaussian, on a batch that the canary is
+in; it sees the noisy sum, of which the trained model is post-processing. `audit_sampling` attacks the sampling; it sees
+the batch. `audit_run` attacks a whole run with many canaries; its ceiling is a few units of epsilon.
 
     trainer = dp_sgd(loss_fn, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
                      noise_multiplier=1.0, physical_batch_size=256)
     print(audit_step(trainer, params, public_examples, trials=1000, delta=1e-5).describe())
 
-Any trainer, parameters and examples will do, mislabelled examples of one's own model for instance. `worst_case` makes
-some for a trainer of its own `loss`.
+Any trainer, parameters and examples will do, such as mislabelled examples. `worst_case` makes some for `loss`.
 """
 
 import dataclasses
@@ -28,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials
 from jaxdp.data import Source, from_arrays
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
-from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.events import composition
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
@@ -48,14 +43,10 @@ def audit_step(
     params: Any,
     source: Source,
     *,
-    trials: int,
-    delta: float,
     rows: Sequence[int] | np.ndarray | None = None,
     others: Sequence[int] | np.ndarray = (),
     step: int = 1,
-    adjacency: Adjacency = "add_remove",
-    confidence: float = 0.95,
-    seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits the Gaussian of one step: many noisy sums over a batch with a canary, as many over one without it.
 
@@ -67,43 +58,33 @@ def audit_step(
       trainer: of `dp_sgd` or another method.
       params: at which training starts.
       source: examples that the trainer takes; public or made up, since the audit charges nothing.
-      trials: runs of either kind, at least 2.
-      delta: of both bounds, in (0, 1).
       rows: which examples of `source` may be the canary; by default all. Each is tried without noise. At least 2 for
         "replace_one".
       others: which examples are in every batch.
       step: which step is audited, >= 1. Those before it are made on the batch without the canary.
-      adjacency: under "add_remove" the canary's neighbour is no example, under "replace_one" another candidate.
-      confidence: in (0.5, 1).
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      terms: trials, delta > 0, adjacency ("add_remove" or "replace_one"), confidence, seed, as in
+        `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` runs, with the ledger's epsilon of `trainer.privatizer.event_at(step)`.
 
     Formal guarantees:
-      As `bounds.multi_run` with the Gaussian claim: scores of runs with keys of their own are independent, and the
-      attack, which canary and how it weighs what it sees, is fixed before them. It is fixed by what the candidates add
-      to the sum, and by other draws of the noise, which show the variance of the noise of every tensor and how far the
-      noise of the step before foretells it: tensors with little noise count more, and noise that is used twice is
-      subtracted. For noise of one variance it is the likelihood ratio of the two sums.
+      As `bounds.multi_run` with the Gaussian claim. Scores of runs with keys of their own are independent. The attack
+      is the canary and the weights of what is seen. It is fixed before the runs, by what the candidates add to the sum
+      and by other draws of the noise, which show the variance of the noise of every tensor and how far the noise of the
+      step before foretells it: tensors with little noise count more, and noise that is used twice is subtracted. For
+      noise of one variance it is the likelihood ratio of the two sums.
 
     Raises:
       ValueError: an argument is out of range.
     """
+    if step < 1:
+        raise ValueError(f"step must be at least 1, got {step}.")
+    runs = Trials(charge=trainer.privatizer.event_at(step), allowed=("add_remove", "replace_one"), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-    if len(rows) < (least := 2 if adjacency == "replace_one" else 1):
-        raise ValueError(f"rows must name at least {least} examples under {adjacency!r}, got {len(rows)}.")
-    if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}.")
-    if trials < 2 or step < 1:
-        raise ValueError(f"trials must be at least 2 and step at least 1, got {trials} and {step}.")
-    upper = claimed(trainer.privatizer.event_at(step), adjacency=adjacency, delta=delta)
-    bounds.check(upper, delta, confidence, "gaussian")
-    seed = new_seed() if seed is None else seed
+    runs.check_candidates("rows must name", len(rows), "examples")
 
-    state = trainer.init(params)
-    noise = state.noise._replace(key=stream(seed, "steps before"))
-    state = state._replace(noise=noise, key=stream(seed, "views", impl="threefry2x32"))
+    state = _started(trainer, params, runs.seed, "steps before", "views")
     others = np.asarray(others, np.int64)
     for _ in range(step):
         state = trainer.refreshed(state)
@@ -114,21 +95,21 @@ def audit_step(
 
     privatizer = trainer.privatizer
     observe = functools.partial(_observe, privatizer.update, privatizer.divisor, state.noise.step, base)
-    variances, foretold = _noise(observe, base, stream(seed, "what the noise is like"))
-    neighbours = tried if adjacency == "replace_one" else [base]
-    present, absent = max(itertools.product(tried, neighbours), key=lambda pair: _distance(pair, variances))
-    if not _distance((present, absent), variances) > 0:
+    variances, foretold = _noise(observe, base, stream(runs.seed, "what the noise is like"))
+    distance = functools.partial(_distance, variances)
+    present, absent = runs.farthest(tried, [base], distance)
+    if not distance(present, absent) > 0:
         raise ValueError(
             "rows must name an example that changes the sum; the gradients of all these are equal or zero."
         )
     weights = [(x - y) / v for x, y, v in zip(_leaves(present), _leaves(absent), variances, strict=True)]
     largest = max((np.abs(leaf).max(initial=0) for leaf in weights), default=0) or 1.0
     weights = [np.float32(leaf / largest) for leaf in weights]
-    scores = [
-        _runs(observe, sums, weights, foretold, stream(seed, purpose), trials)[0]
-        for sums, purpose in ((present, "with the canary"), (absent, "without the canary"))
-    ]
-    return bounds.multi_run(*scores, upper=upper, delta=delta, confidence=confidence, claim="gaussian")
+
+    def scores(sums: Any, purpose: str) -> np.ndarray:
+        return _runs(observe, sums, weights, foretold, stream(runs.seed, purpose), runs.trials)[0]
+
+    return runs.judge(scores, present, absent)
 
 
 def audit_sampling(
@@ -136,14 +117,13 @@ def audit_sampling(
 ) -> bounds.Audit:
     """Audits the sampling of batches: a step that showed its batch would be (0, q)-DP for one example added or removed.
 
-    A canary is in a batch with probability q, and without it in the data it is in none: the distance of the two
-    is q, the delta at epsilon 0. This is what amplification by sampling rests on.
+    A canary is in a batch with probability q, and without it in the data it is in none: the distance of the two is q,
+    the delta at epsilon 0. Amplification by sampling rests on it.
 
     Args:
       trainer: of `dp_sgd` or another method, with a sampling probability below 1.
       trials: canaries that are looked for in batches, at least 2.
-      confidence: in (0.5, 1).
-      seed: 16 secret bytes of the batches; drawn from the operating system unless given for tests.
+      confidence, seed: as in `jaxdp.audit.trials.Trials`; the seed is of the batches.
 
     Returns:
       The `Audit` of 2 `trials` scores at delta q, with upper = 0.
@@ -183,17 +163,15 @@ def loss(params: Any, example: Any) -> jax.Array:
 
 
 def worst_case(count: int, *, norm: float) -> tuple[dict[str, jax.Array], Source]:
-    """Parameters and canaries for `loss`: orthogonal gradients, all of one norm, so that no canary hides another.
+    """Returns `count` parameters and canaries for `loss`: orthogonal gradients of one norm; no canary hides another.
 
-    Args:
-      count: number of canaries and of parameters, at least 2.
-      norm: of each gradient. Far above the clip norm, it shows a clip that is forgotten.
+    A norm far above the clip norm shows a clip that is forgotten.
     """
     canaries = from_arrays(features=np.full((count, 1), norm), label=np.arange(count), num_classes=count)
     return {"direction": jnp.zeros(count)}, canaries
 
 
-def one_run(
+def audit_run(
     trainer: PrivateTrainer,
     params: Any,
     source: Source,
@@ -208,15 +186,14 @@ def one_run(
     """Audits private training by one run with many canaries.
 
     Args:
-      trainer: of `dp_sgd` or another method; its sampler's number of examples is the public one, which need not be that
-        of `source`. Without `stochastic`.
+      trainer: of `dp_sgd` or another method, not `stochastic`; its sampler's number of examples is the public one,
+        which need not be that of `source`.
       params: at which training starts.
       source: the training set, all canaries included.
       steps: of the run.
-      delta: of both bounds, in [0, 1).
       rows: which examples are canaries; by default all.
-      confidence, claim: as in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
-      seed: 16 secret bytes of coins, batches and noise; drawn from the operating system unless given for tests.
+      delta, confidence, claim: as in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
+      seed: as in `jaxdp.audit.trials.Trials`; of coins, batches and noise.
 
     Returns:
       The `Audit`, for one example added or removed, with the ledger's epsilon of `trainer.event(0, steps)`.
@@ -224,17 +201,34 @@ def one_run(
     Raises:
       ValueError: an argument is out of range.
     """
-    upper = _charged(trainer, steps, delta, claim)
+    if trainer.stochastic:
+        raise ValueError("trainer must not be stochastic: the loss of a canary would depend on a key of its own.")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")
+    event = trainer.event(0, steps)
+    if claim == "gaussian" and not all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event)):
+        raise ValueError("claim='gaussian' needs noise and a sampling probability of 1; use claim='approximate'.")
+    upper = claimed(event, adjacency="add_remove", delta=delta)
     bounds.check(upper, delta, confidence, claim)
     seed = new_seed() if seed is None else seed
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
-    members = source.take(np.setdiff1d(np.arange(len(source)), rows[~coins]))
-    examples = source.gather(rows)
-    trained = _training(trainer, params, members, steps, seed)("one run")
+    members, examples = source.take(np.setdiff1d(np.arange(len(source)), rows[~coins])), source.gather(rows)
+    # Batches are drawn from the examples that there are; the divisor stays the trainer's.
+    trainer = dataclasses.replace(trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(members)))
+    state = _started(trainer, params, seed, "noise one run", "views one run")
+    for _ in range(steps):
+        state, _ = trainer.step(state, members)
     losses = jax.vmap(trainer.query.gradient.loss_fn, in_axes=(None, 0))
-    scores = np.asarray(losses(params, examples) - losses(trained, examples))
+    scores = np.asarray(losses(params, examples) - losses(state.params, examples))
     return bounds.one_run(scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+def _started(trainer: PrivateTrainer, params: Any, seed: bytes, noise: str, views: str) -> TrainState:
+    """The state before the first step, with keys of the seed."""
+    state = trainer.init(params)
+    key = stream(seed, views, impl="threefry2x32")
+    return state._replace(noise=state.noise._replace(key=stream(seed, noise)), key=key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -250,7 +244,7 @@ def _observe(
 ) -> tuple[jax.Array, jax.Array]:
     """For every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of their noise.
 
-    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. Moments are the
+    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. The moments are
     means of the squares of either noise and of their product.
     """
 
@@ -292,39 +286,11 @@ def _noise(observe: Any, base: Any, key: jax.Array) -> tuple[np.ndarray, np.ndar
     return np.where(variances > 0, variances, np.finfo(np.float32).tiny), foretold.astype(np.float32)
 
 
-def _distance(pair: tuple[Any, Any], variances: np.ndarray) -> float:
+def _distance(variances: np.ndarray, one: Any, other: Any) -> float:
     """The square of the distance of two sums, in standard deviations of the noise."""
-    parts = zip(*map(_leaves, pair), variances, strict=True)
+    parts = zip(_leaves(one), _leaves(other), variances, strict=True)
     return float(sum(np.square(x - y).sum() / v for x, y, v in parts))
 
 
 def _leaves(sums: Any) -> list[np.ndarray]:
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums)]
-
-
-def _training(trainer: PrivateTrainer, params: Any, source: Source, steps: int, seed: bytes) -> Callable[[str], Any]:
-    """`run(name) -> parameters` after training on `source`, with keys of the run's own."""
-    # Batches are drawn from the examples that there are; the divisor stays the trainer's.
-    trainer = dataclasses.replace(trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(source)))
-    start = trainer.init(params)
-
-    def run(name: str) -> Any:
-        noise = start.noise._replace(key=stream(seed, f"noise {name}"))
-        state = start._replace(noise=noise, key=stream(seed, f"views {name}", impl="threefry2x32"))
-        for _ in range(steps):
-            state, _ = trainer.step(state, source)
-        return state.params
-
-    return run
-
-
-def _charged(trainer: PrivateTrainer, steps: int, delta: float, claim: bounds.Claim) -> float:
-    """The ledger's epsilon after it has been charged for a run."""
-    if trainer.stochastic:
-        raise ValueError("trainer must not be stochastic: the loss of a canary would depend on a key of its own.")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}.")
-    event = trainer.event(0, steps)
-    if claim == "gaussian" and not all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event)):
-        raise ValueError("claim='gaussian' needs noise and a sampling probability of 1; use claim='approximate'.")
-    return claimed(event, adjacency="add_remove", delta=delta)

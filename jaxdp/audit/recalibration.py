@@ -7,7 +7,7 @@ All pairs of records are tried without noise. The pair whose answers are farthes
 """
 
 import dataclasses
-import itertools
+import functools
 import math
 from typing import Any
 
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.recalibration.protocol import Method, Records, Source, event
+from jaxdp.recalibration.protocol import Method, Party, Records, event
 from jaxdp.recalibration.recalibrate import converse
-from jaxdp.release import claim, new_seed, stream
 
 
 @dataclasses.dataclass(frozen=True)
-class Transcript:
+class _Transcript:
     """A calibrator who asks what a method would, at one temperature, and keeps every answer: a `Method`.
 
     Attributes:
@@ -36,36 +36,28 @@ class Transcript:
 
     @property
     def rounds(self) -> int:
-        """Those of the method."""
         return self.method.rounds
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
-        """That of the method."""
         return self.method.sensitivity(k, adjacency, num_classes)
 
     def init(self, variance: float | jax.Array) -> tuple[jax.Array, ...]:
-        """No answers."""
         return ()
 
     def question(self, k: int, state: tuple[jax.Array, ...]) -> jax.Array:
-        """The temperature."""
         return jnp.float32(self.temperature)
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        """That of the method."""
         return self.method.summand(k, records, temperature)
 
     def update(self, k: int, state: tuple[jax.Array, ...], answer: jax.Array) -> tuple[jax.Array, ...]:
-        """One more answer."""
         return (*state, answer)
 
     def finish(self, state: tuple[jax.Array, ...]) -> jax.Array:
-        """All answers, one after the other."""
         return jnp.concatenate(state)
 
     def confidence(self, parameters: jax.Array, logits: jax.Array) -> jax.Array:
-        """None: nothing is recalibrated."""
-        return jnp.full(len(logits), jnp.nan)
+        return jnp.full(len(logits), jnp.nan)  # nothing is recalibrated
 
 
 def audit_source(
@@ -74,12 +66,9 @@ def audit_source(
     labels: Any,
     *,
     epsilon: float,
-    trials: int,
     candidates: tuple[Any, Any] | None = None,
     temperature: float = 1.0,
-    adjacency: Adjacency = "add_remove",
-    confidence: float = 0.95,
-    seed: bytes | None = None,
+    **terms: Any,
 ) -> bounds.Audit:
     """Audits a source's answers by many conversations with a canary among its records and as many without it.
 
@@ -87,14 +76,11 @@ def audit_source(
       method: what the calibrator runs.
       logits, labels: the source's other records, floating point [n, m] and integer [n]; n may be 0.
       epsilon: what the source pays for all answers of a conversation, finite.
-      trials: conversations of either kind, at least 2.
       candidates: (logits [N, m], labels [N]) of records that may be the canary; by default some that are surely right,
         surely wrong and undecided.
       temperature: that the calibrator asks about.
-      adjacency: under "add_remove" the canary's neighbour is no record, under "zero_out" an invalid one, under
-        "replace_one" another candidate.
-      confidence: in (0.5, 1).
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      terms: trials, adjacency, confidence, seed, as in `jaxdp.audit.trials.Trials`. Under "zero_out" the canary's
+        neighbour is an invalid record.
 
     Returns:
       The `Audit` at delta 0 of 2 `trials` conversations, for one record, with the ledger's epsilon of one conversation.
@@ -107,43 +93,31 @@ def audit_source(
     Raises:
       ValueError, TypeError: as `recalibrate`.
     """
+    runs = Trials(charge=event(epsilon), delta=0.0, claim="approximate", **terms)
     logits, labels = np.asarray(logits, np.float32), np.asarray(labels, np.int32)
-    if adjacency not in ("add_remove", "zero_out", "replace_one"):
-        raise ValueError(f"adjacency must be 'add_remove', 'zero_out' or 'replace_one', got {adjacency!r}.")
     canaries = _extremes(logits.shape[1]) if candidates is None else list(zip(*candidates, strict=True))
-    invalid = np.zeros(logits.shape[1], np.float32), -1
-    others: dict[str, list[Any]] = {"add_remove": [None], "zero_out": [invalid], "replace_one": canaries}
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}.")
-    calibrator, seed = Transcript(method, temperature), new_seed() if seed is None else seed
-
-    def source(record: Any) -> Source:
-        if record is None:
-            return Source(logits, labels)
-        return Source(np.vstack([logits, record[0]]), np.append(labels, record[1]))
+    absent: Any = (np.zeros(logits.shape[1], np.float32), -1) if runs.adjacency == "zero_out" else None
+    calibrator = _Transcript(method, temperature)
 
     def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
         """All answers of each of `count` conversations, float64 [count, numbers]."""
-        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), count)
-        parties = [source(record)]
-        talks = jax.vmap(lambda key: converse(calibrator, parties, key, epsilon=epsilon, adjacency=adjacency))
-        return np.asarray(talks(keys), np.float64)
+        more = (logits, labels) if record is None else (np.vstack([logits, record[0]]), np.append(labels, record[1]))
+        parties, talk = [Party(*more)], functools.partial(converse, epsilon=epsilon, adjacency=runs.adjacency)
+        talks = jax.vmap(lambda key: talk(calibrator, parties, key))
+        return np.asarray(talks(runs.keys(purpose, count)), np.float64)
 
-    upper = claim(event(epsilon), adjacency=adjacency, delta=0.0)
-    bounds.check(upper, 0.0, confidence)
-    exact = [
+    exact, without = (
         [(answers(record, math.inf, "no noise", 1)[0], record) for record in records]
-        for records in (canaries, others[adjacency])
-    ]
-    pairs = itertools.product(*exact)
-    (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.abs(pair[0][0] - pair[1][0]).sum())
+        for records in (canaries, [absent])
+    )
+    pair = runs.farthest(exact, without, lambda one, other: np.abs(one[0] - other[0]).sum())
+    (one, canary), (other, neighbour) = pair
 
     def scores(record: Any, purpose: str) -> np.ndarray:
-        heard = answers(record, epsilon, purpose, trials)
+        heard = answers(record, epsilon, purpose, runs.trials)
         return np.abs(heard - other).sum(1) - np.abs(heard - one).sum(1)
 
-    present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
-    return bounds.multi_run(present, absent, upper=upper, delta=0.0, confidence=confidence)
+    return runs.judge(scores, canary, neighbour)
 
 
 def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:

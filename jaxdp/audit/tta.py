@@ -7,7 +7,6 @@ A trial is one update from the source model, with an image in the first row of i
 All pairs of images are tried without noise. The pair whose updates are farthest apart is the canary and its neighbour.
 """
 
-import itertools
 from typing import Any
 
 import jax
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import Trials
 from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.release import claim as claimed
-from jaxdp.release import new_seed, stream
 from jaxdp.tta.accounts import StreamAccount
 from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.private import Private
@@ -29,16 +27,7 @@ _IMAGES = 1024
 
 
 def audit_stream(
-    adapter: Adapter,
-    batch: Any,
-    candidates: Any,
-    *,
-    trials: int,
-    delta: float,
-    adjacency: Adjacency = "replace_one",
-    confidence: float = 0.95,
-    claim: bounds.Claim = "gaussian",
-    seed: bytes | None = None,
+    adapter: Adapter, batch: Any, candidates: Any, *, adjacency: Adjacency = "replace_one", **terms: Any
 ) -> bounds.Audit:
     """Audits the update of a private adapter by many updates with a canary in the batch and as many without it.
 
@@ -46,12 +35,8 @@ def audit_stream(
       adapter: of a private method. Its parameters after the update are seen, so that plain SGD shows most.
       batch: images [B, ...], B >= 1; the canary takes the place of the first.
       candidates: images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
-      trials: updates of either kind, at least 2.
-      delta: of both bounds, in (0, 1) for the Gaussian claim.
-      adjacency: "replace_one", the canary's neighbour is another candidate, or "zero_out", it is padding.
-      confidence: in (0.5, 1).
-      claim: what is tested, see `jaxdp.audit.multi_run`.
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      adjacency: "replace_one", or "zero_out": the canary's neighbour is padding.
+      terms: trials, delta, confidence, claim (by default "gaussian"), seed, as in `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` updates, with the ledger's epsilon of an image that is in one of them.
@@ -72,11 +57,6 @@ def audit_stream(
     batch, candidates = np.asarray(batch), np.asarray(candidates)
     if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
         raise ValueError(f"batch and candidates must be images of one shape, got {batch.shape} and {candidates.shape}.")
-    neighbours = list(candidates) if adjacency == "replace_one" else [None]  # None is padding
-    if len(candidates) < (least := 2 if adjacency == "replace_one" else 1):
-        raise ValueError(f"candidates must hold at least {least} images under {adjacency!r}, got {len(candidates)}.")
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}.")
     event = adapter.method.event
 
     def charge(account: Account) -> None:
@@ -85,35 +65,27 @@ def audit_stream(
             with stream_account.spend([(part, row) for row in range(len(batch))], release=0):
                 pass
 
-    upper = claimed(charge, adjacency=adjacency, delta=delta)
-    bounds.check(upper, delta, confidence, claim)
-    seed = new_seed() if seed is None else seed
-    size = min(trials, _IMAGES // len(batch) + 1)
+    runs = Trials(charge=charge, adjacency=adjacency, **terms)
+    runs.check_candidates("candidates must hold", len(candidates), "images")
+    size = min(runs.trials, _IMAGES // len(batch) + 1)
 
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Adapted parameters after `count` updates, float64 [count, P]."""
-        keys = jax.random.split(stream(seed, purpose, impl="threefry2x32"), count)
+        keys = runs.keys(purpose, count)
         # Every part has the same size, for which the update is compiled once.
         parts = [keys[np.arange(i, i + size) % count] for i in range(0, count, size)]
         updates = jax.vmap(lambda key: _end(adapter, batch, image, key))
         return np.concatenate([np.asarray(updates(part), np.float64) for part in parts])[:count]
 
-    # Under one noise the difference of two updates has none.
-    tried = [[(ends(image, "choice", 1)[0], image) for image in images] for images in (candidates, neighbours)]
-    pairs = itertools.product(*tried)
-    (one, canary), (other, neighbour) = max(pairs, key=lambda pair: np.linalg.norm(pair[0][0] - pair[1][0]))
+    # Under one noise the difference of two updates has none. None is padding.
+    tried, empty = ([(ends(image, "choice", 1)[0], image) for image in images] for images in (candidates, [None]))
+    pair = runs.farthest(tried, empty, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
+    (one, canary), (other, neighbour) = pair
 
     def scores(image: Any, purpose: str) -> np.ndarray:
-        return (ends(image, purpose, trials) - other) @ (one - other)
+        return (ends(image, purpose, runs.trials) - other) @ (one - other)
 
-    return bounds.multi_run(
-        scores(canary, "with the canary"),
-        scores(neighbour, "without the canary"),
-        upper=upper,
-        delta=delta,
-        confidence=confidence,
-        claim=claim,
-    )
+    return runs.judge(scores, canary, neighbour)
 
 
 def _end(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:

@@ -1,8 +1,17 @@
 """Private recalibration: confidences that fit a new site, from noisy answers of many private sources."""
 
-from jaxdp.recalibration.methods import AccBisection, AccT, Bracket, EceT, HistogramBinning, LogisticBinning, NllT
+from jaxdp.recalibration.methods import (
+    METHODS,
+    AccBisection,
+    AccT,
+    Bracket,
+    EceT,
+    HistogramBinning,
+    LogisticBinning,
+    NllT,
+)
 from jaxdp.recalibration.metrics import brier, ece, nll, reliability
-from jaxdp.recalibration.protocol import Conversation, Method, Records, Source, event, noise_scale, play
+from jaxdp.recalibration.protocol import Conversation, Method, Party, Records, event, noise_scale, play
 from jaxdp.recalibration.recalibrate import (
     Recalibration,
     acc_t,
@@ -16,6 +25,7 @@ from jaxdp.recalibration.recalibrate import (
 )
 
 __all__ = [
+    "METHODS",
     "AccBisection",
     "AccT",
     "Bracket",
@@ -25,9 +35,9 @@ __all__ = [
     "LogisticBinning",
     "Method",
     "NllT",
+    "Party",
     "Recalibration",
     "Records",
-    "Source",
     "acc_t",
     "brier",
     "ece",

@@ -36,8 +36,7 @@ from jaxdp.recalibration.methods import (
     TemperatureSearch,
 )
 from jaxdp.recalibration.metrics import Reliability, reliability
-from jaxdp.recalibration.protocol import Method, Records, noise_scale
-from jaxdp.recalibration.protocol import Source as Party
+from jaxdp.recalibration.protocol import Method, Party, Records, noise_scale
 from jaxdp.recalibration.recalibrate import none, recalibrate
 from jaxdp.recalibration.sweep import Order, Outcome, Setting, one_source, simulate, unchanged
 from jaxdp.release import alone, bind, finished_result, stream

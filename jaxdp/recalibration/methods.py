@@ -9,7 +9,8 @@ import dataclasses
 import itertools
 import math
 import numbers
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ import numpy as np
 
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.metrics import equal_width_bin
-from jaxdp.recalibration.protocol import Records
+from jaxdp.recalibration.protocol import Method, Records
 
+Spacing = Literal["log", "linear"]
+Form = Literal["split", "published"]
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -28,9 +31,9 @@ def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.A
     return 1 / jnp.exp(above / temperature).sum(1)
 
 
-def bins_of(confidence: jax.Array, bins: int) -> jax.Array:
-    """One-hot float32 [n, bins] of `equal_width_bin`."""
-    return jax.nn.one_hot(equal_width_bin(confidence, bins), bins)
+def _in_one_bin(adjacency: Adjacency) -> float:
+    """The sensitivity of bins of which a record changes one, by at most 1; its replacement may change another."""
+    return 2.0 if adjacency == "replace_one" else 1.0
 
 
 # --- Temperatures ----------------------------------------------------------------------------------------------------
@@ -47,21 +50,24 @@ class Bracket:
 
     low: float = 0.5
     high: float = 3.0
-    spacing: Literal["log", "linear"] = "log"
+    spacing: Spacing = "log"
 
     def __post_init__(self) -> None:
         if not 0 < np.float32(self.low) < np.float32(self.high) < np.inf:
             ends = (self.low, self.high)
             raise ValueError(f"bracket must be (low, high) with 0 < low < high in float32, got {ends}.")
-        if self.spacing not in ("log", "linear"):
+        if self.spacing not in get_args(Spacing):
             raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
 
     @classmethod
-    def of(cls, ends: tuple[float, float], spacing: Literal["log", "linear"]) -> "Bracket":
-        """The bracket between two temperatures."""
+    def of(cls, ends: "Bracket | Sequence[Any]", spacing: Spacing = "log") -> "Bracket":
+        """Returns the bracket of (low, high) and a spacing, or of (low, high, spacing), as a config has it."""
+        if isinstance(ends, Bracket):
+            return ends
         try:
-            low, high = map(float, ends)
-        except (TypeError, ValueError):
+            *temperatures, spacing = ends if isinstance(ends[-1], str) else (*ends, spacing)
+            low, high = map(float, temperatures)
+        except (IndexError, TypeError, ValueError):
             raise ValueError(f"bracket must be two temperatures (low, high), got {ends!r}.") from None
         return cls(low=low, high=high, spacing=spacing)
 
@@ -77,34 +83,25 @@ class Bracket:
 
 
 class Found(NamedTuple):
-    """Where a search ended.
+    """Where a search ended."""
 
-    Attributes:
-      temperature: the middle of what is left of the bracket, float32 [].
-      low, high: whether that still has the first bracket's lower or upper end, bool []: the best temperature may then
-        be outside.
-    """
-
-    temperature: jax.Array
-    low: jax.Array
+    temperature: jax.Array  # the middle of what is left of the bracket, float32 []
+    low: jax.Array  # whether that still has the first bracket's lower end, bool []: the best may be outside
     high: jax.Array
 
 
 class GoldenSection(NamedTuple):
     """Golden-section search (C.1) for the least value of a function that falls and then rises; positions float32 [].
 
-    Attributes:
-      low, high: ends of what is left.
-      probes: the two positions inside, [2].
-      values: the function there, [2].
-      asked: which of the two is to be evaluated next.
+    It reduces the bracket K times with exactly K + 1 values. The published loop takes one more, which it never reads
+    (Algorithm 1, k = K - 1).
     """
 
-    low: jax.Array
+    low: jax.Array  # ends of what is left
     high: jax.Array
-    probes: jax.Array
-    values: jax.Array
-    asked: jax.Array
+    probes: jax.Array  # the two positions inside, [2]
+    values: jax.Array  # the function there, [2]
+    asked: jax.Array  # which of the two is to be evaluated next
 
     @classmethod
     def start(cls, low: jax.Array, high: jax.Array) -> "GoldenSection":
@@ -116,48 +113,71 @@ class GoldenSection(NamedTuple):
         return self.probes[self.asked]
 
     def tell(self, k: int, value: jax.Array) -> "GoldenSection":
-        """Takes the value at `position()`, the k-th from 0."""
-        known = self._replace(values=self.values.at[self.asked].set(value))
-        return known._replace(asked=jnp.int32(1)) if k == 0 else known._shrink()
+        """Takes the value at `position()`, the k-th from 0; all but the first shrink the bracket.
 
-    def _shrink(self) -> "GoldenSection":
-        """Lines 5 to 11, with the new ends in lines 6 and 9, where the old ones would make both probes coincide."""
-        rise_is_right = self.values[0] >= self.values[1]  # line 5: the minimum is not left of the left probe
+        Lines 5 to 11, with the new ends in lines 6 and 9: the old ones would make both probes coincide.
+        """
+        values = self.values.at[self.asked].set(value)
+        if k == 0:
+            return self._replace(values=values, asked=jnp.int32(1))
+        rise_is_right = values[0] >= values[1]  # line 5: the minimum is not left of the left probe
         low = jnp.where(rise_is_right, self.probes[0], self.low)
         high = jnp.where(rise_is_right, self.high, self.probes[1])
         # The probe that is left takes the other's place, exactly where the golden section wants it.
         kept = jnp.where(rise_is_right, self.probes[1], self.probes[0])
-        value = jnp.where(rise_is_right, self.values[1], self.values[0])
-        fresh = _probes(low, high)
+        value = jnp.where(rise_is_right, values[1], values[0])
         asked = rise_is_right.astype(jnp.int32)
-        return GoldenSection(low, high, fresh.at[1 - asked].set(kept), jnp.full(2, value), asked)
+        return GoldenSection(low, high, _probes(low, high).at[1 - asked].set(kept), jnp.full(2, value), asked)
 
 
 def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.stack([high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)])
 
 
+class Bisection(NamedTuple):
+    """Search for the sign change of a rising function: K values halve the bracket K times; positions float32 []."""
+
+    low: jax.Array
+    high: jax.Array
+
+    @classmethod
+    def start(cls, low: jax.Array, high: jax.Array) -> "Bisection":
+        """The whole bracket."""
+        return cls(low, high)
+
+    def position(self) -> jax.Array:
+        """The middle."""
+        return (self.low + self.high) / 2
+
+    def tell(self, k: int, value: jax.Array) -> "Bisection":
+        """Takes the value in the middle."""
+        middle, too_high = self.position(), value > 0
+        return Bisection(jnp.where(too_high, self.low, middle), jnp.where(too_high, middle, self.high))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TemperatureSearch:
-    """Temperature scaling by golden-section search, with exactly K + 1 releases for K reductions of the bracket.
-
-    The published loop makes one more, whose answer it never reads (Algorithm 1, k = K - 1).
+    """Temperature scaling by a search for the best temperature.
 
     Attributes:
-      bracket: public range of temperatures.
-      iterations: K; every one leaves 0.618 of the bracket.
+      bracket: public range of temperatures, a `Bracket` or what `Bracket.of` takes.
+      iterations: K, reductions of the bracket; each leaves 0.618 of it, with bisection a half.
     """
 
-    bracket: Bracket = Bracket()
+    bracket: Any = Bracket()
     iterations: int = 5
 
+    search: ClassVar[Any] = GoldenSection
+    split = False  # whether the first round asks for a number that is added to all answers
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bracket", Bracket.of(self.bracket))
         _check_count("iterations", self.iterations)
 
     @property
     def rounds(self) -> int:
-        """K + 1."""
-        return self.iterations + 1
+        """K + 1, or K with bisection; and one for the number that is added."""
+        return self.iterations + (self.search is GoldenSection) + self.split
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """What is to be small, from the sum over sources [s]."""
@@ -165,22 +185,22 @@ class TemperatureSearch:
 
     def init(self, variance: float | jax.Array) -> Any:
         """The whole bracket."""
-        return GoldenSection.start(*self.bracket.ends)
+        return self.search.start(*self.bracket.ends), jnp.float32(0)
 
     def question(self, k: int, state: Any) -> jax.Array:
-        """The next probe."""
-        return self.bracket.temperature(state.position())
+        """The next position."""
+        return self.bracket.temperature(state[0].position())
 
     def update(self, k: int, state: Any, answer: jax.Array) -> Any:
         """Lines 4 to 12."""
-        return state.tell(k, self.objective(answer))
+        search, added = state
+        if k < self.split:
+            return search, answer[0]
+        return search.tell(k - self.split, self.objective(added + answer)), added
 
     def finish(self, state: Any) -> Found:
         """Line 13."""
-        return self._found(state.low, state.high)
-
-    def _found(self, low: jax.Array, high: jax.Array) -> Found:
-        first, last = self.bracket.ends
+        (low, high, *_), (first, last) = state[0], self.bracket.ends
         return Found(self.bracket.temperature((low + high) / 2), low == first, high == last)
 
     def confidence(self, parameters: Found, logits: jax.Array) -> jax.Array:
@@ -193,7 +213,7 @@ class NllT(TemperatureSearch):
     """NLL-T (Section 3.3, C.2.1): the temperature of least negative log likelihood.
 
     The published method bounds nothing and scales its noise to the largest value that was seen. Here every record's
-    loss is clipped to a bound that is chosen without looking; the sum of clipped losses may have several minima.
+    loss is clipped to a public bound; the sum of clipped losses may have several minima.
 
     Attributes:
       bound: of one record's negative log likelihood, in nats.
@@ -203,8 +223,7 @@ class NllT(TemperatureSearch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.bound < math.inf:
-            raise ValueError(f"bound must be finite and > 0, got {self.bound!r}.")
+        _check_positive(self, "bound")
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """The bound, under every adjacency: losses are in [0, bound]."""
@@ -239,12 +258,12 @@ class EceT(TemperatureSearch):
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """1: a record is in one bin. A replacement may change two."""
-        return 2.0 if adjacency == "replace_one" else 1.0
+        return _in_one_bin(adjacency)
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """1[phi(x) = y] - p_T(x) in the record's bin; [n, bins]."""
         p = confidence(records.logits, temperature)
-        return bins_of(p, self.bins) * (records.correct - p)[:, None]
+        return jax.nn.one_hot(equal_width_bin(p, self.bins), self.bins) * (records.correct - p)[:, None]
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Equation 6 times the number of records: the sum over bins of absolute values."""
@@ -256,45 +275,37 @@ class EceT(TemperatureSearch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Binning:
-    """A confidence that is a function of one public score, from noisy counts per bin of that score; one release."""
+    """A confidence that is a function of one public score, from noisy counts per bin of that score; one release.
 
-    @property
-    def rounds(self) -> int:
-        """1."""
-        return 1
+    A method has `cells`, the number of bins; `score(logits)`, float32 [n]; `cell(score)`, the bin of each, int32 [n];
+    and `curve(parameters, score)`, the recalibrated confidence at scores [n].
+    """
 
-    @property
-    def cells(self) -> int:
-        """Number of bins."""
-        raise NotImplementedError
-
-    def score(self, logits: jax.Array) -> jax.Array:
-        """What the recalibrated confidence depends on, float32 [n]."""
-        raise NotImplementedError
-
-    def cell(self, score: jax.Array) -> jax.Array:
-        """The bin of each score, int32 [n]."""
-        raise NotImplementedError
-
-    def curve(self, parameters: Any, score: jax.Array) -> jax.Array:
-        """The recalibrated confidence at scores [n]."""
-        raise NotImplementedError
+    rounds = 1
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """1: a record is in one count. A replacement may change two."""
-        return 2.0 if adjacency == "replace_one" else 1.0
+        return _in_one_bin(adjacency)
+
+    def init(self: Any, variance: float | jax.Array) -> Any:
+        """How noisy counts will be, and none of them."""
+        return jnp.float32(variance), jnp.zeros(2 * self.cells)
 
     def question(self, k: int, state: Any) -> jax.Array:
         """Nothing is asked about a temperature."""
         return jnp.float32(1)
 
-    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+        """The noisy counts."""
+        return state[0], answer
+
+    def summand(self: Any, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """One-hot counts [n, 2 cells]: correct ones, then incorrect ones."""
         cell = jax.nn.one_hot(self.cell(self.score(records.logits)), self.cells)
         right = records.correct[:, None]
         return jnp.concatenate([cell * right, cell * ~right], 1)
 
-    def confidence(self, parameters: Any, logits: jax.Array) -> jax.Array:
+    def confidence(self: Any, parameters: Any, logits: jax.Array) -> jax.Array:
         """The curve at the score."""
         return self.curve(parameters, self.score(logits))
 
@@ -310,11 +321,11 @@ class HistogramBinning(Binning):
     """
 
     bins: int = 15
-    form: Literal["split", "published"] = "split"
+    form: Form = "split"
 
     def __post_init__(self) -> None:
         _check_count("bins", self.bins)
-        if self.form not in ("split", "published"):
+        if self.form not in get_args(Form):
             raise ValueError(f"form must be 'split' or 'published', got {self.form!r}.")
 
     @property
@@ -332,7 +343,7 @@ class HistogramBinning(Binning):
 
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """How many counts a record is in, twice that if it is replaced."""
-        return super().sensitivity(k, adjacency, num_classes) * (1 if self.form == "split" else 2)
+        return _in_one_bin(adjacency) * (1 if self.form == "split" else 2)
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """One-hot counts [n, 2 bins]: correct ones, then incorrect ones or all."""
@@ -342,17 +353,9 @@ class HistogramBinning(Binning):
         right, wrong = jnp.split(counts, 2, axis=1)
         return jnp.concatenate([right, right + wrong], 1)
 
-    def init(self, variance: float | jax.Array) -> Any:
-        """Nothing is known."""
-        return None
-
-    def update(self, k: int, state: Any, answer: jax.Array) -> jax.Array:
-        """The noisy counts."""
-        return answer
-
-    def finish(self, state: jax.Array) -> jax.Array:
+    def finish(self, state: Any) -> jax.Array:
         """Accuracy per bin [bins], in [0, 1]; a bin without (noisy) records keeps its middle as its confidence."""
-        right, other = jnp.split(state, 2)
+        right, other = jnp.split(state[1], 2)
         total = right + other if self.form == "split" else other
         middle = (jnp.arange(self.bins) + 0.5) / self.bins
         return jnp.where(total > 0, jnp.clip(right / jnp.where(total > 0, total, 1), 0, 1), middle)
@@ -378,24 +381,11 @@ class AccT(TemperatureSearch):
 
     split: bool = False
 
-    @property
-    def rounds(self) -> int:
-        """K + 1, and one for the accuracy."""
-        return self.iterations + 1 + self.split
-
     def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
         """1[phi(x) = y] - p_T(x) is in [-1, 1 - 1/m]; the two less 1/m are in [-1/m, 1 - 1/m] and [-(1 - 1/m), 0]."""
         if not self.split:
             return 2 - 1 / num_classes if adjacency == "replace_one" else 1.0
         return 1.0 if k == 0 and adjacency == "replace_one" else 1 - 1 / num_classes
-
-    def init(self, variance: float | jax.Array) -> Any:
-        """The whole bracket, no accuracy."""
-        return super().init(variance), jnp.float32(0)
-
-    def question(self, k: int, state: Any) -> jax.Array:
-        """The next probe; accuracy has no temperature."""
-        return super().question(k, state[0])
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         """Line 3; [n, 1]. Apart, both are less 1/m, which cancels: 0, an invalid record's, is then between others."""
@@ -405,16 +395,9 @@ class AccT(TemperatureSearch):
         chance = 1 / records.logits.shape[1]
         return (right - chance if k == 0 else chance - p)[:, None]
 
-    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
+    def objective(self, answer: jax.Array) -> jax.Array:
         """Line 5 compares |v|."""
-        search, accuracy = state
-        if self.split and k == 0:
-            return search, answer[0]
-        return search.tell(k - self.split, jnp.abs(accuracy + answer[0])), accuracy
-
-    def finish(self, state: Any) -> Found:
-        """Line 13."""
-        return super().finish(state[0])
+        return jnp.abs(answer[0])
 
 
 # --- Beyond the paper ------------------------------------------------------------------------------------------------
@@ -428,31 +411,11 @@ class AccBisection(AccT):
     noisy values instead of one.
     """
 
-    @property
-    def rounds(self) -> int:
-        """K, and one for the accuracy."""
-        return self.iterations + self.split
+    search = Bisection
 
-    def init(self, variance: float | jax.Array) -> Any:
-        """The whole bracket, no accuracy."""
-        return self.bracket.ends, jnp.float32(0)
-
-    def question(self, k: int, state: Any) -> jax.Array:
-        """The middle."""
-        (low, high), _ = state
-        return self.bracket.temperature((low + high) / 2)
-
-    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
-        """Too little confidence means too high a temperature."""
-        (low, high), accuracy = state
-        if self.split and k == 0:
-            return (low, high), answer[0]
-        middle, too_high = (low + high) / 2, accuracy + answer[0] > 0
-        return (jnp.where(too_high, low, middle), jnp.where(too_high, middle, high)), accuracy
-
-    def finish(self, state: Any) -> Found:
-        """The middle of what is left."""
-        return self._found(*state[0])
+    def objective(self, answer: jax.Array) -> jax.Array:
+        """Too little confidence, v > 0, means too high a temperature."""
+        return answer[0]
 
 
 class Logistic(NamedTuple):
@@ -466,9 +429,9 @@ class Logistic(NamedTuple):
 class LogisticBinning(Binning):
     """Two numbers fitted to noisy bins: sigmoid(a s + b) of the log-odds s, by penalised quasi-likelihood.
 
-    Histogram binning believes every bin by itself. Here the bins vote on a straight line in log-odds (Platt 1999), each
-    by how much it knows: its counts carry Laplace noise of known variance besides that of sampling. Log-odds have no
-    upper end, so that bins of them tell the records of an over-confident model apart.
+    Histogram binning takes every bin by itself. Here the bins vote on a straight line in log-odds (Platt 1999), each
+    with the weight of what it knows: its counts carry Laplace noise of known variance besides that of sampling.
+    Log-odds have no upper end, so that bins of them tell the records of an over-confident model apart.
 
     Attributes:
       edges: between the bins of the log-odds, ascending, public.
@@ -486,9 +449,7 @@ class LogisticBinning(Binning):
         ascending = all(low < high for low, high in itertools.pairwise(self.edges))
         if not self.edges or not ascending or not all(map(math.isfinite, self.edges)):
             raise ValueError(f"edges must be finite log-odds in ascending order, got {self.edges!r}.")
-        for name in ("slope_sd", "shift_sd"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)!r}.")
+        _check_positive(self, "slope_sd", "shift_sd")
         _check_count("steps", self.steps)
 
     @property
@@ -513,14 +474,6 @@ class LogisticBinning(Binning):
         edges = np.asarray(self.edges, np.float32)
         return jnp.searchsorted(edges, score, side="right", method="compare_all").astype(jnp.int32)
 
-    def init(self, variance: float | jax.Array) -> Any:
-        """How noisy counts will be."""
-        return jnp.float32(variance), jnp.zeros(2 * self.cells)
-
-    def update(self, k: int, state: Any, answer: jax.Array) -> Any:
-        """The noisy counts."""
-        return state[0], answer
-
     def finish(self, state: Any) -> Logistic:
         """Fisher scoring from a = 1, b = 0.
 
@@ -542,8 +495,7 @@ class LogisticBinning(Binning):
             curvature = (design * (weight * slope)[:, None]).T @ design + precision
             return line + 0.7 * jnp.clip(_solve(curvature, gradient), -1, 1)  # damped: full steps may circle
 
-        line = jax.lax.fori_loop(0, self.steps, step, prior)
-        return Logistic(line[0], line[1])
+        return Logistic(*jax.lax.fori_loop(0, self.steps, step, prior))
 
     def curve(self, parameters: Logistic, score: jax.Array) -> jax.Array:
         """sigmoid(a s + b)."""
@@ -559,3 +511,19 @@ def _solve(matrix: jax.Array, vector: jax.Array) -> jax.Array:
 def _check_count(name: str, value: int) -> None:
     if not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be an integer and at least 1, got {value!r}.")
+
+
+def _check_positive(method: Any, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(method, name) < math.inf:
+            raise ValueError(f"{name} must be finite and > 0, got {getattr(method, name)!r}.")
+
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "acc_t": AccT,
+    "nll_t": NllT,
+    "ece_t": EceT,
+    "histogram_binning": HistogramBinning,
+    "acc_bisection": AccBisection,
+    "logistic_binning": LogisticBinning,
+}

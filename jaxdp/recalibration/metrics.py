@@ -4,10 +4,11 @@ NOT private. These metrics are computed on test data as they are, without noise;
 that no ledger has seen and must not be published.
 
 All functions are pure, compute in float32, and go under `jax.jit` and `jax.vmap`. No example at all, a NaN in one or a
-label out of range give NaN, never a plausible number.
+label out of range give NaN, never a plausible number. They raise ValueError for shapes that do not fit, bins below 1
+and an unknown binning.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +45,15 @@ def ece(
         ECE = sum_b n_b / n |acc_b - conf_b|
 
     Few examples overstate it: of a perfectly calibrated model too, each |acc_b - conf_b| is positive on average.
-    `debiased` subtracts what Kumar, Liang and Ma (2019, arXiv:1909.10155) subtract from the squared error, for the
-    absolute one: with g_b = acc_b - conf_b taken as normal of variance s_b^2 = acc_b (1 - acc_b) / (n_b - 1), the mean
+    `debiased` subtracts for the absolute error what Kumar, Liang and Ma (2019, arXiv:1909.10155) subtract for the
+    squared one: with g_b = acc_b - conf_b taken as normal of variance s_b^2 = acc_b (1 - acc_b) / (n_b - 1), the mean
     of |g_b| (of a folded normal) exceeds |E g_b| by
 
         bias_b = 2 s_b (phi(z_b) - z_b Phi(-z_b)),   z_b = |E g_b| / s_b
 
-    where the measured g_b stands for its unknown expectation. So the correction falls short where a bin is nearly
+    where the measured g_b stands for its unknown expectation. The correction falls short where a bin is nearly
     calibrated: at E g_b = 0 it removes sqrt(2) - 1 = 41% of the bias. A bin of one example shows no variance and is not
-    corrected. The total is cut at 0, not every bin, which would bring back the bias of calibrated bins.
+    corrected. The total is cut at 0; a cut of every bin would bring back the bias of calibrated bins.
 
     Args:
       confidence: float [n] in [0, 1], the probability given to the predicted class.
@@ -66,14 +67,11 @@ def ece(
         without recompiling.
 
     Returns:
-      float32 []; NaN if there is no example.
-
-    Raises:
-      ValueError: shapes that do not fit, bins below 1, or an unknown binning.
+      float32 [].
     """
-    _check_examples(confidence, correct, mask)
+    _check_examples(confidence, correct=correct, mask=confidence if mask is None else mask)
     _check_bins(bins)
-    if binning not in ("equal_width", "equal_mass"):
+    if binning not in get_args(_Binning):
         raise ValueError(f'binning must be "equal_width" or "equal_mass", got {binning!r}')
     confidence = jnp.asarray(confidence, jnp.float32)
     kept = jnp.ones(confidence.shape, bool) if mask is None else jnp.asarray(mask, bool)
@@ -96,35 +94,22 @@ def reliability(confidence: jax.Array, correct: jax.Array, *, bins: int = 15) ->
       confidence: float [n] in [0, 1], the probability given to the predicted class.
       correct: bool [n], whether the predicted class is the true one.
       bins: their number.
-
-    Raises:
-      ValueError: shapes that do not fit, or bins below 1.
     """
-    _check_examples(confidence, correct, None)
+    _check_examples(confidence, correct=correct)
     return _tabulate(jnp.asarray(confidence, jnp.float32), correct, equal_width_bin(confidence, bins), bins)
 
 
 def equal_width_bin(confidence: jax.Array, bins: int) -> jax.Array:
-    """Which of [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1] a confidence is in.
+    """Which of [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1] a confidence is in; int32, shaped like `confidence`.
 
     Both ends of the last bin belong to it (Sec. 2.1). Edges are k / bins rounded to float32; a confidence equal to one
-    belongs to the bin above it, where multiplying by `bins` may put it below.
-
-    Args:
-      confidence: float of any shape; values outside [0, 1] count in the nearest bin, NaN in the last one.
-      bins: their number.
-
-    Returns:
-      int32 in 0 .. bins - 1, shaped like `confidence`.
-
-    Raises:
-      ValueError: bins below 1.
+    belongs to the bin above it, where multiplying by `bins` may put it below. Values outside [0, 1] count in the
+    nearest bin, NaN in the last one.
     """
     _check_bins(bins)
     edges = np.arange(1, bins, dtype=np.float32) / np.float32(bins)  # XLA's division is not correctly rounded
-    return jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="compare_all").astype(
-        jnp.int32
-    )
+    index = jnp.searchsorted(edges, jnp.asarray(confidence, jnp.float32), side="right", method="compare_all")
+    return index.astype(jnp.int32)
 
 
 def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
@@ -139,10 +124,7 @@ def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
       labels: int [n] in 0 .. m - 1.
 
     Returns:
-      float32 []; NaN if there is no example or a label is out of range.
-
-    Raises:
-      ValueError: shapes that do not fit.
+      float32 [].
     """
     _check_classes("probabilities", probabilities, labels)
     probabilities, labels = jnp.asarray(probabilities, jnp.float32), jnp.asarray(labels)
@@ -158,11 +140,7 @@ def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
       labels: int [n] in 0 .. m - 1.
 
     Returns:
-      float32 []; inf if a label has probability 0 (its logit is -inf), NaN if there is no example or a label is out of
-      range.
-
-    Raises:
-      ValueError: shapes that do not fit.
+      float32 []; inf if a label has probability 0 (its logit is -inf).
     """
     _check_classes("logits", logits, labels)
     logits, labels = jnp.asarray(logits, jnp.float32), jnp.asarray(labels)
@@ -196,17 +174,17 @@ def _check_bins(bins: int) -> None:
         raise ValueError(f"bins must be at least 1, got {bins}; the paper uses 15")
 
 
-def _check_examples(confidence: jax.Array, correct: jax.Array, mask: jax.Array | None) -> None:
-    if jnp.ndim(confidence) != 1:
+def _check_examples(confidence: jax.Array, **others: jax.Array) -> None:
+    shape = jnp.shape(confidence)
+    if len(shape) != 1:
         raise ValueError(
-            f"confidence must be one-dimensional, got shape {jnp.shape(confidence)}; pass one number per example, and "
-            "jax.vmap over further axes"
+            f"confidence must be one-dimensional, got shape {shape}; pass one number per example, and jax.vmap over "
+            "further axes"
         )
-    for name, value in (("correct", correct), ("mask", confidence if mask is None else mask)):
-        if jnp.shape(value) != jnp.shape(confidence):
+    for name, value in others.items():
+        if jnp.shape(value) != shape:
             raise ValueError(
-                f"{name} must have one entry per example, as confidence has {jnp.shape(confidence)}, got shape "
-                f"{jnp.shape(value)}"
+                f"{name} must have one entry per example, as confidence has {shape}, got shape {jnp.shape(value)}"
             )
 
 

@@ -1,11 +1,11 @@
 """The two parties of Section 3.2: a calibrator who sees noisy answers only, and sources who answer on their own data.
 
 A `Method` is the calibrator: what it asks in each round, and what it makes of the answers; `play` is the conversation.
-A `Source` is the other party: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
+A `Party` is a private source: it sums a bounded number per record, adds discrete Laplace noise, and pays from its own
 account. Nothing else of a source reaches the calibrator: no size, no label, no error that depends on them, as long as
 every source checks for itself that it has no more records than the public limit. Over a network:
 
-    talks = [source.begin(method, epsilon=1.0, workdir=its_folder) for source in sources]  # at each source
+    talks = [party.begin(method, epsilon=1.0, workdir=its_folder) for party in parties]  # at each source
     scale = noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=10)
     found = play(method, lambda k, t: sum(talk.answer(t, round=k) for talk in talks), scale.variance * len(talks))
 """
@@ -17,7 +17,6 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
@@ -38,12 +37,7 @@ _MOST_RECORDS, _LARGEST_CONTRIBUTION = 2**17, 2.0**13
 
 
 class Records(NamedTuple):
-    """Labelled logits of some people.
-
-    Attributes:
-      logits: float32 [n, m].
-      labels: int32 [n].
-    """
+    """Labelled logits of some people: float32 [n, m] and int32 [n]."""
 
     logits: jax.Array
     labels: jax.Array
@@ -56,7 +50,7 @@ class Records(NamedTuple):
 
     @property
     def correct(self) -> jax.Array:
-        """Bool [n]: phi(x) = y, whether the largest logit is that of the label; of equal ones the first counts."""
+        """Bool [n]: phi(x) = y, whether the (first) largest logit is that of the label."""
         return jnp.argmax(self.logits, 1) == self.labels
 
 
@@ -113,15 +107,10 @@ def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: f
 
 
 class Scale(NamedTuple):
-    """How much noise a source adds in every round.
+    """How much noise a source adds in every round."""
 
-    Attributes:
-      step: contributions are rounded to multiples of it.
-      noise: scale of the discrete Laplace noise, in steps.
-    """
-
-    step: float
-    noise: float
+    step: float  # contributions are rounded to multiples of it
+    noise: float  # scale of the discrete Laplace noise, in steps
 
     @property
     def variance(self) -> float:
@@ -134,11 +123,8 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
 
     It is the same in all rounds, the sum of their sensitivities over epsilon. A round is then (its sensitivity over
     that scale)-DP whatever was answered before, and these add up to epsilon, also where questions depend on earlier
-    answers (adaptive composition; Dwork and Roth 2014, appendix B).
-
-    Raises:
-      ValueError: epsilon is not positive, or so small that the noise leaves the range of exact sums, or a sensitivity
-        does.
+    answers (adaptive composition; Dwork and Roth 2014, appendix B). ValueError where epsilon is not positive, or the
+    noise or a sensitivity leaves the range of exact sums.
     """
     if adjacency not in RELATIONS:
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
@@ -162,11 +148,7 @@ def noise_scale(method: Method, *, epsilon: float, adjacency: Adjacency, num_cla
 
 
 def event(epsilon: float) -> DpEvent:
-    """What a source is charged for all its answers in one conversation: `PureDpEvent`, of no privacy at infinity.
-
-    Raises:
-      ValueError: epsilon is not positive.
-    """
+    """What a source is charged for all its answers in one conversation; ValueError unless epsilon is positive."""
     if not epsilon > 0:
         raise ValueError(f"epsilon must be > 0 (math.inf for no noise), got {epsilon!r}.")
     return NonPrivateDpEvent() if math.isinf(epsilon) else PureDpEvent(epsilon)
@@ -175,7 +157,7 @@ def event(epsilon: float) -> DpEvent:
 def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
     """What each record adds to the answer of a round, float32 [n, s].
 
-    A record that is not valid adds zero, silently: an error would tell the calibrator that there is one. What is not a
+    A record that is not valid adds zero: an error would tell the calibrator that there is one. A summand that is not a
     number, as a made-up temperature can cause, becomes zero too.
     """
     valid = records.valid
@@ -191,7 +173,7 @@ def exact_sums(added: jax.Array, source: jax.Array, sources: int, scale: Scale |
     return jax.ops.segment_sum(added, source, sources)
 
 
-def release(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
+def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
     """Adds the noise of one round to exact answers in steps; float32, in the method's units."""
     if scale is None:
         return exact
@@ -199,8 +181,8 @@ def release(key: jax.Array, exact: jax.Array, scale: Scale | None) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """One private source: logits of a public model on its records, and their labels.
+class Party:
+    """A private source: logits of a public model on its records, and their labels.
 
     Attributes:
       logits: floating point [n, m]; n may be 0, and is at most 131,072.
@@ -250,15 +232,13 @@ class Source:
     ) -> "Conversation":
         """Pays for a conversation with a calibrator who is reached over a network, and begins it.
 
-        A conversation that is begun again in the same workdir after a crash is not charged again. It goes on at its
-        round, and repeats the answers that it gave.
-
         Args:
           method: the calibrator's, agreed upon beforehand.
           epsilon: of all answers together, pure.
           adjacency: of this source's data set.
           workdir: a folder for this conversation. It holds the answers, and the secret seed of the noise until all
-            rounds are answered. None keeps nothing: what a crash interrupts is paid again.
+            rounds are answered. A conversation that begins again there after a crash is not charged again: it repeats
+            the answers that it gave, and goes on. None keeps nothing: what a crash interrupts is paid again.
 
         Raises:
           ValueError: as `noise_scale`, for an account with another adjacency, or for a workdir that is in use or keeps
@@ -288,8 +268,7 @@ class Source:
 class Conversation:
     """What a source answers in one conversation: every round once, in order, with noise of its own.
 
-    A context manager that closes itself. One process may have a conversation with a workdir open, and any number of its
-    threads may ask.
+    It is a context manager. One process may have a conversation with a workdir open; its threads may share it.
     """
 
     def __init__(
@@ -360,9 +339,7 @@ class Conversation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -381,7 +358,7 @@ def _exact(method: Method, k: int, records: Records, temperature: Any, scale: Sc
     return exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)[0]
 
 
-_noisy = jax.jit(release)  # apart, so that it is compiled once for all rounds
+_noisy = jax.jit(with_noise)  # apart, so that it is compiled once for all rounds
 
 
 def _programs(method: Method, records: Records, scale: Scale | None) -> list[str]:

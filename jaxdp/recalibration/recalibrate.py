@@ -19,32 +19,35 @@ from jaxdp.recalibration.methods import (
     AccT,
     Bracket,
     EceT,
+    Form,
     Found,
     HistogramBinning,
     LogisticBinning,
     NllT,
+    Spacing,
 )
 from jaxdp.recalibration.protocol import (
     Method,
+    Party,
     Records,
     Scale,
-    Source,
     event,
     exact_sums,
     noise_scale,
     play,
-    release,
     summands,
+    with_noise,
 )
 from jaxdp.release import Release, Till, digest, program, stream
 from jaxdp.transforms.noise import check_key
 
-Sources = Sequence[Source | tuple[Any, Any]]
+Sources = Sequence[Party | tuple[Any, Any]]
+Workdir = str | os.PathLike[str] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recalibration:
-    """What the calibrator found; made of noisy answers alone, so free to publish unless `event` is not private.
+    """What the calibrator found; made of with_noise answers alone, so free to publish unless `event` is not private.
 
     Attributes:
       method: the algorithm with its public constants.
@@ -57,14 +60,7 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """The recalibrated confidence that the largest logit is that of the right class.
-
-        Args:
-          logits: floating point [n, m].
-
-        Returns:
-          float32 [n] in [0, 1]; NaN where a logit is not finite.
-        """
+        """The recalibrated confidence in the largest logit of [n, m], float32 [n]; NaN where a logit is not finite."""
         logits = jnp.asarray(logits, jnp.float32)
         if logits.ndim != 2:
             raise ValueError(f"logits must have shape [n, m], got {logits.shape}.")
@@ -73,24 +69,22 @@ class Recalibration:
     @property
     def temperature(self) -> float:
         """T, of the methods that look for a temperature; AttributeError for the others."""
-        return float(self._found.temperature)
+        return float(self._of(isinstance(self.parameters, Found), "temperature").temperature)
 
     @property
     def at_end(self) -> Literal["low", "high"] | None:
         """The end of the bracket that a search for T has not left: the best T may be beyond it."""
-        return "low" if self._found.low else "high" if self._found.high else None
-
-    @property
-    def _found(self) -> Found:
-        if not isinstance(self.parameters, Found):
-            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no temperature.")
-        return self.parameters
+        found = self._of(isinstance(self.parameters, Found), "temperature")
+        return "low" if found.low else "high" if found.high else None
 
     @property
     def bins(self) -> np.ndarray:
         """The confidence in each bin, float32 [bins], of histogram binning; AttributeError for the others."""
-        if not isinstance(self.method, HistogramBinning):
-            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no confidences of bins.")
+        return self._of(isinstance(self.method, HistogramBinning), "confidences of bins")
+
+    def _of(self, known: bool, what: str) -> Any:
+        if not known:
+            raise AttributeError(f"{type(self.method).__name__} has {self.parameters!r}, no {what}.")
         return self.parameters
 
 
@@ -101,13 +95,13 @@ def recalibrate(
     epsilon: float,
     key: jax.Array | None = None,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs a method over private sources; `acc_t` and its siblings say the same by name.
+    """Runs a method over private sources; `acc_t` and its siblings do the same by name.
 
     Args:
-      method: of `jaxdp.recalibration.methods`, or one of your own.
-      sources: of each source (logits floating point [n_i, m], labels integer [n_i]), or a `Source`. They may differ in
+      method: of `jaxdp.recalibration.METHODS`, or one of your own.
+      sources: of each source (logits floating point [n_i, m], labels integer [n_i]), or a `Party`. They may differ in
         size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero
         to every answer. All sources have an account of one ledger, and all pay or none does and nothing is computed; or
         no source has one, and nothing is recorded.
@@ -135,8 +129,7 @@ def recalibrate(
       BudgetExceeded: a source cannot pay; nothing was computed or charged anywhere.
     """
     parties = _parties(sources)
-    num_classes = parties[0].logits.shape[1]
-    scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
+    scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=parties[0].logits.shape[1])
     for party in parties:
         party.check_adjacency(adjacency)
     if key is not None:
@@ -161,13 +154,13 @@ def recalibrate(
     return Recalibration(method, jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))]), paid)
 
 
-def _parties(sources: Sources) -> list[Source]:
+def _parties(sources: Sources) -> list[Party]:
     parties = []
     for i, source in enumerate(sources):
-        if not isinstance(source, Source) and not (isinstance(source, (tuple, list)) and len(source) == 2):
-            raise TypeError(f"sources[{i}] must be a pair (logits, labels) or a Source, got {type(source).__name__}.")
+        if not isinstance(source, Party) and not (isinstance(source, (tuple, list)) and len(source) == 2):
+            raise TypeError(f"sources[{i}] must be a pair (logits, labels) or a Party, got {type(source).__name__}.")
         try:
-            parties.append(source if isinstance(source, Source) else Source(*source))
+            parties.append(source if isinstance(source, Party) else Party(*source))
         except (TypeError, ValueError) as error:
             raise type(error)(f"sources[{i}]: {error}") from None
     if not parties:
@@ -178,14 +171,14 @@ def _parties(sources: Sources) -> list[Source]:
     return parties
 
 
-def _charges(parties: Sequence[Source], paid: DpEvent) -> list[tuple[Account, DpEvent]]:
+def _charges(parties: Sequence[Party], paid: DpEvent) -> list[tuple[Account, DpEvent]]:
     """Each account once; one of several sources pays for each of them."""
     accounts = [party.account for party in parties if party.account is not None]
     if len(accounts) not in (0, len(parties)):
         without = [i for i, party in enumerate(parties) if party.account is None]
         raise ValueError(f"sources {without} have no account and others have; give every source an account, or none.")
-    times = Counter((id(account.ledger), account.name) for account in accounts)
     each = {(id(account.ledger), account.name): account for account in accounts}
+    times = Counter((id(account.ledger), account.name) for account in accounts)
     return [(each[name], paid if count == 1 else SelfComposedDpEvent(paid, count)) for name, count in times.items()]
 
 
@@ -193,7 +186,7 @@ def _seed(key: jax.Array) -> bytes:
     return bytes.fromhex(digest([str(jax.random.key_impl(key)), jax.random.key_data(key)]))[:16]
 
 
-def _inputs(method: Method, parties: Sequence[Source], key: jax.Array, scale: Scale | None) -> tuple[Any, ...]:
+def _inputs(method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None) -> tuple[Any, ...]:
     """The arguments of `_play`."""
     logits, labels = (np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels"))
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
@@ -201,7 +194,7 @@ def _inputs(method: Method, parties: Sequence[Source], key: jax.Array, scale: Sc
     return method, records, owner, len(parties), key, scale
 
 
-def converse(method: Method, parties: Sequence[Source], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
+def converse(method: Method, parties: Sequence[Party], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
     """Returns the parameters that a method finds, without a payment: what `recalibrate` releases and audits attack."""
     num_classes = parties[0].logits.shape[1]
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
@@ -212,7 +205,7 @@ def converse(method: Method, parties: Sequence[Source], key: jax.Array, *, epsil
 def _play(method: Method, records: Records, owner: jax.Array, sources: int, key: jax.Array, scale: Scale | None) -> Any:
     def ask(k: int, temperature: jax.Array) -> jax.Array:
         exact = exact_sums(summands(method, k, records, temperature), owner, sources, scale)
-        return release(jax.random.fold_in(key, k), exact, scale).sum(0)
+        return with_noise(jax.random.fold_in(key, k), exact, scale).sum(0)
 
     return play(method, ask, 0.0 if scale is None else scale.variance * sources)
 
@@ -232,11 +225,11 @@ def acc_t(
     key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
-    spacing: Literal["log", "linear"] = "log",
+    spacing: Spacing = "log",
     search: Literal["golden", "bisection"] = "golden",
     split: bool | None = None,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm 1).
 
@@ -264,14 +257,14 @@ def nll_t(
     key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
-    spacing: Literal["log", "linear"] = "log",
+    spacing: Spacing = "log",
     bound: float = 10.0,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
     """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` (Section 3.3, C.2.1).
 
-    Args are those of `acc_t`; `bound`, in nats, must be chosen without looking at the sources.
+    Args are those of `acc_t`; `bound`, in nats, must not depend on the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
@@ -284,15 +277,12 @@ def ece_t(
     key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
-    spacing: Literal["log", "linear"] = "log",
+    spacing: Spacing = "log",
     bins: int = 15,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
-    """ECE-T: the temperature of least calibration error in `bins` equally wide bins (Section 3.3, C.2.2).
-
-    Args are those of `acc_t`.
-    """
+    """ECE-T: the temperature of least calibration error in equally wide bins (Section 3.3, C.2.2); see `acc_t`."""
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -303,15 +293,11 @@ def histogram_binning(
     epsilon: float,
     key: jax.Array | None = None,
     bins: int = 15,
-    form: Literal["split", "published"] = "split",
+    form: Form = "split",
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
-    """Histogram binning: the confidence of each bin becomes the accuracy in it (Section 3.3, C.2.3).
-
-    Args are those of `acc_t`; `form` is "split" (correct and incorrect counts) or "published" (correct and all), which
-    needs twice the noise for the same information.
-    """
+    """Histogram binning: each bin's confidence becomes its accuracy (Section 3.3, C.2.3); see `HistogramBinning`."""
     method = HistogramBinning(bins=bins, form=form)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -321,14 +307,11 @@ def logistic_binning(
     *,
     epsilon: float,
     key: jax.Array | None = None,
-    edges: Sequence[float] = (-1.0, 0.0, 1.0, 2.0, 3.0, 5.0, 8.0),
+    edges: Sequence[float] = LogisticBinning.edges,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
-    """Beyond the paper: two numbers fitted to all noisy bins at once, see `LogisticBinning`.
-
-    Args are those of `acc_t`; `edges` are those between the bins of log-odds.
-    """
+    """Beyond the paper: two numbers fitted to all with_noise bins at once, see `LogisticBinning`."""
     method = LogisticBinning(edges=tuple(edges))
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -340,19 +323,14 @@ def none() -> Recalibration:
 
 
 def one_source(
-    source: Source | tuple[Any, Any],
+    source: Party | tuple[Any, Any],
     *,
     method: Method | None = None,
     adjacency: Adjacency = "add_remove",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Workdir = None,
 ) -> Recalibration:
-    """The baseline of one source that recalibrates for itself, without noise.
+    """The baseline of one source that recalibrates for itself: by default `NllT()`, temperature scaling as usual.
 
-    NOT private: its event makes the epsilon of the source's account infinite. It is for the source's own use.
-
-    Args:
-      source: one source.
-      method: by default `NllT()`, temperature scaling as usual (Guo et al. 2017).
-      adjacency, workdir: as in `recalibrate`.
+    NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et al. 2017).
     """
     return recalibrate(method or NllT(), [source], epsilon=math.inf, adjacency=adjacency, workdir=workdir)

@@ -1,6 +1,8 @@
 """Test-time adaptation of a model to a private stream: Tent, EATA, SAR, DeYO, COME, and the private form of each."""
 
-from jaxdp.tta.accounts import Epsilons, StreamAccount, Visits, epsilons, stream_event
+from collections.abc import Callable
+
+from jaxdp.tta.accounts import Epsilons, StreamAccount, Visits, epsilons, event
 from jaxdp.tta.adapter import Adapter, AdaptState
 from jaxdp.tta.come import COME
 from jaxdp.tta.deyo import DeYO
@@ -14,9 +16,18 @@ from jaxdp.tta.serving import Served, serve
 from jaxdp.tta.streams import Batch, Stream
 from jaxdp.tta.tent import Tent
 
+METHODS: dict[str, Callable[..., Method]] = {
+    "Tent": Tent,
+    "EATA": EATA,
+    "SAR": SAR,
+    "DeYO": DeYO,
+    "COME": COME,
+}
+
 __all__ = [
     "COME",
     "EATA",
+    "METHODS",
     "SAR",
     "AdaptState",
     "Adapter",
@@ -34,10 +45,10 @@ __all__ = [
     "Tent",
     "Visits",
     "epsilons",
+    "event",
     "fisher",
     "lower_blocks",
     "normalisation",
     "private",
     "serve",
-    "stream_event",
 ]

@@ -11,13 +11,14 @@ import optax
 
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
-from jaxdp.transforms.clipping import clipped_grad, paths_of
+from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian
-from jaxdp.tta.method import Method, Sample
+from jaxdp.tta.method import Method, Sample, check_name
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import Adapted, lower_blocks, merge, selected, trainable_part
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
+Predict = Literal["before", "after"]
 
 
 class AdaptState(NamedTuple):
@@ -55,12 +56,13 @@ class _Program(NamedTuple):
     method: Method
     update: Callable[..., Any]
     adapted: frozenset[str]
-    private: bool
-    noisy: bool
-    keep_filters: bool
     accumulate: int
     reset_every: int | None
-    adapt_first: bool
+    predict: Predict
+    private: bool
+    noisy: bool = False
+    filters: str = "keep"
+    clip_rule: Any = "global"
 
 
 class _Constants(NamedTuple):
@@ -69,9 +71,9 @@ class _Constants(NamedTuple):
     params: Any  # of the source model
     moving: Any  # those of them that adapt, None elsewhere
     opt_state: Any
-    clip_norm: float
-    noise_std: float
-    divisor_scale: float
+    clip_norm: float = 0.0
+    noise_std: float = 0.0
+    divisor_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,26 +93,24 @@ class Adapter:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness, each row of logits a function
         of its own image: BatchNorm must use frozen statistics.
       params: of the source model; never changed, adapted parameters are copies.
-      method: Tent, EATA, SAR, DeYO, COME of one of them, your own `Method`, or `private(...)` of it.
+      method: one of `jaxdp.tta.METHODS`, your own `Method`, or `private(...)` of it.
       optimizer: any optax optimizer; for private methods it sees G_t: post-processing.
       adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". By default scale and bias of all
         normalisation layers, for SAR and DeYO of the lower three quarters of the blocks (`jaxdp.tta.lower_blocks`).
       accumulate: A, for private methods: the clipped gradients of A consecutive batches of one size B make one
-        update, with one noise draw and divisor A * B. Latency, not privacy, pays for the better ratio of signal to
-        noise.
+        update, with one noise draw and divisor A * B. It trades latency, not privacy, for less noise in the signal.
       reset_every: go back to the source model every so many batches, whatever they held; None never.
       predict: "before": logits of the parameters before this batch (the methods' default). "after": of those adapted
-        to this batch, at the price of another forward pass and no privacy: other images' logits see an image through
-        the private gradient only.
+        to this batch, for another forward pass and no privacy: other images' logits see an image through the private
+        gradient only.
 
-    Whether apply_fn mixes the images of a batch is tried on two random ones for each shape; mixing that shows on other
-    images only, or in larger batches, goes unseen. Privacy does not rest on that: private steps, their predictions
-    included, give apply_fn one image at a time under `jax.vmap`, where only a callback or a batching rule of its own
-    could still see two.
+    Two random images of each shape test whether apply_fn mixes the images of a batch; mixing that shows elsewhere only
+    goes unseen. Privacy does not rest on it: private steps and their predictions give apply_fn one image at a time by
+    `jax.vmap`, under which only a callback or a batching rule of its own could see two.
 
     Raises:
-      ValueError: an argument is out of range, nothing is adapted, or (when stepping) apply_fn is seen to mix the images
-        of a batch or has not the method's number of classes.
+      TypeError, ValueError: an argument is of the wrong type or out of range, nothing is adapted, or (when stepping)
+        apply_fn mixes the images of a batch or has not the method's number of classes.
     """
 
     apply_fn: ApplyFn
@@ -120,19 +120,18 @@ class Adapter:
     adapted: Adapted | None = None
     accumulate: int = 1
     reset_every: int | None = None
-    predict: Literal["before", "after"] = "before"
+    predict: Predict = "before"
     _program: _Program = dataclasses.field(init=False, repr=False)
-    _constants: _Constants = dataclasses.field(init=False, repr=False)
-    _moves: Any = dataclasses.field(init=False, repr=False)
+    constants: _Constants = dataclasses.field(init=False, repr=False)  # all that a step reads besides its arguments
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
     _texts: dict[Any, str] = dataclasses.field(init=False, repr=False, default_factory=dict)  # of lowered steps
 
     def __post_init__(self) -> None:
-        wrapped = self.method if isinstance(self.method, Private) else None
-        method = wrapped.method if wrapped else self.method
+        form = self.method if isinstance(self.method, Private) else None
+        method = form.method if form else self.method
         if not isinstance(method, Method):
             raise TypeError(f"method must be a jaxdp.tta.Method or private(...) of one, got {type(method).__name__}.")
-        if self.accumulate < 1 or (self.accumulate > 1 and wrapped is None):
+        if self.accumulate < 1 or (self.accumulate > 1 and form is None):
             raise ValueError(
                 f"accumulate must be at least 1, and 1 for a method that is not private; got {self.accumulate}. "
                 "Without noise, optax.MultiSteps(optimizer, every_k_schedule=A) averages the gradients of A batches."
@@ -148,31 +147,19 @@ class Adapter:
             raise TypeError(
                 f"optimizer must be one of optax, such as optax.sgd(1e-3), got {type(self.optimizer).__name__}."
             )
-        if self.predict not in ("before", "after"):
-            raise ValueError(f"predict must be 'before' or 'after', got {self.predict!r}.")
+        check_name("predict", self.predict, Predict)
         adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
         paths = selected(self.params, adapted)
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
         moving = trainable_part(params, paths)
-        program = _Program(
-            self.apply_fn,
-            method,
-            self.optimizer.update,
-            paths,
-            private=wrapped is not None,
-            noisy=wrapped is not None and wrapped.noise_multiplier > 0,
-            keep_filters=wrapped is not None and wrapped.filters == "keep",
-            accumulate=self.accumulate,
-            reset_every=self.reset_every,
-            adapt_first=self.predict == "after",
-        )
-        numbers = (0.0, 0.0, 1.0)
-        if wrapped:
-            numbers = (wrapped.clip_norm, wrapped.noise_multiplier * wrapped.clip_norm, wrapped.kept_fraction)
-        object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
-        kept = iter([path in paths for path, _ in paths_of(params)])
-        object.__setattr__(self, "_moves", jax.tree.map(lambda x: next(kept), params))
+        static: tuple[Any, ...] = (self.apply_fn, method, self.optimizer.update, paths)
+        static += (self.accumulate, self.reset_every, self.predict, form is not None)
+        numbers: tuple[float, ...] = ()
+        if form:
+            static += (form.noise_multiplier > 0, form.filters, form.clip_rule)
+            numbers = (form.clip_norm, form.noise_std, form.kept_fraction)
+        object.__setattr__(self, "_program", _Program(*static))
+        object.__setattr__(self, "constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
@@ -180,14 +167,10 @@ class Adapter:
         return tuple(sorted(self._program.adapted))
 
     def init(self, key: jax.Array | None = None) -> AdaptState:
-        """The state before the first batch.
+        """Returns the state before the first batch.
 
-        Args:
-          key: typed key of noise and second views, for tests; default 128 bits of OS entropy. Two runs never share one:
-            the difference of their updates would have no noise.
-
-        Raises:
-          ValueError: inside jit without a key: the one drawn there would serve every call.
+        The typed key of noise and second views is for tests; by default it has 128 bits of OS entropy. Updates of two
+        runs with one key would have a difference without noise. ValueError inside jit without a key.
         """
         step = jnp.zeros((), jnp.int32)
         if key is None:
@@ -197,29 +180,24 @@ class Adapter:
                     "for all its runs; call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
-        return self._whole(_fresh(self._program, self._constants, step, _typed(key)))
+        return self._whole(_fresh(self._program, self.constants, step, _typed(key)))
 
     def reset(self, state: AdaptState) -> AdaptState:
         """Back to the source model: parameters, momentum, memory, previous gradient; the noise goes on as it was."""
-        return self._whole(_fresh(self._program, self._constants, state.step, state.key))
+        return self._whole(_fresh(self._program, self.constants, state.step, state.key))
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> tuple[AdaptState, jax.Array]:
-        """Predicts a batch and adapts to it.
-
-        A state is used once: stepping from one state with two different batches would put one noise on two gradients,
-        whose difference then has none.
+        """Predicts a batch and adapts to it; returns the new state, and float logits [B, C].
 
         Args:
-          state: from `init`, `step` or `reset`.
+          state: from `init`, `step` or `reset`, to be used once: two different batches from one state would get one
+            noise, and the difference of their gradients none.
           batch: images [B, ...]; B is public and, for a private method, part of the divisor.
           key: typed key for this step's noise and second views instead of the state's own, for `serve` and for tests;
             it is folded with the step, so the same key may serve all steps.
           mask: [B] bool, False for padding: it contributes nothing and leaves the divisor of a private method at B.
-
-        Returns:
-          The new state, and float logits [B, C].
         """
         batch = jnp.asarray(batch)
         if batch.ndim < 2 or not len(batch):
@@ -236,29 +214,30 @@ class Adapter:
                 "state is of a method that is not private: it holds a memory of raw images, and nobody paid for its "
                 "parameters. Begin with init(), or with reset(state)."
             )
-        self._check_separate(batch.shape[1:], batch.dtype)
+        kind = (batch.shape[1:], batch.dtype)
+        if kind not in self._separate and _mixes(self.apply_fn, *kind, self.params):
+            raise ValueError(
+                "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
+                "BatchNorm in batch mode. No loss is then of one image, as private steps need, and adaptation to "
+                "small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
+                "LayerNorm or GroupNorm."
+            )
+        self._separate.add(kind)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
         key = _typed(state.key if key is None else key)
-        moving, logits = _step(self._program, self._constants, self._moving(state), batch, mask, key)
+        moving, logits = _step(self._program, self.constants, self._moving(state), batch, mask, key)
         return self._whole(moving), logits
 
     def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
-        """Returns the text of the program by which `step` would adapt to a batch; lowered once per kind of batch."""
+        """Returns the text of the program of `step` for a batch; lowered once per kind of batch."""
         batch = jnp.asarray(batch)
-        mask = jnp.ones(len(batch), bool)
-        arguments = (self._constants, self._moving(state), batch, mask, state.key)
+        arguments = (self.constants, self._moving(state), batch, jnp.ones(len(batch), bool), state.key)
         facts = ("weak_type", "sharding", "committed")  # besides shapes, what a program depends on; keys lack the first
-        kind = tuple(
-            (x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in jax.tree.leaves(arguments[1:])
-        )
+        leaves = jax.tree.leaves(arguments[1:])
+        kind = tuple((x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in leaves)
         if kind not in self._texts:
             self._texts[kind] = program_text(_step, self._program, *arguments)
         return self._texts[kind]
-
-    @property
-    def constants(self) -> Any:
-        """All that a step reads besides state, batch and key: parameters of the source model and public numbers."""
-        return self._constants
 
     def parts(self, state: AdaptState) -> tuple[Any, ...]:
         """Returns what steps change, without the key and what never adapts: all that must be kept to go on."""
@@ -269,23 +248,14 @@ class Adapter:
         return self._whole(AdaptState._make((*parts, _typed(key))))
 
     def _moving(self, state: AdaptState) -> AdaptState:
-        return state._replace(params=jax.tree.map(lambda x, m: x if m else None, state.params, self._moves))
+        kept = jax.tree.map(
+            lambda old, x: None if old is None else x, self.constants.moving, state.params, is_leaf=lambda x: x is None
+        )
+        return state._replace(params=kept)
 
     def _whole(self, state: AdaptState) -> AdaptState:
         """With the source model's own arrays where nothing adapts: a compiled step would copy what it only hands on."""
-        return state._replace(params=merge(state.params, self._constants.params))
-
-    def _check_separate(self, shape: tuple[int, ...], dtype: Any) -> None:
-        if (shape, dtype) in self._separate:
-            return
-        if _mixing_test(self.apply_fn, shape, dtype)(self.params):
-            raise ValueError(
-                "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
-                "BatchNorm in batch mode. No loss is then of one image, as private steps need, and adaptation to "
-                "small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
-                "LayerNorm or GroupNorm."
-            )
-        self._separate.add((shape, dtype))
+        return state._replace(params=merge(state.params, self.constants.params))
 
 
 def _typed(key: jax.Array) -> jax.Array:
@@ -295,21 +265,28 @@ def _typed(key: jax.Array) -> jax.Array:
     return key
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _mixes(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any, params: Any) -> jax.Array:
+    """Whether a row of logits depends on another image of the batch, on random images."""
+    scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
+    x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
+    by_y, by_z = (apply_fn(params, jnp.stack([x, other])) for other in (y, z))
+    if not isinstance(by_y, jax.Array) or by_y.ndim != 2 or len(by_y) != 2:
+        shapes = jax.tree.map(jnp.shape, by_y)
+        raise ValueError(f"apply_fn must return logits [B, num_classes]; for a batch of 2 it gave {shapes}.")
+    return ~jnp.allclose(by_y[0], by_z[0], rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
 # From here on the params of a state are those that adapt, with None elsewhere.
 
 
 def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.Array) -> AdaptState:
     """The state of the source model at a step."""
     zeros = jax.tree.map(jnp.zeros_like, _wide(constants.moving))
-    return AdaptState(
-        step,
-        constants.moving,
-        constants.opt_state,
-        () if program.private else program.method.start(),
-        zeros if program.private and program.method.radius else None,
-        zeros if program.accumulate > 1 else None,
-        key,
-    )
+    memory = () if program.private else program.method.start()
+    released = zeros if program.private and program.method.radius else None
+    pending = zeros if program.accumulate > 1 else None
+    return AdaptState(step, constants.moving, constants.opt_state, memory, released, pending, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -319,16 +296,19 @@ def _step(
     if program.reset_every is not None:
         due = (state.step > 0) & (state.step % program.reset_every == 0)
         state = _reset_where(due, program, constants, state)
+    if not program.private:
+        # Padding may be NaN, and so would be the gradient of a loss that counts it zero times.
+        images = jnp.where(mask.reshape(-1, *[1] * (images.ndim - 1)) | jnp.isfinite(images), images, 0)
     noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
     # Keys of this kind stay independent under vmap, and tell nothing about the noise.
     view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
     own_keys, common_key = jax.random.split(view_key, len(images)), jax.random.fold_in(view_key, len(images))
     views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
     if program.private:
-        new, logits = _private_step(program, constants, state, images, views, mask, noise_key)
+        new, logits = _private_step(program, constants, state, (images, views), mask, noise_key)
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
-    if program.adapt_first:
+    if program.predict == "after":
         logits = _predict(program, merge(new.params, constants.params), images)
     return new._replace(step=state.step + 1), logits
 
@@ -338,8 +318,6 @@ def _plain_step(
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the method as published."""
     method = program.method
-    # Padding may be NaN, and so would be the gradient of a loss that counts it zero times.
-    images = jnp.where(mask.reshape(-1, *[1] * (images.ndim - 1)) | jnp.isfinite(images), images, 0)
 
     def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
         params = merge(moving, constants.params)
@@ -364,48 +342,39 @@ def _plain_step(
 
 
 def _private_step(
-    program: _Program,
-    constants: _Constants,
-    state: AdaptState,
-    images: jax.Array,
-    views: Any,
-    mask: jax.Array,
-    noise_key: jax.Array,
+    program: _Program, constants: _Constants, state: AdaptState, examples: Any, mask: jax.Array, noise_key: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
     """One step of the private form; the equations are those of `jaxdp.tta.private`."""
-    method = program.method
-    predict = functools.partial(_predict_one, program)
+    method, images = program.method, examples[0]
 
     def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
         image, view = example
-        logits = predict(params, image)
-        sample = method(logits, None if view is None else predict(jax.lax.stop_gradient(params), view))
+        logits = _predict_one(program, params, image)
+        again = None if view is None else _predict_one(program, jax.lax.stop_gradient(params), view)
+        sample = method(logits, again)
         seen = jax.lax.stop_gradient(sample)
         weight = method.weight(seen)
-        if program.keep_filters:
+        if program.filters == "keep":
             weight = jnp.where(method.reliable(seen), weight, 0)
         return weight * sample.uncertainty, logits
 
-    trainable = functools.partial(_in, program.adapted)
-    clipped = clipped_grad(loss, clip_norm=constants.clip_norm, trainable=trainable, has_aux=True)
+    rule: dict[str, Any] = {"clip_norm": constants.clip_norm, "clip_rule": program.clip_rule}
+    clipped = clipped_grad(loss, trainable=functools.partial(_in, program.adapted), has_aux=True, **rule)
     params = merge(state.params, constants.params)
     if method.radius:
         ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
-        result = clipped(ahead, (images, views), mask)
+        result = clipped(ahead, examples, mask)
         logits = _predict(program, params, images)
     else:
-        result = clipped(params, (images, views), mask)
+        result = clipped(params, examples, mask)
         logits = result.aux
-    total = result.grads
-    if program.accumulate > 1:
-        total = _add(state.pending, total)
+    total = result.grads if program.accumulate == 1 else _add(state.pending, result.grads)
 
     def release(total: Any) -> AdaptState:
         noisy = _add(total, gaussian(noise_key, total, constants.noise_std)) if program.noisy else total
         size = len(images) * program.accumulate * constants.divisor_scale
         gradient = jax.tree.map(lambda x: x / size, noisy)
-        new = _update(program, constants, state, gradient)
-        return new._replace(
+        return _update(program, constants, state, gradient)._replace(
             released=gradient if method.radius else None,
             pending=None if state.pending is None else jax.tree.map(jnp.zeros_like, total),
         )
@@ -461,20 +430,3 @@ def _where(condition: jax.Array, new: AdaptState, old: AdaptState) -> AdaptState
 
 def _reset_where(condition: jax.Array, program: _Program, constants: _Constants, state: AdaptState) -> AdaptState:
     return _where(condition, _fresh(program, constants, state.step, state.key), state)
-
-
-@functools.lru_cache(maxsize=128)
-def _mixing_test(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], jax.Array]:
-    """A test, on random images, of whether a row of logits depends on another image of the batch."""
-
-    @jax.jit
-    def mixes(params: Any) -> jax.Array:
-        scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
-        x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
-        by_y, by_z = (apply_fn(params, jnp.stack([x, other])) for other in (y, z))
-        if not isinstance(by_y, jax.Array) or by_y.ndim != 2 or len(by_y) != 2:
-            shapes = jax.tree.map(jnp.shape, by_y)
-            raise ValueError(f"apply_fn must return logits [B, num_classes]; for a batch of 2 it gave {shapes}.")
-        return ~jnp.allclose(by_y[0], by_z[0], rtol=1e-3, atol=1e-3, equal_nan=True)
-
-    return mixes

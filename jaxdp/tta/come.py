@@ -6,8 +6,8 @@ The prediction becomes an opinion with belief b and uncertainty mass u, Dirichle
     b_k = exp(l_k) / S,  u = K / S,  S = sum_k exp(l_k) + K
     loss = -sum_k b_k log b_k - u log u    with 1e-7 added to every b_k and u
 
-in place of the entropy, in losses, weights and filters alike. K is the number of classes; the public code has 1000
-for every data set. The exponentials are shifted, which the public code lacks: there logits above 88 give NaN.
+It replaces the entropy in losses, weights and filters. K is the number of classes; the public code has 1000 for every
+data set. The exponentials are shifted; in the public code logits above 88 give NaN.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxdp.tta.method import Method, check_classes
+from jaxdp.tta.method import Method, check_constants
 
 
 def COME(base_method: Method, num_classes: int) -> Method:
-    """`base_method` with COME's uncertainty in place of the entropy: `COME(Tent(), 10)`, `COME(DeYO(10), 10)`.
+    """Returns `base_method` with COME's uncertainty: `COME(Tent(), 10)`, `COME(DeYO(10), 10)`.
 
     Args:
       base_method: Tent, EATA, SAR or DeYO.
@@ -28,10 +28,9 @@ def COME(base_method: Method, num_classes: int) -> Method:
 
     Raises:
       TypeError: base_method is not a `Method`.
-      ValueError: num_classes is less than 2 or not that of base_method, or (when stepping) more than apply_fn
-        has.
+      ValueError: num_classes is below 2, or not that of base_method, or (when stepping) above that of apply_fn.
     """
-    check_classes(num_classes)
+    check_constants(num_classes)
     if not isinstance(base_method, Method):
         raise TypeError(
             f"base_method must be a method such as Tent(), got {type(base_method).__name__}; its private form is "
@@ -40,8 +39,7 @@ def COME(base_method: Method, num_classes: int) -> Method:
     declared = getattr(base_method, "num_classes", num_classes)
     if declared != num_classes:
         raise ValueError(f"num_classes={num_classes}, but base_method has num_classes={declared}.")
-    uncertainty = functools.partial(opinion_entropy, num_classes=num_classes)
-    return dataclasses.replace(base_method, uncertainty=uncertainty)
+    return dataclasses.replace(base_method, uncertainty=functools.partial(opinion_entropy, num_classes=num_classes))
 
 
 def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:

@@ -13,9 +13,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
+from jaxdp.tta.method import Method, Sample, check_constants, check_name
 
-Augmentation = Literal["patch", "pixel", "occlusion"] | Callable[[jax.Array, jax.Array], jax.Array]
+Destruction = Literal["patch", "pixel", "occlusion"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class DeYO(Method):
       entropy_margin: tau_ent as a fraction of ln C.
       plpd_margin: tau; 0.2 for ViT and in all of the paper's wild settings, 0.3 for ResNet-50 in the mild one.
       margin: E0 as a fraction of ln C.
-      augmentation: what destroys the shape. "patch" permutes a grid of patches, independently for each image; "pixel"
-        permutes all pixels, alike for the whole batch; "occlusion" paints the middle quarter of the image in its mean
-        colour; or `augmentation(key, image [H, W, C]) -> image`.
+      augmentation: "patch" permutes a grid of patches, independently for each image; "pixel" permutes all pixels, alike
+        for the whole batch; "occlusion" paints the middle quarter of the image in its mean colour; or
+        `augmentation(key, image [H, W, C]) -> image`.
       patches: side of the grid of "patch".
     """
 
@@ -37,19 +37,15 @@ class DeYO(Method):
     entropy_margin: float = 0.5
     plpd_margin: float = 0.2
     margin: float = 0.4
-    augmentation: Augmentation = "patch"
+    augmentation: Destruction | Callable[[jax.Array, jax.Array], jax.Array] = "patch"
     patches: int = 4
 
     lower_blocks_only = True
 
     def __post_init__(self) -> None:
-        check_classes(self.num_classes)
-        check_fraction("entropy_margin", self.entropy_margin)
-        check_fraction("margin", self.margin)
-        if not callable(self.augmentation) and self.augmentation not in ("patch", "pixel", "occlusion"):
-            raise ValueError(
-                f"augmentation must be 'patch', 'pixel', 'occlusion' or a function, got {self.augmentation!r}."
-            )
+        check_constants(self.num_classes, entropy_margin=self.entropy_margin, margin=self.margin)
+        if not callable(self.augmentation):
+            check_name("augmentation", self.augmentation, Destruction, " or a function")
         if self.patches < 2:
             raise ValueError(f"patches must be at least 2, got {self.patches}: one patch cannot be permuted.")
 
@@ -65,7 +61,8 @@ class DeYO(Method):
     def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array:
         """second view with its shape destroyed, for PLPD"""
         if self.augmentation == "pixel":
-            return _permute_pixels(common_key, image)
+            flat = image.reshape(-1, image.shape[-1])
+            return flat[jax.random.permutation(common_key, len(flat))].reshape(image.shape)
         if self.augmentation == "occlusion":
             return _occlude(image)
         if self.augmentation == "patch":
@@ -84,11 +81,6 @@ def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:
     x = x[jax.random.permutation(key, grid * grid)]
     x = x.reshape(grid, grid, h, w, channels).transpose(0, 2, 1, 3, 4).reshape(exact)
     return x if exact == image.shape else jax.image.resize(x, image.shape, "bilinear")
-
-
-def _permute_pixels(key: jax.Array, image: jax.Array) -> jax.Array:
-    flat = image.reshape(-1, image.shape[-1])
-    return flat[jax.random.permutation(key, len(flat))].reshape(image.shape)
 
 
 def _occlude(image: jax.Array) -> jax.Array:

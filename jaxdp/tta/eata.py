@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.clipping import paths_of
-from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
+from jaxdp.tta.method import Average, Method, Sample, check_constants, check_name, moving_average
 from jaxdp.tta.select import Adapted, merge, selected, trainable_part
+
+Gradients = Literal["batch", "example"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,8 +39,7 @@ class EATA(Method):
     fisher_strength: float = 2000.0
 
     def __post_init__(self) -> None:
-        check_classes(self.num_classes)
-        check_fraction("margin", self.margin)
+        check_constants(self.num_classes, margin=self.margin)
         if not self.diversity > 0:
             raise ValueError(f"diversity must be positive, got {self.diversity}; values above 1 switch the filter off.")
         if not self.fisher_strength >= 0:
@@ -68,25 +69,20 @@ class EATA(Method):
         """Whether this method has its own `hook`; without Fisher information it has no pull."""
         return super().overrides(hook) and not (hook == "pull" and self.fisher is None)
 
-    def start(self) -> tuple[jax.Array, jax.Array]:
+    def start(self) -> Average:
         """moving average m of the kept predictions"""
         return jnp.zeros(self.num_classes), jnp.zeros((), bool)
 
-    def novel(self, memory: tuple[jax.Array, jax.Array], sample: Sample) -> jax.Array:
+    def novel(self, memory: Average, sample: Sample) -> jax.Array:
         """diversity filter |cos(m, p)| < d"""
         mean, started = memory
         p = jax.nn.softmax(sample.logits.astype(jnp.float32))
         cosine = jnp.vdot(mean, p) / jnp.maximum(jnp.linalg.norm(mean) * jnp.linalg.norm(p), 1e-8)
         return ~started | (jnp.abs(cosine) < self.diversity)
 
-    def remember(self, memory: tuple[jax.Array, jax.Array], samples: Sample, kept: jax.Array) -> Any:
+    def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:
         """moving average m of the kept predictions"""
-        mean, started = memory
-        p = jax.nn.softmax(samples.logits.astype(jnp.float32))
-        count = kept.sum()
-        new = jnp.where(kept[:, None], p, 0).sum(0) / jnp.maximum(count, 1)
-        updated = jnp.where(started, 0.9 * mean + 0.1 * new, new)
-        return jnp.where(count > 0, updated, mean), started | (count > 0)
+        return moving_average(memory, jax.nn.softmax(samples.logits.astype(jnp.float32)), kept)
 
 
 def fisher(
@@ -95,19 +91,19 @@ def fisher(
     batches: Iterable[jax.typing.ArrayLike],
     adapted: Adapted | None = None,
     *,
-    gradients: Literal["batch", "example"] = "batch",
+    gradients: Gradients = "batch",
 ) -> Any:
     """Importance of each adapted parameter for the source model's own predictions (Niu et al. 2022, Eq. 9).
 
     Args:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`.
       params: source parameters.
-      batches: image batches [B, ...] of PUBLIC source data, disjoint from any protected stream: what is computed here
-        is released with every later model and no ledger has paid for it.
-      adapted: which parameters, as in `Adapter`; by default every normalisation layer's scale and bias.
+      batches: image batches [B, ...] of PUBLIC source data, disjoint from any protected stream. Every later model shows
+        what is computed here, and no ledger has paid for it.
+      adapted: which parameters, as in `Adapter`.
       gradients: "batch" squares the gradient of the batch's mean cross entropy to its own predicted labels, as the
         public code does: roughly 1/B of the Fisher information, to which their alpha = 2000 (at B = 64) belongs.
-        "example" averages the squared gradients of the single examples: the Fisher information itself (its diagonal).
+        "example" averages the squared gradients of single examples: the diagonal of the Fisher information.
 
     Returns:
       A pytree like params: float32 importances at adapted leaves, None elsewhere.
@@ -115,8 +111,7 @@ def fisher(
     Raises:
       ValueError: batches is empty or `gradients` is unknown.
     """
-    if gradients not in ("batch", "example"):
-        raise ValueError(f"gradients must be 'batch' or 'example', got {gradients!r}.")
+    check_name("gradients", gradients, Gradients)
     paths = selected(params, adapted)
 
     def loss(moving: Any, params: Any, images: jax.Array) -> jax.Array:
@@ -131,11 +126,7 @@ def fisher(
         one = jax.vmap(jax.grad(loss), in_axes=(None, None, 0))(moving, params, images[:, None])
         return jax.tree.map(lambda g: jnp.square(g).mean(0), one)
 
-    total, count = None, 0
-    for images in batches:
-        new = squared(params, jnp.asarray(images))
-        total = new if total is None else jax.tree.map(jnp.add, total, new)
-        count += 1
-    if not count:
+    squares = [squared(params, jnp.asarray(images)) for images in batches]
+    if not squares:
         raise ValueError("batches is empty; the Fisher information needs public source images.")
-    return jax.tree.map(lambda x: x / count, total)
+    return jax.tree.map(lambda *each: sum(each) / len(each), *squares)

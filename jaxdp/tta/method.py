@@ -1,15 +1,12 @@
-"""What a test-time adaptation method is made of: one hook per operator, all of them functions of one image at a time
-or plainly marked as what looks across images.
+"""The parts of a test-time adaptation method: one hook per operator.
 
-A method overrides the hooks it has; `Adapter` runs them and `private` decides, hook by hook, what may stay. The first
-line of a hook's docstring is what `describe()` says of it.
+`Adapter` runs the hooks. `private` decides of each what becomes of it. `describe()` quotes the docstring of a hook.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +15,11 @@ Uncertainty = Callable[[jax.Array], jax.Array]
 
 
 class Sample(NamedTuple):
-    """What weights and filters may read of one image, all at the same parameters and without gradient.
+    """What weights and filters read of one image, all at the same parameters and without gradient."""
 
-    Attributes:
-      logits: [C].
-      uncertainty: scalar, the method's loss before weighting: entropy in nats, or what COME puts in its place.
-      drop: scalar in [-1, 1], by how much the second view lowers the probability of the predicted class (PLPD); 0
-        for methods without a second view.
-    """
-
-    logits: jax.Array
-    uncertainty: jax.Array
-    drop: jax.Array
+    logits: jax.Array  # [C]
+    uncertainty: jax.Array  # scalar, the method's loss before weighting, such as the entropy in nats
+    drop: jax.Array  # scalar, by how much the second view lowers the probability of the predicted class (PLPD), or 0
 
 
 def entropy(logits: jax.Array) -> jax.Array:
@@ -41,10 +31,10 @@ def entropy(logits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A method as its public constants and operators; here those that do nothing.
+    """A method: its public constants, and hooks that it overrides; those of this class do nothing.
 
-    Hooks on one image: `uncertainty`, `weight`, `reliable`, `augment`. Hooks across images or steps: `start`, `novel`,
-    `remember`, `lost`. Hooks on parameters only: `radius`, `pull`.
+    On one image: `uncertainty`, `weight`, `reliable`, `augment`. Across images or steps: `start`, `novel`, `remember`,
+    `lost`. On parameters only: `radius`, `pull`.
 
     Attributes:
       uncertainty: `uncertainty(logits [C]) -> scalar`, what adaptation minimises.
@@ -53,7 +43,7 @@ class Method:
     uncertainty: Uncertainty = dataclasses.field(default=entropy, kw_only=True)
 
     lower_blocks_only = False  # adapt the normalisation layers of the lower three quarters of the blocks only
-    skips_empty = True  # a batch from which nothing is selected makes no step at all
+    skips_empty = True  # a batch from which nothing is selected makes no step
 
     def weight(self, sample: Sample) -> jax.Array:
         """factor of an image's uncertainty in the loss; no gradient flows through it"""
@@ -94,19 +84,15 @@ class Method:
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def explain(self, hook: str) -> str:
-        """What this method's own `hook` is, in a few words."""
+        """Returns the first line of the docstring of this method's `hook`, or the hook's name."""
         operator = self.uncertainty if hook == "uncertainty" else getattr(type(self), hook)
-        if isinstance(operator, functools.partial):
-            operator = operator.func
-        documented = None if isinstance(operator, (int, float)) else inspect.getdoc(operator)
+        documented = None if isinstance(operator, float) else inspect.getdoc(getattr(operator, "func", operator))
         return (documented or hook).splitlines()[0]
 
     def __call__(self, logits: jax.Array, view_logits: jax.Array | None = None) -> Sample:
-        """Looks at one image.
+        """Looks at one image, given its logits [C] and those [C] of its second view at the same parameters.
 
-        Args:
-          logits: [C] of the image, through whose `uncertainty` gradients flow.
-          view_logits: [C] of its second view at the same parameters.
+        Gradients flow through `uncertainty` of the logits only.
         """
         declared = getattr(self, "num_classes", logits.shape[-1])
         if logits.shape[-1] != declared:
@@ -118,18 +104,32 @@ class Method:
         return Sample(jax.lax.stop_gradient(logits), self.uncertainty(logits), jax.lax.stop_gradient(drop))
 
 
-def check_fraction(name: str, value: float) -> float:
-    """Checks a threshold given as a fraction of ln(num_classes), the largest entropy there is."""
-    if not 0 < value <= 1:
-        raise ValueError(
-            f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}; a threshold of t nats is "
-            f"{name}=t / ln(num_classes)."
-        )
-    return value
+Average = tuple[jax.Array, jax.Array]  # the average, and whether anything is in it
 
 
-def check_classes(num_classes: int) -> int:
-    """Checks the number of classes of a method."""
+def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Average:
+    """average <- 0.9 average + 0.1 mean of the kept values [B, ...]; the first mean is taken as it is."""
+    average, started = memory
+    count = kept.sum()
+    mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(count, 1)
+    updated = jnp.where(started, 0.9 * average + 0.1 * mean, mean)
+    return jnp.where(count > 0, updated, average), started | (count > 0)
+
+
+def check_constants(num_classes: int, **fractions: float) -> None:
+    """Checks a method's number of classes, and its thresholds as fractions of ln(num_classes), the largest entropy."""
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
-    return num_classes
+    for name, value in fractions.items():
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}; a threshold of t nats is "
+                f"{name}=t / ln(num_classes)."
+            )
+
+
+def check_name(field: str, value: Any, names: Any, alternative: str = "") -> None:
+    """Raises ValueError unless `value` is one of the names of a `Literal` type."""
+    if value not in (known := get_args(names)):
+        listed = ", ".join(map(repr, known[:-1]))
+        raise ValueError(f"{field} must be {listed} or {known[-1]!r}{alternative}, got {value!r}.")

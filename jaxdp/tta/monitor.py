@@ -16,37 +16,32 @@ ApplyFn = Callable[[Any, jax.Array], jax.Array]
 class CollapseReport:
     """What a `CollapseMonitor` saw.
 
-    Attributes:
-        agreement: fraction of probe images that get the source model's class.
-        entropy: of the mean predicted distribution over the probe, as a fraction of ln(num_classes); near 0 if
-            everything is put into one class.
-        drift: L2 distance of the parameters from the source's, over the source's norm; both over the leaves that
-            changed, as frozen weights would only dilute it.
-        collapsed: whether agreement or entropy is below its threshold, or not a number.
+    The entropy is that of the mean predicted distribution, as a fraction of ln(num_classes): near 0 if all images get
+    one class. The drift is the L2 distance of the parameters from the source's, over the source's norm; both over the
+    leaves that changed.
     """
 
-    agreement: float
+    agreement: float  # fraction of probe images that get the source model's class
     entropy: float
     drift: float
-    collapsed: bool
+    collapsed: bool  # whether agreement or entropy is below its threshold, or not a number
 
 
 class CollapseMonitor:
     """Compares adapted parameters with the source model's on a fixed set of probe images.
 
-    Formal guarantees: a report is a function of the probe images, the source model and the parameters it is given. With
-    a public probe (or one whose release is paid for elsewhere) and parameters that are already released, it is
-    post-processing: it costs nothing, and resetting on it does not either. Never pass images of the private stream,
-    nor unclean copies of them: these are a release that no ledger sees.
+    Formal guarantees: a report is a function of the probe images, the source model and the parameters. With a public
+    probe (or one whose release is paid for elsewhere) and released parameters it is post-processing: neither it nor a
+    reset on it costs anything. A report on images of the private stream, or on unclean copies of them, is a release
+    that no ledger sees.
 
     Args:
         apply_fn: `apply_fn(params, images) -> logits [N, C]`.
         params: of the source model.
         probe_images: public images [N, ...], few enough for one forward pass; best with every class among them.
-        min_agreement: threshold in [0, 1].
-        min_entropy: threshold in [0, 1]; must suit the classes of the probe, of which the source model shows
-            `monitor.source.entropy`.
+        min_agreement, min_entropy: thresholds in [0, 1]; `monitor.source.entropy` is the source model's.
         every: how many batches `serve` lets pass between two looks.
+        reset: whether `serve` goes back to the source model after a report of a collapse.
 
     Attributes:
         source: the report of the source model itself.
@@ -64,6 +59,7 @@ class CollapseMonitor:
         min_agreement: float = 0.25,
         min_entropy: float = 0.5,
         every: int = 1,
+        reset: bool = False,
     ):
         for name, value in (("min_agreement", min_agreement), ("min_entropy", min_entropy)):
             if not 0 <= value <= 1:
@@ -72,10 +68,9 @@ class CollapseMonitor:
             raise ValueError(f"every must be at least 1, got {every}")
         if not len(probe_images):
             raise ValueError("probe_images must hold at least one image")
-        self.every = every
+        self.every, self.reset = every, reset
         self._thresholds = (min_agreement, min_entropy)
-        self._params, self._images = params, jnp.asarray(probe_images)
-        self._apply_fn = apply_fn
+        self._apply_fn, self._params, self._images = apply_fn, params, jnp.asarray(probe_images)
         self._expected = jax.jit(apply_fn)(params, self._images).argmax(axis=-1)
         self.source = self(params)
         if self.source.collapsed:
@@ -89,8 +84,7 @@ class CollapseMonitor:
         measured = _measure(self._apply_fn, params, self._params, self._images, self._expected)
         agreement, entropy, drift = (float(value) for value in measured)
         min_agreement, min_entropy = self._thresholds
-        # So that not-a-number counts as collapsed.
-        healthy = agreement >= min_agreement and entropy >= min_entropy
+        healthy = agreement >= min_agreement and entropy >= min_entropy  # NaN is not
         return CollapseReport(agreement, entropy, drift, not healthy)
 
 
@@ -103,12 +97,9 @@ def _measure(
     entropy = jax.scipy.special.entr(p).sum() / jnp.log(logits.shape[-1])
     moved, norm = jnp.zeros(()), jnp.zeros(())
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(source), strict=True):
-        distance = _square(new.astype(jnp.float32) - old.astype(jnp.float32))
+        old = old.astype(jnp.float32)
+        distance = jnp.square(new.astype(jnp.float32) - old).sum()
         moved += distance
-        norm += jnp.where(distance > 0, _square(old.astype(jnp.float32)), 0)
+        norm += jnp.where(distance > 0, jnp.square(old).sum(), 0)
     drift = jnp.where(moved > 0, jnp.sqrt(moved / norm), 0)
     return (logits.argmax(axis=-1) == expected).mean(), entropy, drift
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x))

@@ -8,13 +8,15 @@ rest into the clipped per-sample loss.
 """
 
 import dataclasses
-import math
-from typing import Literal
+from typing import Any, Literal
 
-from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent, epsilon
+from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.tta.method import Method, entropy
+from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.tta.accounts import check_adjacency, epsilons
+from jaxdp.tta.method import Method, check_name, entropy
 
+Filters = Literal["remove", "keep"]
 _LARGEST = 1e38  # about float32's
 
 # What becomes of each operator.
@@ -35,13 +37,14 @@ _KEPT_FILTER = "absorbed: a factor 0 or 1 inside the clip, which leaves the divi
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Private:
-    """A private method; made by `private`, which documents it."""
+    """A private method; `private` makes and documents it."""
 
     method: Method
     clip_norm: float
     noise_multiplier: float
-    filters: Literal["remove", "keep"]
+    filters: Filters
     kept_fraction: float
+    clip_rule: Any
 
     @property
     def event(self) -> DpEvent:
@@ -49,8 +52,15 @@ class Private:
         return GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
-        """L2 sensitivity of the clipped sum of a batch: 2 clip_norm for "replace_one", clip_norm for "zero_out"."""
-        return {"replace_one": 2, "zero_out": 1}[_streaming(adjacency)] * self.clip_norm
+        """L2 sensitivity of the clipped sum of a batch, that of `clipped_grad`: 2 C, or C under "zero_out"."""
+        check_adjacency(adjacency)
+        gradient = clipped_grad(self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule)
+        return gradient.sensitivity(adjacency)
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise: sigma times the largest norm that a record contributes."""
+        return self.noise_multiplier * self.sensitivity("zero_out")
 
     def epsilon(self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1) -> float:
         """Epsilon of the whole transcript for a unit that is in `visits` batches, once in each; inf without noise.
@@ -59,17 +69,15 @@ class Private:
         """
         if visits < 1:
             raise ValueError(f"visits must be at least 1, got {visits}.")
-        if not self.noise_multiplier:
-            return math.inf
-        event = GaussianDpEvent(self.noise_multiplier / math.sqrt(visits))
-        return epsilon(event, delta=delta, adjacency=_streaming(adjacency))
+        return epsilons(self.event, visits=visits, delta=delta, adjacency=adjacency).unit
 
     def describe(self) -> str:
-        """What was done to each operator of the method, one a line."""
+        """Returns what was done to each operator of the method, one a line."""
         method, noise = self.method, self.noise_multiplier
-        kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
         exchanged = "" if method.uncertainty is entropy else f" with {method.explain('uncertainty')}"
-        lines = [f"private {type(method).__name__}{exchanged}, clip norm {self.clip_norm:g}, {kind}"]
+        rule = "" if self.clip_rule == "global" else f" by the rule {self.clip_rule!r}"
+        kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
+        lines = [f"private {type(method).__name__}{exchanged}, clip norm {self.clip_norm:g}{rule}, {kind}"]
         for hook, fate in RULES.items():
             if hook == "uncertainty" or method.overrides(hook):
                 fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
@@ -86,30 +94,28 @@ def private(
     *,
     clip_norm: float,
     noise_multiplier: float,
-    filters: Literal["remove", "keep"] = "remove",
+    filters: Filters = "remove",
     kept_fraction: float = 1.0,
+    clip_rule: Any = "global",
 ) -> Private:
-    """The private form of a test-time adaptation method.
+    """Returns the private form of a test-time adaptation method, which `Adapter` takes for a method.
 
     Args:
-      method: Tent, EATA, SAR, DeYO, COME of one of them, or your own `Method`.
+      method: one of `jaxdp.tta.METHODS`, or your own `Method`.
       clip_norm: C > 0, L2 norm to which each image's gradient over all adapted parameters is clipped.
-      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: a stabiliser, not a
-        mechanism; its epsilon is inf.
-      filters: what becomes of filters on single images. "remove" as in the paper; "keep" turns them into factors 0 or
-        1 inside the clip, which costs nothing: they are functions of their own image and of released parameters.
-      kept_fraction: with "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess; the divisor
-        is kappa B, so that steps are as long as they would be.
-
-    Returns:
-      What `Adapter` takes for a method; `describe()` says what was done to each operator.
+      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: epsilon is inf.
+      filters: "remove" filters on single images, as in the paper; or "keep" them as factors 0 or 1 inside the clip,
+        which costs nothing: they are functions of their own image and of released parameters.
+      kept_fraction: with "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor
+        is then kappa B, which keeps the length of steps.
+      clip_rule: how a gradient is scaled, as in `jaxdp.clipped_grad`.
 
     Raises:
       TypeError: method is not a `Method`, or is private already.
       ValueError: an argument is out of range.
 
     Formal guarantees:
-      For a stream cut into batches by a rule that does not look at contents, and a record that is in one batch: the
+      The stream is cut into batches by a rule that does not look at contents, and a record is in one batch. Then the
       sequence of all parameters, momenta and released gradients is 2/sigma-GDP for replacing the record by another
       ("replace_one"), 1/sigma-GDP for replacing it by one that contributes nothing ("zero_out"): its batch's clipped
       sum moves by at most 2 C (C), the noise is sigma C, earlier steps do not depend on it and later ones see it
@@ -127,17 +133,9 @@ def private(
         raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
     if not 0 <= noise_multiplier < _LARGEST / clip_norm:
         raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
-    if filters not in ("remove", "keep"):
-        raise ValueError(f"filters must be 'remove' or 'keep', got {filters!r}.")
+    check_name("filters", filters, Filters)
     if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
         raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep'; got {kept_fraction}.")
-    return Private(method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction))
-
-
-def _streaming(adjacency: Adjacency) -> Adjacency:
-    if adjacency not in ("replace_one", "zero_out"):
-        raise ValueError(
-            f"adjacency must be 'replace_one' or 'zero_out', got {adjacency!r}: without one record, every later record "
-            "of a stream would move to another place and batch, and no batch would stay as it was."
-        )
-    return adjacency
+    form = Private(method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction), clip_rule)
+    form.sensitivity()  # refuses a clip_rule that there is not
+    return form

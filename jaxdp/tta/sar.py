@@ -4,18 +4,17 @@
     S2 = {i in S1: H_i(theta + e) < E0},  descend along grad at theta + e of mean_{S2} H_i     (their Eq. 6)
     average <- 0.9 average + 0.1 mean_{S2} H_i(theta + e);  reset the model when it is below 0.2
 
-Two bugs of the public code are mended here: a reset clears the average (there the next line restores it) and the
-optimizer's momentum (there it survives).
+Two bugs of the public code are mended: there the line after a reset restores the average, and the optimizer's momentum
+survives a reset.
 """
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdp.tta.method import Method, Sample, check_classes, check_fraction
+from jaxdp.tta.method import Average, Method, Sample, check_constants, moving_average
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,8 +37,7 @@ class SAR(Method):
     skips_empty = False  # an empty selection is a zero gradient, on which momentum still acts
 
     def __post_init__(self) -> None:
-        check_classes(self.num_classes)
-        check_fraction("margin", self.margin)
+        check_constants(self.num_classes, margin=self.margin)
         if not 0 <= self.rho < math.inf:
             raise ValueError(f"rho must be finite and not negative, got {self.rho}.")
 
@@ -52,19 +50,15 @@ class SAR(Method):
         """ascent to theta + e, e = rho g / ||g||, before the gradient is taken"""
         return self.rho
 
-    def start(self) -> tuple[jax.Array, jax.Array]:
+    def start(self) -> Average:
         """moving average of the loss"""
         return jnp.zeros(()), jnp.zeros((), bool)
 
-    def remember(self, memory: tuple[jax.Array, jax.Array], samples: Sample, kept: jax.Array) -> Any:
+    def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:
         """moving average of the loss"""
-        average, started = memory
-        count = kept.sum()
-        loss = jnp.where(kept, samples.uncertainty, 0).sum() / jnp.maximum(count, 1)
-        updated = jnp.where(started, 0.9 * average + 0.1 * loss, loss)
-        return jnp.where(count > 0, updated, average), started | (count > 0)
+        return moving_average(memory, samples.uncertainty, kept)
 
-    def lost(self, memory: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def lost(self, memory: Average) -> jax.Array:
         """reset when the moving average of the loss falls below reset_below"""
         average, started = memory
         return started & (average < self.reset_below)

@@ -23,11 +23,10 @@ def normalisation(path: str, leaf: Any) -> bool:
 
 
 def lower_blocks(params: Any) -> Adapted:
-    """The rule of SAR and DeYO, relative to depth: not the last quarter of the blocks, nor what lies outside of them.
+    """Returns SAR's and DeYO's rule, relative to depth: not the last quarter of the blocks, nor what is outside them.
 
     The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
-    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with blocks in stages, keeps all its
-    layers, as it does there.
+    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers.
     """
     blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
     flat = len({found.string[: found.start()] for found in blocks}) == 1
@@ -43,23 +42,15 @@ def lower_blocks(params: Any) -> Adapted:
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
-    """Paths of the parameters that adapt.
-
-    Raises:
-      ValueError: there are none.
-    """
-    rule = adapted or normalisation
-    paths = frozenset(
-        path
-        for path, leaf in paths_of(params)
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and rule(path, leaf)
+    """Returns the paths of the parameters that adapt; ValueError if there are none."""
+    rule, leaves = adapted or normalisation, paths_of(params)
+    floating = [(path, leaf) for path, leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+    if paths := frozenset(path for path, leaf in floating if rule(path, leaf)):
+        return paths
+    raise ValueError(
+        "adapted selects no parameter. By default those of normalisation layers adapt; this model's paths are such "
+        f"as {[path for path, _ in leaves][:3]}. Pass adapted=lambda path, leaf: ..."
     )
-    if not paths:
-        raise ValueError(
-            "adapted selects no parameter. By default those of normalisation layers adapt; this model's paths are such "
-            f"as {[path for path, _ in paths_of(params)][:3]}. Pass adapted=lambda path, leaf: ..."
-        )
-    return paths
 
 
 def trainable_part(params: Any, paths: frozenset[str]) -> Any:

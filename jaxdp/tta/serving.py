@@ -14,22 +14,22 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from tqdm import tqdm
 
 from jaxdp import release
 from jaxdp.files import understood, write_durably
-from jaxdp.privacy.events import NonPrivateDpEvent, to_json
+from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, read_metrics
-from jaxdp.tta.accounts import StreamAccount, Sum
+from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
-from jaxdp.tta.streams import Batch, Unit
+from jaxdp.tta.private import Private
+from jaxdp.tta.streams import Batch
 
 _LABEL = "test-time adaptation"
 _STATE, _ROWS = "state.safetensors", "served.jsonl"
@@ -40,9 +40,8 @@ _DAMAGED = "Restore the workdir from a copy, or use a new one, in which batches 
 class Served:
     """What came of a stream. Everything but `state.params`, `resets` and `reports` is NOT protected.
 
-    A record's own prediction depends on it directly: tell it to the record's owner, nobody else. Whoever sees
-    accuracies or counts of correct predictions learns about single records beyond what the ledger says: publish them
-    for public benchmarks, or pay for them separately.
+    A record's own prediction is for its owner only. Accuracies and counts tell about single records beyond what the
+    ledger says: publish them for public benchmarks, or pay for them separately.
 
     Attributes:
         state: of the adapter, after the last batch; holds secrets besides its params.
@@ -71,46 +70,37 @@ def serve(
     workdir: str | os.PathLike[str] | None = None,
     state: Any = None,
     seed: bytes | None = None,
-    unit: Unit = "photograph",
     monitor: CollapseMonitor | None = None,
-    reset_on_collapse: bool = False,
     deliver: Callable[[Batch, np.ndarray], None] | None = None,
     evaluate: Callable[[Batch, Any], dict[str, float]] | None = None,
-    progress: bool = False,
 ) -> Served:
     """Adapts to a stream batch by batch, paying for each before it is touched.
 
     Args:
         adapter: an `Adapter`; it decides whether a batch is predicted before or after adapting to it.
-        stream: a `Stream`, or any iterable of `Batch`.
-        account: what is charged. It has no default: None says that the stream is public, or that somebody else keeps
-            the account, and then nothing is charged and nothing guaranteed. With a workdir it is for that workdir only.
-        workdir: a folder of this stream alone, made if needed and then for its owner only. Call again with the same
-            workdir and the same stream from its beginning, after a crash or with a longer stream: batches that are done
-            are skipped. It holds the state, the rows behind `Served`, and notes of who came in which batch and what
-            that cost. Go on in it as it was last, not in a copy or a backup, which would forget visits. None keeps
-            nothing, and an interrupted stream is paid again.
-        state: from `adapter.init()` or an earlier call, to go on from; by default a new one. Not read where the workdir
-            holds one.
-        seed: 16 secret bytes, to reproduce the noise in a test; by default they come from the operating system, fresh
-            for every batch.
-        unit: whom the account protects: "photograph", `Batch.units`, or "sample", a photograph under one corruption.
-            The same in all calls with one account, which would not know one by the name of the other. With a workdir
+        stream: a `Stream`, or any iterable of `Batch`; `tqdm.tqdm(stream)` shows a bar.
+        account: what is charged, for the identities of its `unit`. None says that the stream is public, or that others
+            keep the account: nothing is charged and nothing guaranteed. With a workdir it is for that workdir only, and
             units are text, integers or tuples of them.
+        workdir: a folder of this stream alone, made if needed and then for its owner only. It holds the state, the rows
+            behind `Served`, and notes of who came in which batch and what that cost. After a crash, or with a longer
+            stream, call again with it and the stream from its beginning: batches that are done are skipped. A copy or a
+            backup would forget visits. None keeps nothing, and an interrupted stream is paid again.
+        state: from `adapter.init()` or an earlier call; by default a new one. Not read where the workdir holds one.
+        seed: 16 secret bytes, to reproduce the noise in a test; by default fresh ones of the operating system for every
+            batch.
         monitor: looks at the parameters after every `monitor.every` batches.
-        reset_on_collapse: go back to the source model when the monitor says that the model collapsed.
         deliver: `deliver(batch, logits [B, C])` after every batch, to give each record's owner its own row, and nobody
-            else. After a crash it is called again for the interrupted batch, and for no other.
+            else. After a crash it is called again for the interrupted batch only.
         evaluate: `evaluate(batch, params) -> {name: number}` after every batch, on public or held-out images under the
-            batch's domain; what it reads must not be the stream itself.
-        progress: show a bar with the number of batches.
+            batch's domain, never on the stream itself.
 
     Returns:
-        `Served`; where the stream has no labels (-1), its accuracies and counts mean nothing. If a stream ends in the
+        `Served`; its accuracies and counts mean nothing where the stream has no labels (-1). If a stream ends in the
         middle of an update (`Adapter.accumulate`) with a workdir, the unfinished sum is dropped from the disk and from
-        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. A
-        stream that was stopped by an exception keeps the sum there, to go on. Without a workdir the state keeps the
-        sum, and a call with the same account goes on with it.
+        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. After
+        an exception the sum stays there, to go on. Without a workdir the state keeps the sum, for a call with the same
+        account.
 
     Formal guarantees:
         With an account, the parameters after all batches together are as private as the ledger says. Resets are public
@@ -121,28 +111,24 @@ def serve(
         back to Python, is charged again with all of its batches.
 
     Raises:
-        ValueError: the account's event is not the method's; the account has charged for an update that was made from
-            this state, or has not charged for the update that it is in; unit is unknown; reset_on_collapse without a
-            monitor; the workdir holds another stream or other settings, is damaged, or is in use by another process;
-            the account has charged batches outside of the workdir.
+        ValueError: the account's event is not the method's; the account has charged for an update from this state, or
+            not for the update that it is in, or batches outside of the workdir; the workdir holds another stream or
+            other settings, is damaged, or is in use by another process.
         TypeError: a unit that cannot be noted in the workdir.
         BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
             attribute `served` of the exception.
     """
-    if unit not in get_args(Unit):
-        raise ValueError(f"unit must be 'photograph' or 'sample', got {unit!r}")
-    if reset_on_collapse and monitor is None:
-        raise ValueError("reset_on_collapse=True needs a monitor")
-    event = getattr(adapter.method, "event", NonPrivateDpEvent())
-    if account is not None and account.event != event:
+    if account is not None and account.event != (event := _event(adapter)):
         raise ValueError(f"account charges {account.event} for a release, but the method's is {event}: make it again")
     if workdir is not None:
         pathlib.Path(workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
-    with release.Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
-        loop = _Loop(adapter, account, till, files, unit, deliver, evaluate, monitor, reset_on_collapse)
+    with contextlib.ExitStack() as stack:
+        till = stack.enter_context(release.Till(workdir, seed=seed))
+        files = None if till.workdir is None else stack.enter_context(contextlib.closing(_Files(till.workdir)))
+        loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
         try:
             loop.begin(state)
-            for number, batch in enumerate(tqdm(stream, unit="batch", disable=not progress)):
+            for number, batch in enumerate(stream):
                 loop.serve(number, batch)
         except BudgetExceeded as error:
             error.served = loop.served()  # type: ignore[attr-defined]
@@ -158,32 +144,28 @@ class _Loop:
     adapter: Any
     account: StreamAccount | None
     till: release.Till
-    files: "_Files"
-    unit: Unit
+    files: "_Files | None"
+    monitor: CollapseMonitor | None
     deliver: Callable[[Batch, np.ndarray], None] | None
     evaluate: Callable[[Batch, Any], dict[str, float]] | None
-    monitor: CollapseMonitor | None
-    reset_on_collapse: bool
 
     state: Any = dataclasses.field(init=False)
     step: int = dataclasses.field(init=False)  # of the state
-    rows: list[dict[str, Any]] = dataclasses.field(init=False, default_factory=list)  # what came of each batch
-    run: str | None = dataclasses.field(init=False, default=None)  # the workdir, for the account
     name: str = dataclasses.field(init=False)  # of what makes the updates: the workdir, or the first state
     entering: Sum = dataclasses.field(init=False)  # the sum that the next batch enters
-    noted: dict[int, str] = dataclasses.field(init=False, default_factory=dict)  # the records of batches that are done
-    seen: int = dataclasses.field(init=False, default=0)  # batches of the stream
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # what came of each batch
+    run: str | None = None  # the workdir, for the account
+    noted: dict[int, str] = dataclasses.field(default_factory=dict)  # the records of batches that are done
+    seen: int = 0  # batches of the stream
 
     def begin(self, state: Any) -> None:
-        """Goes on with the workdir's state, or begins with the one that is given."""
-        kept = self.files.load(self.adapter, self._terms)
+        """Continues the workdir's state, or begins with the one that is given."""
+        kept = self.files.load(self.adapter, self._terms) if self.files else None
         if kept is not None:
             state, self.run, self.rows = kept
-            self.name = self.run
         else:
             state = self.adapter.init() if state is None else state
-            self.name = _name(self.adapter, state)
-        self.step = int(state.step)
+        self.step, self.name = int(state.step), self.run or _name(self.adapter, state)
         self.entering = self._next(None, self.step)
         if kept is None and self.account is not None:
             self.entering = self._admit(state, self.account)
@@ -191,7 +173,7 @@ class _Loop:
         self.state = state._replace(key=release.stream(release.new_seed(), _LABEL))
         if kept is not None:
             self._recount()
-        elif self.files.workdir is not None:
+        elif self.files is not None:
             if self.till.notes():
                 raise ValueError(
                     f"{self.files.workdir} holds notes of a stream, but its state is gone; use a new workdir."
@@ -205,9 +187,9 @@ class _Loop:
     def serve(self, number: int, batch: Batch) -> None:
         """Serves one batch, unless that is done."""
         self.seen += 1
-        units = batch.visitors(self.unit)
-        records = None if self.files.workdir is None else _as_text(units, batch.domains)
-        if number < len(self.rows):
+        units = batch.visitors(self._unit)
+        records = None if self.files is None else _as_text(units, batch.domains)
+        if self.files is not None and number < len(self.rows):
             if self.noted.get(number) != records:
                 raise ValueError(
                     f"batch {number} of stream is not the one that was served in {self.files.workdir}: its units or "
@@ -215,7 +197,7 @@ class _Loop:
                 )
             return
         before = self.adapter.reset(self.state) if batch.reset else self.state
-        payment = None if self.account is None else self.account.batch(units, entering=self.entering, run=self.run)
+        payment = None if self.account is None else BatchPayment(self.account, units, self.entering, self.run)
 
         def compute(secret: bytes) -> tuple[Any, np.ndarray, dict[str, Any]]:
             key = release.stream(secret, "noise and second views")
@@ -230,19 +212,20 @@ class _Loop:
             if self.monitor is not None and (number + 1) % self.monitor.every == 0:
                 report = self.monitor(after.params)
                 row["report"] = dataclasses.asdict(report)
-                if self.reset_on_collapse and report.collapsed:
+                if self.monitor.reset and report.collapsed:
                     after = self.adapter.reset(after)
                     row["resets"].append(number + 1)
             return after, logits, row
 
         def keep(made: tuple[Any, np.ndarray, dict[str, Any]]) -> None:
-            after, logits, row = made
+            self.state, logits, row = made
             if self.deliver is not None:
                 self.deliver(batch, logits)
-            self.state, self.step = after, self.step + 1
+            self.step += 1
             self.rows.append(row)
-            self.files.add(len(self.rows), row)
-            self._save()
+            if self.files is not None:
+                self.files.add(len(self.rows), row)
+                self._save()
 
         self.till.release(
             release.Release(
@@ -260,28 +243,29 @@ class _Loop:
 
     def end(self) -> None:
         """Refuses a stream that ended too early; leaves no unfinished sum in the workdir."""
+        if self.files is None:
+            return
         if self.seen < len(self.rows):
             raise ValueError(
                 f"stream has {self.seen} batches, but {len(self.rows)} were served in {self.files.workdir}. Give the "
                 "same stream from its beginning, or use a new workdir."
             )
-        if self.files.workdir is not None and self.step % self.adapter.accumulate:
+        if self.step % self.adapter.accumulate:
             self.state = self.state._replace(pending=jax.tree.map(jnp.zeros_like, self.state.pending))
             self._save()
 
     def served(self) -> Served:
         """What came of the batches so far."""
-        if self.account is not None and self.files.workdir is None and self.entering.batches:
+        if self.account is not None and self.files is None and self.entering.batches:
             self.account.leave_unfinished(_name(self.adapter, self.state), self.entering)
-        hits: dict[str, list[int]] = {}
+        hits: dict[str, Any] = {}
         for row in self.rows:
-            for domain, (right, count) in row["hits"].items():
-                found = hits.get(domain, [0, 0])
-                hits[domain] = [found[0] + right, found[1] + count]
+            for domain, found in row["hits"].items():
+                hits[domain] = np.add(hits.get(domain, 0), found)
         reports = [(number, row["report"]) for number, row in enumerate(self.rows) if row["report"] is not None]
         return Served(
             state=self.state,
-            accuracy={domain: right / count for domain, (right, count) in hits.items()},
+            accuracy={domain: float(right / count) for domain, (right, count) in hits.items()},
             correct=np.array([row["correct"] for row in self.rows], np.int64),
             count=np.array([row["count"] for row in self.rows], np.int64),
             resets=tuple(number for row in self.rows for number in row["resets"]),
@@ -291,9 +275,8 @@ class _Loop:
 
     def _admit(self, state: Any, account: StreamAccount) -> Sum:
         """The sum that a state holds; refuses a state from which noise would cover less than the account charges."""
-        unfinished = self.step % self.adapter.accumulate != 0
-        held = account.unfinished(self.name) if unfinished else None
-        if held is not None:
+        visits, unfinished = account.visits, self.step % self.adapter.accumulate != 0
+        if unfinished and (held := visits.under_way(self.name)) is not None:
             return held
         if unfinished and any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(getattr(state, "pending", None))):
             raise ValueError(
@@ -301,7 +284,7 @@ class _Loop:
                 "that update: its pending sum would be in two updates and paid for in one. Go on from the newest state "
                 "with its account, or from adapter.reset(state), which drops the pending sum"
             )
-        if account.charged(self.entering.release):
+        if any(self.entering.release in releases for releases in visits.counts.values()):
             raise ValueError(
                 "state has been served from before, and the account would take its next update for the one that "
                 "came of that. Go on from the state that came of that, or from state._replace(key=adapter.init().key)"
@@ -320,7 +303,7 @@ class _Loop:
             if number < len(self.rows):
                 self.noted[number] = row["records"]
             if self.account is not None:
-                payment = self.account.batch(_units_of(row["records"]), entering=self.entering, run=self.run)
+                payment = BatchPayment(self.account, _units_of(row["records"]), self.entering, self.run)
                 with payment.reserve(label="charged again on resuming", token=token):
                     entered = payment.entered
         if last < len(self.rows):
@@ -333,21 +316,22 @@ class _Loop:
         return entered
 
     def _save(self) -> None:
-        if self.files.workdir is not None:
-            assert self.run is not None
-            place = {"run": self.run, "batches": str(len(self.rows)), "step": str(self.step)}
-            self.files.save(self.adapter.parts(self.state), self._terms | place)
+        assert self.files is not None and self.run is not None
+        place = {"run": self.run, "batches": str(len(self.rows)), "step": str(self.step)}
+        self.files.save(self.adapter.parts(self.state), self._terms | place)
+
+    @property
+    def _unit(self) -> Any:
+        return "photograph" if self.account is None else self.account.unit
 
     @property
     def _terms(self) -> dict[str, str]:
         """What may not change in a workdir."""
-        method = self.adapter.method
         return {
-            "unit": self.unit,
+            "unit": self._unit,
             "accumulate": str(self.adapter.accumulate),
-            "event": to_json(getattr(method, "event", NonPrivateDpEvent())),
-            # Records that were clipped to one norm need noise for that norm.
-            "clip_norm": repr(getattr(method, "clip_norm", None)),
+            "event": to_json(_event(self.adapter)),
+            "clip_norm": repr(_clip_norm(self.adapter)),
         }
 
     @functools.cached_property
@@ -358,25 +342,21 @@ class _Loop:
 class _Files:
     """What is kept in a workdir beside what the till keeps: the state, and a row for each batch."""
 
-    def __init__(self, workdir: pathlib.Path | None):
+    def __init__(self, workdir: pathlib.Path):
         self.workdir = workdir
-        if workdir is not None:
-            (workdir / _ROWS).touch(mode=0o600)
-            self._rows = MetricsWriter(workdir / _ROWS, fsync=True)
+        (workdir / _ROWS).touch(mode=0o600)
+        self._rows = MetricsWriter(workdir / _ROWS, fsync=True)
 
     def close(self) -> None:
         """Closes the files."""
-        if self.workdir is not None:
-            self._rows.close()
+        self._rows.close()
 
     def add(self, number: int, row: dict[str, Any]) -> None:
         """Makes the row of a batch durable."""
-        if self.workdir is not None:
-            self._rows.write(number, **row)
+        self._rows.write(number, **row)
 
     def save(self, parts: Any, terms: dict[str, str]) -> None:
         """Replaces the state in one step. Its owner alone may read it: a pending sum has no noise yet."""
-        assert self.workdir is not None
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(parts))]
         # Number formats that NumPy itself lacks, such as bfloat16, are stored as integers of their size.
         plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
@@ -387,7 +367,7 @@ class _Files:
 
     def load(self, adapter: Any, terms: dict[str, str]) -> tuple[Any, str, list[dict[str, Any]]] | None:
         """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
-        if self.workdir is None or not (path := self.workdir / _STATE).exists():
+        if not (path := self.workdir / _STATE).exists():
             return None
         (self.workdir / f"{_STATE}.tmp").unlink(missing_ok=True)  # of a process that died while it wrote
         with understood(path, _DAMAGED), safetensors.safe_open(path, framework="numpy") as file:
@@ -396,9 +376,9 @@ class _Files:
             stated = found.pop("digest", None)  # the first release had none
             if stated not in (None, release.digest([named, found])):
                 raise ValueError("it does not hold the state that was written")
-            arrays = list(named.values())
             if missing := [name for name in (*terms, "kind", "run", "batches", "step") if name not in found]:
                 raise ValueError(f"it lacks {', '.join(missing)}")
+        # Records that were clipped to one norm need noise for that norm.
         unfinished = int(found["step"]) % adapter.accumulate != 0
         different = [name for name in terms if terms[name] != found[name] and (name != "clip_norm" or unfinished)]
         if different:
@@ -407,15 +387,23 @@ class _Files:
         leaves, structure = jax.tree.flatten(adapter.parts(empty))
         if found["kind"] != _kind(adapter.parts(empty)):
             raise ValueError(f"{path} holds the state of another adapter; use a new workdir.")
-        arrays = [jax.device_put(array.view(leaf.dtype)) for array, leaf in zip(arrays, leaves, strict=True)]
+        arrays = [jax.device_put(array.view(x.dtype)) for array, x in zip(named.values(), leaves, strict=True)]
         self._rows.truncate_after(int(found["batches"]))
         rows = read_metrics(self.workdir / _ROWS)
         if len(rows) != int(found["batches"]):
             raise ValueError(
                 f"{self.workdir / _ROWS} is damaged: it has {len(rows)} of {found['batches']} rows. {_DAMAGED}"
             )
-        state = adapter.whole(jax.tree.unflatten(structure, arrays), empty.key)
-        return state, found["run"], rows
+        return adapter.whole(jax.tree.unflatten(structure, arrays), empty.key), found["run"], rows
+
+
+def _event(adapter: Any) -> DpEvent:
+    return getattr(adapter.method, "event", NonPrivateDpEvent())
+
+
+def _clip_norm(adapter: Any) -> float | None:
+    """The norm of a record's contribution; None for a method that is not private."""
+    return adapter.method.sensitivity("zero_out") if isinstance(adapter.method, Private) else None
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
@@ -429,8 +417,7 @@ def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
 def _name(adapter: Any, state: Any) -> str:
     """Names a state and the norm to which what it holds was clipped, without telling its key."""
     key = np.asarray(jax.random.key_data(state.key)).tobytes()
-    facts = f"{int(state.step)} {getattr(adapter.method, 'clip_norm', None)!r}"
-    return hashlib.sha256(key + facts.encode()).hexdigest()[:16]
+    return hashlib.sha256(key + f"{int(state.step)} {_clip_norm(adapter)!r}".encode()).hexdigest()[:16]
 
 
 def _kind(parts: Any) -> str:
@@ -442,12 +429,10 @@ def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
     """Who came in a batch, for the notes of the workdir."""
 
     def plain(unit: Hashable) -> Any:
-        if isinstance(unit, str):
-            return str(unit)
-        if isinstance(unit, int | np.integer):
-            return int(unit)
         if isinstance(unit, tuple):
             return [plain(part) for part in unit]
+        if isinstance(unit, str | int | np.integer):
+            return str(unit) if isinstance(unit, str) else int(unit)
         raise TypeError(
             f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}; "
             "name them so, or leave workdir out."

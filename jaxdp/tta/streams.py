@@ -11,14 +11,14 @@ orders and reset rules of one class: continual ("never" reset), "episodic" in th
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from jaxdp.data import Source
+from jaxdp.tta.method import check_name
 
 Order = Literal["continual", "mixed", "label_shifted"]
 Reset = Literal["never", "domain", "batch"]
@@ -54,19 +54,13 @@ class Batch:
     def __post_init__(self) -> None:
         records = int(np.sum(self.mask))
         for name in ("units", "domains", "positions"):
-            if len(getattr(self, name)) != records:
-                raise ValueError(
-                    f"{name} must name each of the {records} records under mask, got {len(getattr(self, name))}"
-                )
-
-    @property
-    def samples(self) -> tuple[tuple[str, int], ...]:
-        """[m] identity of each record itself: its domain and position."""
-        return tuple(zip(self.domains, self.positions.tolist(), strict=True))
+            if (count := len(getattr(self, name))) != records:
+                raise ValueError(f"{name} must name each of the {records} records under mask, got {count}")
 
     def visitors(self, unit: Unit) -> tuple[Hashable, ...]:
-        """[m] whom an account charges: "photograph", `units`, or "sample", a photograph under one corruption."""
-        return self.units if unit == "photograph" else self.samples
+        """[m] whom an account charges: "photograph", `units`, or "sample", the domain and position of each record."""
+        check_name("unit", unit, Unit)
+        return self.units if unit == "photograph" else tuple(zip(self.domains, self.positions.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +75,7 @@ class Stream:
         inside a phase the order is random. Infinite odds are strictly class by class, odds of 1 are "continual".
 
     Formal guarantees:
-      - The plan (which position is in which batch, how many batches, where resets are) depends on the numbers of
+      - Which position is in which batch, how many batches there are and where resets are depends on the numbers of
         records, the public seed and the fields of this class only. Batches are disjoint and of fixed size, as parallel
         composition over a stream needs; replacing what a record holds moves no record.
       - "label_shifted" is the exception: it reads labels. It models a stream that arrives in such an order, and is
@@ -103,7 +97,7 @@ class Stream:
         papers, or "pad" the batch with masked rows.
       imbalance: odds >= 1 of a "label_shifted" stream.
       units: [n] public identity of position i in every domain, for example the patient of a scan; by default the
-        position itself. Where domains hold different photographs, protect samples (`Batch.samples`) instead.
+        position itself. Where domains hold different photographs, protect the unit "sample" instead.
 
     Raises:
       ValueError: on construction, for values outside the above or domains that yield no batch.
@@ -121,8 +115,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name} must be one of {list(get_args(choices))}, got {getattr(self, name)!r}")
+            check_name(name, getattr(self, name), choices)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if not 0 <= self.seed < 2**128:
@@ -144,9 +137,8 @@ class Stream:
         longest = max(len(source) for source in self.domains.values())
         if self.units is not None and len(self.units) != longest:
             raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}")
-        for name, batches in zip(
-            ["the stream"] if self.order == "mixed" else self.domains, self._sections, strict=True
-        ):
+        sections = ["the stream"] if self.order == "mixed" else self.domains
+        for name, batches in zip(sections, self._sections, strict=True):
             if not batches:
                 raise ValueError(
                     f"{name!r} has too few records for a batch of batch_size={self.batch_size}: use a smaller one, "
@@ -154,64 +146,42 @@ class Stream:
                 )
 
     def __len__(self) -> int:
-        return len(self._plan)
+        return len(self._schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         return map(self.batch, range(len(self)))
 
     def batch(self, index: int) -> Batch:
-        """Returns batch `index` in [0, len(stream)), reading the images of that batch only.
-
-        Raises:
-          IndexError: if there is no such batch.
-        """
+        """Returns batch `index` in [0, len(stream)), and reads the images of that batch only; IndexError for others."""
         if not 0 <= index < len(self):
             raise IndexError(f"index must be in [0, {len(self)}), got {index}")
-        rows, reset = self._plan[index]
+        rows, reset = self._schedule[index]
         owner, positions = rows.T
         sources = list(self.domains.values())
-        shape = sources[0].arrays["image"].shape[1:]
-        images = np.zeros((self.batch_size, *shape), np.float32)
+        images = np.zeros((self.batch_size, *sources[0].arrays["image"].shape[1:]), np.float32)
         labels = np.full(self.batch_size, -1, np.int32)
         for domain in np.unique(owner):
             here = np.flatnonzero(owner == domain)
             examples = sources[domain].gather(positions[here])
             images[here], labels[here] = examples["image"], examples["label"]
-        return Batch(
-            images=images,
-            labels=labels,
-            mask=np.arange(self.batch_size) < len(rows),
-            domains=self._domains_of(owner),
-            positions=positions,
-            units=self._units_of(positions),
-            reset=reset,
-        )
+        mask = np.arange(self.batch_size) < len(rows)
+        return Batch(images, labels, mask, *self._named(rows), reset)
 
     def visitors(self, unit: Unit) -> Iterator[tuple[Hashable, ...]]:
         """Yields `Batch.visitors` of every batch, without reading an image."""
-        for rows, _ in self._plan:
-            owner, positions = rows.T
-            names = zip(self._domains_of(owner), positions.tolist(), strict=True)
-            yield self._units_of(positions) if unit == "photograph" else tuple(names)
+        nothing = np.zeros(0, np.float32)
+        for rows, reset in self._schedule:
+            yield Batch(nothing, nothing, np.ones(len(rows), bool), *self._named(rows), reset).visitors(unit)
 
-    def _domains_of(self, owner: np.ndarray) -> tuple[str, ...]:
-        names = list(self.domains)
-        return tuple(names[i] for i in owner)
-
-    def _units_of(self, positions: np.ndarray) -> tuple[Hashable, ...]:
-        numbers = positions.tolist()
-        return tuple(numbers if self.units is None else (self.units[i] for i in numbers))
-
-    @property
-    def starts(self) -> dict[str, int]:
-        """Number of the first batch of each domain, in order; empty for a mixed stream, which has no boundaries."""
-        if self.order == "mixed":
-            return {}
-        ends = itertools.accumulate((len(batches) for batches in self._sections), initial=0)
-        return dict(zip(self.domains, ends, strict=False))
+    def _named(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray, tuple[Hashable, ...]]:
+        """Domains, positions and units of records."""
+        owner, positions = rows.T
+        names, numbers = list(self.domains), positions.tolist()
+        units = numbers if self.units is None else [self.units[i] for i in numbers]
+        return tuple(names[i] for i in owner), positions, tuple(units)
 
     @functools.cached_property
-    def _plan(self) -> list[tuple[np.ndarray, bool]]:
+    def _schedule(self) -> list[tuple[np.ndarray, bool]]:
         """Per batch: (domain number, position) of its records, int64 [m, 2], and whether to reset before it."""
         return [
             (rows, self.reset == "batch" or (self.reset == "domain" and number == 0))
@@ -222,19 +192,17 @@ class Stream:
     @functools.cached_property
     def _sections(self) -> list[list[np.ndarray]]:
         """The batches by section of the stream that no batch leaves: a domain, or everything if mixed."""
-        records = []
-        for number, source in enumerate(self.domains.values()):
-            if self.order == "mixed":
-                order = np.arange(len(source))
-            elif self.order == "continual":
-                order = _shuffled(self.seed, len(source))
-            else:
-                order = self._label_shifted(source)
-            records.append(np.stack([np.full_like(order, number), order], axis=1))
+        orders = {
+            "continual": lambda source: _shuffled(self.seed, len(source)),
+            "mixed": lambda source: np.arange(len(source)),
+            "label_shifted": self._label_shifted,
+        }
+        order = map(orders[self.order], self.domains.values())
+        sections = [np.stack([np.full_like(rows, number), rows], axis=1) for number, rows in enumerate(order)]
         if self.order == "mixed":
-            everything = np.concatenate(records)
-            records = [everything[_shuffled(self.seed, len(everything))]]
-        return [self._cut(rows) for rows in records]
+            everything = np.concatenate(sections)
+            sections = [everything[_shuffled(self.seed, len(everything))]]
+        return [self._cut(rows) for rows in sections]
 
     def _cut(self, rows: np.ndarray) -> list[np.ndarray]:
         stop = len(rows) if self.remainder == "pad" else len(rows) - len(rows) % self.batch_size

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tqdm import tqdm
 
 from jaxdp import audit, finetune, prediction, pretrain, privacy, recalibration, split, tta
 from jaxdp.audit import finetune as finetune_canaries
@@ -186,7 +187,7 @@ def recalibrate(job: Job) -> dict[str, Any]:
     sources = []
     for source in job.data.sources:
         logits, labels = models.logits(network, params, source), data.labels(source)
-        sources.append(recalibration.Source(logits, labels, account=job.account(source.name)))
+        sources.append(recalibration.Party(logits, labels, account=job.account(source.name)))
     found = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
     save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
 
@@ -240,12 +241,10 @@ def adapt(job: Job) -> dict[str, Any]:
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     served = tta.serve(
         adapter,
-        batches,
-        account=tta.StreamAccount(job.account("stream"), event=method.event),
-        unit="sample",
+        tqdm(batches, unit="batch"),
+        account=tta.StreamAccount(job.account("stream"), event=method.event, unit="sample"),
         workdir=job.folder,
         evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
-        progress=True,
     )
     save_params(job.folder / "adapted.safetensors", served.state.params)
     source = {shift: judge(params, test) for shift, test in job.data.stream_test.items()}
@@ -274,7 +273,7 @@ def adapt(job: Job) -> dict[str, Any]:
 
 
 def _adapt_charges(config: Any, parts: Parts) -> Charges:
-    return {"stream": tta.stream_event(_private(config.adapt).event, _batches(config, parts), unit="sample")}
+    return {"stream": tta.event(_private(config.adapt).event, _batches(config, parts), unit="sample")}
 
 
 def _batches(config: Any, parts: Parts) -> tta.Stream:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxdp.audit import recalibration as canaries
-from jaxdp.recalibration import AccT, HistogramBinning, NllT, Source
+from jaxdp.recalibration import AccT, HistogramBinning, NllT, Party
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
@@ -85,7 +85,7 @@ def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
 def test_conversations_of_one_call_are_those_of_single_calls_each_with_noise_of_its_own():
     """The claim is of one conversation; a call makes many."""
     terms = {"epsilon": 2.0, "adjacency": "add_remove"}
-    calibrator, sources = canaries.Transcript(AccT(iterations=1), 1.0), [Source(LOGITS, LABELS)]
+    calibrator, sources = canaries._Transcript(AccT(iterations=1), 1.0), [Party(LOGITS, LABELS)]
     keys = jax.random.split(jax.random.key(0), 3)
     together = jax.vmap(lambda key: canaries.converse(calibrator, sources, key, **terms))(keys)
     np.testing.assert_array_equal(together, [canaries.converse(calibrator, sources, key, **terms) for key in keys])
@@ -93,7 +93,7 @@ def test_conversations_of_one_call_are_those_of_single_calls_each_with_noise_of_
 
 
 def test_the_calibrator_asks_at_the_temperature_and_keeps_every_answer():
-    calibrator = canaries.Transcript(AccT(iterations=2), 0.7)
+    calibrator = canaries._Transcript(AccT(iterations=2), 0.7)
     state = calibrator.init(0.0)
     for k in range(calibrator.rounds):
         assert calibrator.question(k, state) == np.float32(0.7)

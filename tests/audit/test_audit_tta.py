@@ -152,5 +152,5 @@ def test_arguments_are_checked():
         canaries.audit_stream(adapter, BATCH, IMAGES[:1], trials=2, delta=DELTA)
     with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
         audit(adapter, trials=1)
-    with pytest.raises(ValueError, match="adjacency 'add_remove', which a stream of batches cannot satisfy"):
+    with pytest.raises(ValueError, match="got 'add_remove', which a stream of batches cannot satisfy"):
         audit(adapter, adjacency="add_remove")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
+from jaxdp import recalibration
 from jaxdp.recalibration import (
     AccBisection,
     AccT,
@@ -238,6 +239,27 @@ def contributions(method, k, logits, labels, temperature):
     return np.concatenate([cell * right[:, None], cell * (1 - right[:, None] if method.form == "split" else 1)], 1)
 
 
+def test_methods_are_made_from_the_options_of_a_config():
+    options = {
+        "acc_t": {"bracket": (0.5, 3.0, "linear"), "iterations": 4},
+        "nll_t": {"bracket": [0.5, 16], "bound": 5.0},
+        "ece_t": {"bracket": Bracket(high=8.0), "bins": 10},
+        "histogram_binning": {"form": "published"},
+        "acc_bisection": {"split": True},
+        "logistic_binning": {"edges": [0.0, 1.0]},
+    }
+    assert options.keys() == recalibration.METHODS.keys()
+    made = {name: recalibration.METHODS[name](**options[name]) for name in options}
+    assert made["acc_t"] == AccT(bracket=Bracket(low=0.5, high=3.0, spacing="linear"), iterations=4)
+    assert made["nll_t"] == NllT(bracket=Bracket.of((0.5, 16.0), "log"), bound=5.0)
+    assert made["ece_t"].bracket == Bracket(high=8.0) and made["acc_bisection"] == AccBisection(split=True)
+    assert len({*made.values()}) == 6, "static arguments of compiled functions"
+    with pytest.raises(ValueError, match=r"bracket must be two temperatures \(low, high\), got \(1.0,\)"):
+        recalibration.METHODS["acc_t"](bracket=(1.0,))
+    with pytest.raises(ValueError, match="spacing must be 'log' or 'linear', got 'cubic'"):
+        recalibration.METHODS["acc_t"](bracket=(1.0, 2.0, "cubic"))
+
+
 METHODS = {
     "acc": AccT(),
     "acc split": AccT(split=True),
@@ -367,7 +389,7 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
     counts = {"split": [[-3.0, 5.0, -2.0, -1.0], [1.0, -2.0, -2.0, 4.0]]}
     counts["published"] = [[-3.0, 5.0, -2.0, -1.0], [-2.0, 3.0, -4.0, 3.0]]
     for form, (right, other) in counts.items():
-        found = HistogramBinning(bins=4, form=form).finish(jnp.asarray(right + other, jnp.float32))
+        found = HistogramBinning(bins=4, form=form).finish((0.0, jnp.asarray(right + other, jnp.float32)))
         # Totals -2, 3, -4, 3: the middle, 5/3 clamped, the middle, -1/3 clamped.
         np.testing.assert_allclose(found, [0.125, 1.0, 0.625, 0.0], rtol=1e-6)
 

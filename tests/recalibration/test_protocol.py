@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Source, play, protocol, recalibrate
-from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, release, summands
+from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Party, play, protocol, recalibrate
+from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, summands, with_noise
 from jaxdp.transforms import noise
 
 ROOT = Path(__file__).parent.parent.parent
@@ -154,7 +154,7 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
         added = jnp.full((n, 1), bound)
         (total,) = exact_sums(added, jnp.zeros(n, jnp.int32), 1, scale)[0]
         assert int(total) == n * bound / scale.step
-        assert float(release(KEY, total[None, None], scale)[0, 0]) == pytest.approx(n * bound, rel=1e-6)
+        assert float(with_noise(KEY, total[None, None], scale)[0, 0]) == pytest.approx(n * bound, rel=1e-6)
 
 
 # --- What an answer gives away ----------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def answers(method, source, epsilon, key, rounds=1):
         added = summands(method, k, records, jnp.float32(1.0))
         exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)
         many = jnp.broadcast_to(exact, (DRAWS, exact.shape[1]))
-        out.append(np.asarray(release(jax.random.fold_in(key, k), many, scale), np.float64))
+        out.append(np.asarray(with_noise(jax.random.fold_in(key, k), many, scale), np.float64))
     return np.stack(out)
 
 
@@ -184,8 +184,8 @@ def log_ratio(first, second):
 def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
     epsilon, method = 0.5, HistogramBinning(bins=1)
     logits, labels = np.tile(np.float32([[2.0, 0.0]]), (6, 1)), np.array([0, 0, 0, 1, 1, 0])
-    one = answers(method, Source(logits, labels), epsilon, jax.random.fold_in(KEY, 1))[0, :, 0]
-    two = answers(method, Source(logits[:5], labels[:5]), epsilon, jax.random.fold_in(KEY, 2))[0, :, 0]
+    one = answers(method, Party(logits, labels), epsilon, jax.random.fold_in(KEY, 1))[0, :, 0]
+    two = answers(method, Party(logits[:5], labels[:5]), epsilon, jax.random.fold_in(KEY, 2))[0, :, 0]
     edges = np.quantile(np.concatenate([one, two]), np.linspace(0, 1, 21))
     edges[0], edges[-1] = -np.inf, np.inf
     cells = [((low <= one) & (one < high), (low <= two) & (two < high)) for low, high in itertools.pairwise(edges)]
@@ -202,8 +202,8 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
 def test_all_rounds_together_cost_epsilon():
     epsilon, method = 1.0, AccT(iterations=1)
     sure_and_wrong = np.float32([[200.0, 0.0]])
-    one = answers(method, Source(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2)[..., 0]
-    two = answers(method, Source(sure_and_wrong[:0], np.array([], int)), epsilon, jax.random.fold_in(KEY, 4), rounds=2)[
+    one = answers(method, Party(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2)[..., 0]
+    two = answers(method, Party(sure_and_wrong[:0], np.array([], int)), epsilon, jax.random.fold_in(KEY, 4), rounds=2)[
         ..., 0
     ]
     ratio, error = log_ratio((one <= -1).all(0), (two <= -1).all(0))
@@ -218,11 +218,11 @@ def test_all_rounds_together_cost_epsilon():
 def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
     method = HistogramBinning(bins=1)
     logits, labels = people(3, m=2)
-    drawn = answers(method, Source(logits, labels), epsilon, KEY)[0]
+    drawn = answers(method, Party(logits, labels), epsilon, KEY)[0]
     stated = scale_of(method, epsilon, num_classes=2).variance
     # The fourth moment of a Laplace variable is 6 times the squared variance.
     assert drawn.var(0) == pytest.approx(np.full(2, stated), rel=5 * math.sqrt(5 / DRAWS))
-    exact = answers(method, Source(logits, labels), math.inf, KEY)[0, 0]
+    exact = answers(method, Party(logits, labels), math.inf, KEY)[0, 0]
     np.testing.assert_allclose(drawn.mean(0), exact, atol=5 * math.sqrt(stated / DRAWS))
 
 
@@ -242,32 +242,32 @@ def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
 )
 def test_impossible_sources_are_refused_without_their_size(logits, labels, error, words):
     with registered() as ledger, pytest.raises(error, match=words) as raised:
-        Source(logits, labels, account=ledger.account("clinic"))
+        Party(logits, labels, account=ledger.account("clinic"))
     assert "'clinic'" in str(raised.value) and not re.search(r"\b[67]\b", str(raised.value))
 
 
 def test_too_many_records_for_exact_sums_are_refused():
     with pytest.raises(ValueError, match="more than 131072 records; divide it"):
-        Source(np.zeros((2**17 + 1, 2), np.float32), np.zeros(2**17 + 1, np.int32))
+        Party(np.zeros((2**17 + 1, 2), np.float32), np.zeros(2**17 + 1, np.int32))
 
 
 def test_an_account_is_one_of_a_ledger():
     with pytest.raises(TypeError, match=r"account must be ledger\.account\(name\) or None, got str"):
-        Source(*people(7), account="clinic")
+        Party(*people(7), account="clinic")
 
 
 def test_a_source_shows_nothing_of_its_records():
-    assert repr(Source(*people(7))) == "Source(account=None)"
+    assert repr(Party(*people(7))) == "Party(account=None)"
     with registered() as ledger:
         account = ledger.account("clinic")
-        assert repr(Source(*people(7), account=account)) == f"Source(account={account!r})"
+        assert repr(Party(*people(7), account=account)) == f"Party(account={account!r})"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 @pytest.mark.parametrize("label_dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
 def test_any_floating_point_logits_and_integer_labels_do(dtype, label_dtype):
     logits, labels = people(20)
-    source = Source(logits.astype(dtype), labels.astype(label_dtype))
+    source = Party(logits.astype(dtype), labels.astype(label_dtype))
     assert source.logits.dtype == np.float32 and source.labels.dtype == np.int32
     assert (source.logits == logits.astype(dtype).astype(np.float32)).all() and (source.labels == labels).all()
 
@@ -275,7 +275,7 @@ def test_any_floating_point_logits_and_integer_labels_do(dtype, label_dtype):
 def test_values_beyond_32_bits_are_invalid_not_other_values():
     logits = np.array([[1e300, 0.0], [0.0, -1e300], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
     for wide, dtype in ((2**32 + 1, np.int64), (2**64 - 1, np.uint64), (2**63 + 1, np.uint64), (-(2**40), np.int64)):
-        source = Source(logits, np.array([0, 0, wide, wide, 0, 1], dtype))
+        source = Party(logits, np.array([0, 0, wide, wide, 0, 1], dtype))
         records = Records(jnp.asarray(source.logits), jnp.asarray(source.labels))
         assert records.valid.tolist() == [False] * 4 + [True] * 2
 
@@ -285,7 +285,7 @@ def test_values_beyond_32_bits_are_invalid_not_other_values():
 
 @pytest.mark.parametrize("method", [AccT(split=True), HistogramBinning()], ids=repr)
 def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path):
-    parties = [Source(*people(40, seed=i)) for i in range(3)] + [Source(*people(0))]
+    parties = [Party(*people(40, seed=i)) for i in range(3)] + [Party(*people(0))]
 
     def converse(epsilon, variance, folder):
         talks = [party.begin(method, epsilon=epsilon, workdir=folder / str(i)) for i, party in enumerate(parties)]
@@ -311,7 +311,7 @@ def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path
 
 
 def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
-    source, method = Source(*people(60)), AccT()
+    source, method = Party(*people(60)), AccT()
     scale, exact, noisy = (
         scale_of(method, 1.0),
         source.begin(method, epsilon=math.inf),
@@ -329,13 +329,13 @@ def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
 def test_a_conversation_is_paid_once_before_its_first_answer():
     method = AccT(iterations=2)
     with registered(epsilon=1.5, delta=0.0) as ledger:
-        source = Source(*people(20), account=ledger.account("clinic"))
+        source = Party(*people(20), account=ledger.account("clinic"))
         with pytest.raises(ValueError, match="registered with 'add_remove'"):
             source.begin(method, epsilon=1.0, adjacency="replace_one")
         assert ledger.epsilon("clinic") == 0.0
         talk = source.begin(method, epsilon=1.0)
         assert ledger.epsilon("clinic") == 1.0
-        other = Source(*people(20)).begin(method, epsilon=1.0)
+        other = Party(*people(20)).begin(method, epsilon=1.0)
         assert talk.answer(1.0) != other.answer(1.0)  # noise of its own
         with pytest.raises(BudgetExceeded):
             source.begin(method, epsilon=1.0)
@@ -344,7 +344,7 @@ def test_a_conversation_is_paid_once_before_its_first_answer():
 
 def test_a_question_is_answered_once_and_may_be_repeated():
     method = AccT(iterations=2)
-    with Source(*people(60)).begin(method, epsilon=1.0) as talk:
+    with Party(*people(60)).begin(method, epsilon=1.0) as talk:
         first = talk.answer(1.0)
         assert (talk.answer(jnp.float32(1), round=0) == first).all() and talk.answered == 1
         for other in (1.0000001, math.nan, -0.0):
@@ -371,7 +371,7 @@ def test_threads_that_ask_at_once_do_not_share_noise(monkeypatch):
         return answer(*args)
 
     monkeypatch.setattr(protocol, "_answer", slow)
-    with Source(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk, ThreadPoolExecutor(4) as pool:
+    with Party(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk, ThreadPoolExecutor(4) as pool:
         heard = [pool.submit(talk.answer, temperature, round=0) for temperature in (0.7, 1.3, 0.9, 0.7)]
         errors = [future.exception() for future in heard]
     assert sum(error is None for error in errors) in (1, 2) and talk.answered == 1
@@ -382,12 +382,12 @@ CHILD = """
 import os, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
-from jaxdp.recalibration import AccT, Source, protocol
+from jaxdp.recalibration import AccT, Party, protocol
 
 path, workdir, dies_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = np.random.default_rng(0)
 with Ledger(path) as ledger:
-    source = Source(rng.normal(size=(20, 3)), rng.integers(0, 3, 20), account=ledger.account("clinic"))
+    source = Party(rng.normal(size=(20, 3)), rng.integers(0, 3, 20), account=ledger.account("clinic"))
     with source.begin(AccT(iterations=2), epsilon=1.0, workdir=workdir) as talk:
         print(talk.answered, flush=True)
         if dies_after == 0:
@@ -420,13 +420,13 @@ def test_a_conversation_survives_kills_and_is_charged_once(tmp_path):
 def test_a_closed_conversation_goes_on_in_its_workdir_and_with_nothing_else(tmp_path):
     method, records = AccT(iterations=2), people(20)
     with registered(epsilon=1.5, delta=0.0) as ledger:
-        source = Source(*records, account=ledger.account("clinic"))
+        source = Party(*records, account=ledger.account("clinic"))
         with source.begin(method, epsilon=1.0, workdir=tmp_path) as talk:
             first = talk.answer(1.0)
             with pytest.raises(ValueError, match="another process is running"):
                 source.begin(method, epsilon=1.0, workdir=tmp_path)
         assert (tmp_path / "secret_seed").exists()
-        other = Source(records[0] + 1e-3, records[1], account=ledger.account("clinic"))
+        other = Party(records[0] + 1e-3, records[1], account=ledger.account("clinic"))
         for party, terms in (
             (other, {"epsilon": 1.0}),
             (source, {"epsilon": 0.5}),
@@ -459,7 +459,7 @@ class Calling(AccT):
 def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_path, monkeypatch, kind, flags, times):
     method = kind(iterations=2)
     with registered() as ledger:
-        source = Source(*people(20), account=ledger.account("clinic"))
+        source = Party(*people(20), account=ledger.account("clinic"))
         with source.begin(method, epsilon=1.0, workdir=tmp_path) as talk:
             first = talk.answer(1.0)
         monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')}{flags}")
@@ -473,7 +473,7 @@ def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_pat
 def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tmp_path):
     """Its round is asked again: at the same temperature it says the same, at another one it has noise of its own."""
     method, heard = HistogramBinning(bins=1), []
-    source = Source(*people(50))
+    source = Party(*people(50))
     source.begin(method, epsilon=1.0, workdir=tmp_path / "original").close()
     for i, temperature in enumerate((1.0, 1.0, 2.0)):  # which this method's sums do not depend on
         shutil.copytree(tmp_path / "original", tmp_path / str(i))
@@ -482,7 +482,7 @@ def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tm
 
 
 def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
-    source = Source(*people(20))
+    source = Party(*people(20))
     with source.begin(AccT(iterations=2), epsilon=1.0, workdir=tmp_path) as talk:
         monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
         with pytest.raises(OSError, match="no space left"):
@@ -492,7 +492,7 @@ def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
 
 
 def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
-    source, method = Source(*people(60)), AccT(iterations=2)
+    source, method = Party(*people(60)), AccT(iterations=2)
     for epsilon in (math.inf, 1.0):
         strange = [math.nan, 0.0, -1.0, 1e-40, math.inf, -math.inf]
         for first, second, third in (strange[:3], strange[3:]):

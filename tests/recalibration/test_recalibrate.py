@@ -27,8 +27,8 @@ from jaxdp.recalibration import (
     AccT,
     HistogramBinning,
     NllT,
+    Party,
     Recalibration,
-    Source,
     acc_t,
     ece_t,
     event,
@@ -192,12 +192,12 @@ def test_one_source_is_not_private_and_says_so():
     with Ledger.in_memory() as ledger:
         ledger.register("clinic", adjacency="add_remove", unit="patient")
         ledger.register("strict", adjacency="add_remove", unit="patient", epsilon=1e6, delta=0.0)
-        found = one_source(Source(*people(120), account=ledger.account("clinic")))
+        found = one_source(Party(*people(120), account=ledger.account("clinic")))
         assert isinstance(found.method, NllT) and found.event == NonPrivateDpEvent()
         assert found.temperature == nll_t([people(120)], epsilon=math.inf).temperature
         assert ledger.epsilon("clinic", delta=1e-5) == math.inf
         with pytest.raises(BudgetExceeded):
-            one_source(Source(*people(60), account=ledger.account("strict")), method=AccT())
+            one_source(Party(*people(60), account=ledger.account("strict")), method=AccT())
 
 
 # --- Odd sources ------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
 
 def test_payments_never_share_noise():
     with registered({f"source {i}": None for i in range(len(SOURCES))}) as ledger:
-        paying = [Source(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)]
+        paying = [Party(*records, account=ledger.account(f"source {i}")) for i, records in enumerate(SOURCES)]
         once = counts(paying, key=KEY)
         assert counts(paying, key=KEY) == once  # the same release, paid once
         assert ledger.events("source 0") == {None: PureDpEvent(1.0)}
@@ -324,7 +324,7 @@ def registered(budgets, adjacency="add_remove", ledger=None):
 
 
 def clinics(ledger, *names):
-    return [Source(*people(20, seed=i), account=ledger.account(name)) for i, name in enumerate(names)]
+    return [Party(*people(20, seed=i), account=ledger.account(name)) for i, name in enumerate(names)]
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ def test_every_account_pays_epsilon_once(name):
         {"north": 1.0, "south": None, "source 2": 2.0, "source 3": 0.7, "west": 1.0, "east": 1.0}
     ) as ledger:
         names = ("north", "south", "source 2", "source 3", "west")
-        sources = [Source(*records, account=ledger.account(name)) for records, name in zip(SOURCES, names, strict=True)]
+        sources = [Party(*records, account=ledger.account(name)) for records, name in zip(SOURCES, names, strict=True)]
         found = SHORT[name](sources, epsilon=0.7)
         for account in names:
             assert ledger.epsilon(account, delta=0.0) == 0.7 == found.event.epsilon
@@ -472,7 +472,7 @@ import os, signal, sys
 import numpy as np
 import jaxdp.recalibration.recalibrate
 from jaxdp.privacy import Ledger
-from jaxdp.recalibration import Source, acc_t
+from jaxdp.recalibration import Party, acc_t
 
 path, workdir, dies = sys.argv[1], sys.argv[2] or None, sys.argv[3] == "dies"
 module = sys.modules["jaxdp.recalibration.recalibrate"]
@@ -487,7 +487,7 @@ def answers(*args, **kwargs):
 module.converse = answers
 records = np.zeros((3, 2), np.float32), np.zeros(3, int)
 with Ledger(path) as ledger:
-    sources = [Source(*records, account=ledger.account(name)) for name in ("north", "south")]
+    sources = [Party(*records, account=ledger.account(name)) for name in ("north", "south")]
     print(acc_t(sources, epsilon=0.5, workdir=workdir).temperature)
 """
 
@@ -583,7 +583,7 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, 
             jax.clear_caches()  # as in a process of its own
             parts = divided(logits, labels, [cut, 40 - cut])
             names = ("north", "south")
-            sources = [Source(*part, account=ledger.account(name)) for part, name in zip(parts, names, strict=True)]
+            sources = [Party(*part, account=ledger.account(name)) for part, name in zip(parts, names, strict=True)]
             return recalibrate(Weighted(bins=3), sources, epsilon=epsilon, workdir=tmp_path)
 
         with pytest.raises(PowerCut):
@@ -624,7 +624,7 @@ def test_a_workdir_keeps_one_result(tmp_path):
             with pytest.raises(ValueError, match=r"keeps another release|registered with 'add_remove'"):
                 SHORT["acc"](clinics(ledger, "north"), **{"epsilon": 0.5, "workdir": tmp_path} | change)
         with pytest.raises(ValueError, match="keeps another release"):
-            SHORT["acc"]([Source(*people(20, seed=5), account=ledger.account("north"))], epsilon=0.5, workdir=tmp_path)
+            SHORT["acc"]([Party(*people(20, seed=5), account=ledger.account("north"))], epsilon=0.5, workdir=tmp_path)
         assert ledger.epsilon("north") == 0.5
     with registered({"north": 1.0}) as restored:  # an older copy does not know what is kept
         SHORT["acc"](clinics(restored, "north"), epsilon=0.5, workdir=tmp_path)

@@ -102,7 +102,7 @@ def test_recalibration():
     names = ["source 0", "source 1"]
     ledger = new_ledger("add_remove", *names)
     sources = [
-        recalibration.Source(
+        recalibration.Party(
             RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 3, 20), account=ledger.account(name)
         )
         for name in names
@@ -136,8 +136,8 @@ def test_a_stream():
         ("accumulated", "photograph", 2),
     ):
         adapter = tta.Adapter(apply, params, method, optax.sgd(0.01), accumulate=accumulate)
-        account = tta.StreamAccount(ledger.account(name), event=method.event)
-        tta.serve(adapter, stream, account=account, unit=unit)
+        account = tta.StreamAccount(ledger.account(name), event=method.event, unit=unit)
+        tta.serve(adapter, stream, account=account)
     assert_charged(ledger, "tta")
 
 

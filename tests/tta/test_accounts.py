@@ -93,9 +93,6 @@ def test_condition_8_a_unit_that_comes_back_is_charged_again():
     assert sample == pytest.approx(19.9656, rel=1e-4)
     assert unit == pytest.approx(136.93, rel=1e-4)
     assert ledger.epsilon("stream", delta=DELTA) == pytest.approx(unit, rel=1e-6)
-    shown = account.describe(delta=DELTA)
-    assert all(part in shown for part in ("epsilon 19.97", "136.9", "1e-06", "replace_one"))
-    assert "photograph" not in shown
 
 
 @pytest.mark.parametrize(("records", "published"), [(2, 50.8), (4, 144.1)])
@@ -193,7 +190,9 @@ def test_a_failing_body_stays_charged():
 
 
 def test_condition_10_add_remove_does_not_fit_a_stream():
-    with pytest.raises(ValueError, match="adjacency='replace_one' or 'zero_out'"):
+    with pytest.raises(
+        ValueError, match="adjacency of dataset 'stream' must be 'replace_one' or 'zero_out', got 'add_remove'"
+    ):
         StreamAccount(new_ledger("add_remove").account("stream"), event=GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="'replace_one' or 'zero_out'"):
         epsilons(GaussianDpEvent(1.0), visits=1, delta=DELTA, adjacency="add_remove")

@@ -1,4 +1,5 @@
-"""The published methods against a step-by-step oracle in float64: selections, updates, memories and resets.
+"""The published methods against a step-by-step oracle in float64: selections, updates, memories and resets; and what
+every row of `tta.METHODS` must satisfy (`conforms`).
 
 Inputs are such that nothing the oracle compares with a threshold comes closer to it than float32 rounding by far, so
 both select the same images.
@@ -7,6 +8,7 @@ both select the same images.
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import math
 import pathlib
 
@@ -16,7 +18,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp import tta
+from jaxdp import Ledger, tta
+from jaxdp.data import from_arrays
+from jaxdp.tta.adapter import _step
 from jaxdp.tta.come import opinion_entropy
 from jaxdp.tta.method import Method, entropy
 
@@ -67,6 +71,114 @@ def _in_tree_order(velocity, leaves):
 
 def moved(reference):
     return np.abs(reference.theta - reference.source).max()
+
+
+# ------------------------------------------------------------------------------------------------- every row of METHODS
+
+GIVEN = {"num_classes": tiny.CLASSES, "base_method": tta.Tent()}
+HOOKS = ("uncertainty", "weight", "reliable", "augment", "radius", "pull", "novel", "remember", "lost")
+
+
+def built(name):
+    """The method of a row of METHODS, from what its constructor needs."""
+    parameters = inspect.signature(tta.METHODS[name]).parameters
+    return tta.METHODS[name](**{key: value for key, value in GIVEN.items() if key in parameters})
+
+
+def conforms(name):
+    """Holds the method of a row of METHODS to what `Adapter`, `private` and `serve` expect of every method."""
+    method = built(name)
+    assert isinstance(method, tta.Method)
+    hooks_are_functions_of_one_image(method)
+    published_steps_keep_the_state_s_form(method)
+    private_form_bounds_what_a_record_can_do(method)
+    served_streams_are_paid_for_once(method)
+
+
+def hooks_are_functions_of_one_image(method):
+    logits = jnp.array([[1.0, 2.0, -jnp.inf, 0.5], [200.0, -200, 0, 0], [0.0] * 4, [1.0, 3.0, -2.0, 0.1]])
+    images, keys = tiny.stream(0)[0, :4], jax.random.split(jax.random.key(0, impl="threefry2x32"), 4)
+    views = jax.vmap(method.augment, (0, None, 0))(keys, keys[0], jnp.asarray(images))
+    assert views is None or (views.shape, views.dtype) == (images.shape, images.dtype)
+    again = None if views is None else tiny.apply_fn(tiny.PARAMS, views)
+    samples = jax.jit(jax.vmap(method))(logits, again)
+    memory = method.start()
+    weights, reliable = jax.vmap(method.weight)(samples), jax.vmap(method.reliable)(samples)
+    novel = jax.vmap(method.novel, (None, 0))(memory, samples)
+    for values, dtype in ((samples.uncertainty, jnp.float32), (weights, jnp.float32), (reliable, bool), (novel, bool)):
+        assert values.shape == (4,) and values.dtype == dtype and np.isfinite(values).all()
+    for one in range(4):
+        alone = method(logits[one], None if again is None else again[one])
+        np.testing.assert_allclose(alone.uncertainty, samples.uncertainty[one], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(method.weight(alone), weights[one], rtol=1e-5)
+    slopes = jax.vmap(jax.grad(lambda z: method(z).uncertainty))(logits)
+    assert np.isfinite(slopes).all()
+    remembered = method.remember(memory, samples, reliable & novel)
+    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), memory, remembered)
+    assert method.lost(memory).shape == () and not method.lost(memory), "a method that has seen nothing is not lost"
+    assert 0 <= method.radius < math.inf
+
+
+def published_steps_keep_the_state_s_form(method):
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    batches, mask = tiny.stream(3, 3), np.arange(6) < 4
+    batches[:, 4:] = np.nan
+    start = adapter.init(jax.random.key(0))
+    states, logits = tiny.run(adapter, batches, state=start, masks=[mask] * 3)
+    before = _step._cache_size()
+    states += tiny.run(adapter, batches, state=states[-1], masks=[mask] * 3)[0]
+    assert _step._cache_size() == before, "the second step must not compile again"
+    for state in states:
+        jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), state, start)
+        assert np.isfinite(tiny.theta_of(state.params)).all()
+        jax.tree.map(np.testing.assert_array_equal, [state.params["embed"], state.params["head"]], [*FROZEN])
+    np.testing.assert_allclose(logits[0][:4], tiny.apply_fn(tiny.PARAMS, batches[0][:4]), atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, adapter.reset(states[-1])[1:5], start[1:5])
+
+
+FROZEN = (tiny.PARAMS["embed"], tiny.PARAMS["head"])
+CLIP = 0.03
+
+
+def private_form_bounds_what_a_record_can_do(method):
+    form = tta.private(method, clip_norm=CLIP, noise_multiplier=0.0)
+    said = form.describe()
+    assert all(method.explain(hook) in said for hook in HOOKS if hook == "uncertainty" or method.overrides(hook))
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, optax.sgd(1.0))
+    start, batch, everybody = adapter.init(jax.random.key(0)), tiny.stream(20)[0], np.ones(6, bool)
+
+    def clipped_sum(images, mask=everybody):
+        state, _ = adapter.step(start, images, None, mask)
+        assert state.memory == ()
+        return 6 * (tiny.THETA - tiny.theta_of(state.params))
+
+    without = clipped_sum(batch, everybody & (np.arange(6) != 2))
+    others = [np.roll(batch, k, 0)[2] for k in range(1, 4)] + [0 * batch[2], 1e3 * batch[2]]
+    sums = [clipped_sum(np.concatenate([batch[:2], [record], batch[3:]])) for record in others]
+    moved = [np.linalg.norm(x - without) for x in sums]
+    assert max(moved) <= form.sensitivity("zero_out") + 1e-5 and max(moved) > 0.5 * CLIP
+    assert max(np.linalg.norm(x - y) for x in sums for y in sums) <= form.sensitivity("replace_one") + 1e-5
+    np.testing.assert_array_equal(clipped_sum(np.where(np.arange(6)[:, None, None, None] == 2, np.nan, batch)), without)
+
+
+def served_streams_are_paid_for_once(method):
+    rng = np.random.default_rng(0)
+    image = rng.uniform(size=(12, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
+    source = from_arrays(image=image, label=rng.integers(0, tiny.CLASSES, 12), num_classes=tiny.CLASSES)
+    stream = tta.Stream({"site": source}, batch_size=4, seed=0)
+    form = tta.private(method, clip_norm=CLIP, noise_multiplier=2.0)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, sgd())
+    ledger = Ledger.in_memory()
+    ledger.register("site", adjacency="replace_one", unit="image")
+    served = tta.serve(adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=form.event))
+    assert ledger.events("site")[None] == tta.event(form.event, stream) == form.event
+    assert served.count.tolist() == [4, 4, 4] and served.state.step == 3
+    assert np.abs(tiny.theta_of(served.state.params) - tiny.THETA).max() > 0
+
+
+@pytest.mark.parametrize("name", tta.METHODS)
+def test_every_method_conforms(name):
+    conforms(name)
 
 
 # ------------------------------------------------------------------------------------------------ the oracle itself

@@ -24,8 +24,9 @@ import jaxdp.tta.adapter
 from jaxdp import tta
 from jaxdp.models.layers import FrozenBatchNorm
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent
+from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian
-from jaxdp.tta.method import Method
+from jaxdp.tta.method import Method, entropy
 from jaxdp.tta.private import RULES
 
 
@@ -620,6 +621,7 @@ def test_every_hook_has_a_rule():
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
+        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*, got 'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
         ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
         ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep'; got 0.5"),
@@ -628,6 +630,28 @@ def test_every_hook_has_a_rule():
 def test_arguments_of_private_are_checked(changes, error, message):
     with pytest.raises(error, match=message):
         tta.private(**{"method": tta.Tent(), "clip_norm": 1.0, "noise_multiplier": 1.0, **changes})
+
+
+def test_the_clip_rule_reaches_the_gradient():
+    batch, params = tiny.stream(17)[0], tiny.PARAMS
+    rules = {}
+    for rule in ("global", "automatic"):
+        form = tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=0.0, clip_rule=rule)
+        assert form.sensitivity("zero_out") == 0.5 and ("by the rule 'automatic'" in form.describe()) == (
+            rule != "global"
+        )
+        adapter = tta.Adapter(tiny.apply_fn, params, form, SGD)
+        state, _ = adapter.step(adapter.init(jax.random.key(0)), batch)
+        clipped = clipped_grad(
+            lambda params, image: entropy(tiny.apply_fn(params, image[None])[0]),
+            clip_norm=0.5,
+            clip_rule=rule,
+            trainable=lambda path, leaf: "norm" in path,
+        )
+        moved = RATE / SIZE * tiny.theta_of(clipped(params, batch).grads)
+        rules[rule] = tiny.THETA - tiny.theta_of(state.params)
+        np.testing.assert_allclose(rules[rule], moved, atol=1e-6)
+    assert np.abs(rules["global"] - rules["automatic"]).max() > 1e-4
 
 
 def test_arguments_of_epsilon_and_sensitivity_are_checked():

@@ -220,7 +220,7 @@ def with_other_image(stream, index):
     return batches
 
 
-@pytest.mark.parametrize("changed", ["data", "settings", "plan", "flags"])
+@pytest.mark.parametrize("changed", ["data", "settings", "cost", "flags"])
 @pytest.mark.parametrize("again", ["the same account", "another process"])
 def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, changed, again, monkeypatch):
     adapter, stream, ledger = adapter_of(), stream_of(12), new_ledger()
@@ -232,7 +232,7 @@ def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, c
         stream = with_other_image(stream, 1)
     elif changed == "settings":
         adapter = adapter_of(optimizer=optax.sgd(0.11, momentum=0.9))
-    elif changed == "plan":
+    elif changed == "cost":
         (one, two, three) = stream
         stream = [one, tta.Batch(**{**vars(two), "units": ("a", "b", "c", "d")}), three]
     else:
@@ -240,7 +240,7 @@ def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, c
     watched = Watched(adapter)
     tta.serve(watched, stream, account=account, workdir=tmp_path)
     # Who came in the interrupted batch has come twice. People of other names have not: their old names have.
-    assert charged(ledger) == account.worst == (1 if changed == "plan" else 2)
+    assert charged(ledger) == account.worst == (1 if changed == "cost" else 2)
     # Two noises differ by about 0.35 = 0.1 * SIGMA / 4 * sqrt(2 * 24). Under one noise another image moves the
     # parameters by at most 0.05 = 0.1 * 2 / 4, and the other learning rate by about as much.
     assert np.linalg.norm(watched.moved[0] - moved) > 0.15
@@ -281,7 +281,7 @@ def test_another_ledger_is_charged_in_full(tmp_path):
     other = new_ledger()
     account = account_of(other)
     tta.serve(adapter, stream, account=account, workdir=tmp_path)
-    assert charged(other) == account.worst == 2 and other.events("stream")[None] == tta.stream_event(EVENT, stream)
+    assert charged(other) == account.worst == 2 and other.events("stream")[None] == tta.event(EVENT, stream)
     small = new_ledger(epsilon=1.0, delta=1e-6)
     with pytest.raises(BudgetExceeded) as refused:
         tta.serve(adapter, stream, account=account_of(small), workdir=tmp_path)
@@ -404,7 +404,7 @@ def test_what_is_not_the_same_stream_is_refused(tmp_path):
     with pytest.raises(ValueError, match="stream has 2 batches, but 3 were served in"):
         tta.serve(adapter, batches[:2], account=account_of(ledger), workdir=tmp_path)
     with pytest.raises(ValueError, match="holds a stream with another unit; use a new workdir"):
-        tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, unit="sample")
+        tta.serve(adapter, stream, account=account_of(ledger, unit="sample"), workdir=tmp_path)
     with pytest.raises(ValueError, match="holds a stream with another event; use a new workdir"):
         tta.serve(adapter_of(sigma=1.0), stream, account=None, workdir=tmp_path)
     with pytest.raises(ValueError, match="holds the state of another adapter; use a new workdir"):
@@ -521,27 +521,30 @@ def test_a_step_is_lowered_once_for_every_kind_of_batch(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 @pytest.mark.parametrize("unit", ["photograph", "sample"])
-def test_a_plan_is_what_serving_charges_and_a_hold_for_it_is_used_up(accumulate, unit):
+def test_an_event_is_what_serving_charges_and_a_hold_for_it_is_used_up(accumulate, unit):
     units = [k % 5 for k in range(12)]
     stream = stream_of(12, 12, 8, batch_size=2, units=units, order="mixed")
-    plan = tta.stream_event(EVENT, stream, unit=unit, accumulate=accumulate)
-    assert plan == tta.stream_event(EVENT, list(stream), unit=unit, accumulate=accumulate)
+    cost = tta.event(EVENT, stream, unit=unit, accumulate=accumulate)
+    assert cost == tta.event(EVENT, list(stream), unit=unit, accumulate=accumulate)
     ledger = new_ledger()
-    with ledger.account("stream").hold(plan) as hold:
-        account = tta.StreamAccount(hold.account("stream"), event=EVENT)
-        tta.serve(adapter_of(accumulate=accumulate), stream, account=account, unit=unit)
+    with ledger.account("stream").hold(cost) as hold:
+        account = tta.StreamAccount(hold.account("stream"), event=EVENT, unit=unit)
+        tta.serve(adapter_of(accumulate=accumulate), stream, account=account)
         assert hold.left("stream") == NoOpDpEvent()
-    assert ledger.events("stream")[None] == plan
-    counts = composition(plan)
+    assert ledger.events("stream")[None] == cost
+    counts = composition(cost)
     total = sum(n * SIGMA**2 / event.noise_multiplier**2 for event, n in counts.items())
     assert total == pytest.approx(account.worst)
 
 
-def test_a_plan_reads_no_image(monkeypatch):
-    stream = stream_of(12)
+def test_an_event_reads_no_image(monkeypatch):
+    stream, batches = stream_of(12), list(stream_of(12))
     monkeypatch.setattr(type(stream.domains["d0"]), "gather", None)
-    assert tta.stream_event(EVENT, stream) == EVENT
-    assert tta.stream_event(EVENT, []) == NoOpDpEvent()
+    assert tta.event(EVENT, stream) == EVENT
+    assert tta.event(EVENT, []) == NoOpDpEvent()
+    for given in (stream, batches):
+        with pytest.raises(ValueError, match="unit must be 'photograph' or 'sample', got 'patient'"):
+            tta.event(EVENT, given, unit="patient")
 
 
 # ------------------------------------------------------------------------------------------------------------ damage

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tqdm import tqdm
 
 from jaxdp.data import from_arrays
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, NonPrivateDpEvent
@@ -72,8 +73,8 @@ def new_ledger(path=None, **budget):
     return ledger
 
 
-def new_account(event, ledger=None):
-    return StreamAccount((ledger or new_ledger()).account("stream"), event=event)
+def new_account(event, ledger=None, **terms):
+    return StreamAccount((ledger or new_ledger()).account("stream"), event=event, **terms)
 
 
 @pytest.mark.parametrize("terms", [{}, {"order": "mixed"}, {"batch_size": 1}, {"order": "label_shifted"}])
@@ -106,9 +107,9 @@ def test_resets_come_before_the_batches_that_ask_for_them(reset, calls):
 def test_condition_8_a_photograph_in_every_domain_is_that_many_visits():
     event = GaussianDpEvent(0.619)
     stream = Stream(domains(*[12] * 15), batch_size=4, seed=0, reset="domain")
-    photographs, samples = new_account(event), new_account(event)
+    photographs, samples = new_account(event), new_account(event, unit="sample")
     serve(Recorder(event), stream, account=photographs)
-    serve(Recorder(event), stream, account=samples, unit="sample")
+    serve(Recorder(event), stream, account=samples)
     assert (photographs.worst, samples.worst) == (15, 1)
     sample, photograph = photographs.epsilons(delta=1e-6)
     assert sample == pytest.approx(19.9656, rel=1e-4)
@@ -198,10 +199,8 @@ def test_the_account_must_be_named_and_must_fit_the_method():
     ledger = new_ledger()
     serve(Recorder(), stream, account=new_account(NonPrivateDpEvent(), ledger))
     assert ledger.epsilon("stream", delta=1e-6) == math.inf
-    with pytest.raises(ValueError, match="unit must be"):
-        serve(Recorder(), stream, account=None, unit="patient")
-    with pytest.raises(ValueError, match="needs a monitor"):
-        serve(Recorder(), stream, account=None, reset_on_collapse=True)
+    with pytest.raises(ValueError, match="unit must be 'photograph' or 'sample', got 'patient'"):
+        new_account(GaussianDpEvent(1.0), unit="patient")
 
 
 # --- With real models -----------------------------------------------------------------------------------------------
@@ -336,19 +335,21 @@ def test_condition_11_nothing_private_is_written_or_shown(tmp_path, monkeypatch)
 def test_a_collapsed_model_goes_back_to_its_source():
     probe = np.random.default_rng(3).uniform(size=(30, 3, 3, 1)).astype(np.float32)
     adapter = new_adapter(learning_rate=1e3)  # Noise alone destroys the model in one step.
-    monitor = CollapseMonitor(apply_fn, adapter.params, probe, min_agreement=0.9, min_entropy=0.0, every=2)
+    settings = {"min_agreement": 0.9, "min_entropy": 0.0, "every": 2}
+    monitor = CollapseMonitor(apply_fn, adapter.params, probe, **settings)
     stream = Stream(domains(40), batch_size=8, seed=0)
     left = serve(adapter, stream, account=None, monitor=monitor)
     assert left.resets == () and [number for number, _ in left.reports] == [1, 3]
     assert all(report.collapsed for _, report in left.reports)
     watched = Watched(adapter)
-    healed = serve(watched, stream, account=None, monitor=monitor, reset_on_collapse=True)
+    resetting = CollapseMonitor(apply_fn, adapter.params, probe, reset=True, **settings)
+    healed = serve(watched, stream, account=None, monitor=resetting)
     assert healed.resets == (2, 4)
     assert [monitor(start).drift == 0 for start, *_ in watched.seen] == [True, False, True, False, True]
 
 
-def test_progress_shows_numbers_of_batches_only(capsys):
-    serve(Recorder(), Stream(domains(20), batch_size=5, seed=0), account=None, progress=True)
+def test_a_bar_around_the_stream_shows_numbers_of_batches_only(capsys):
+    serve(Recorder(), tqdm(Stream(domains(20), batch_size=5, seed=0)), account=None)
     shown = capsys.readouterr()
     assert "4/4" in shown.err
     assert shown.out == ""

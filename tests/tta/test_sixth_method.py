@@ -1,0 +1,73 @@
+"""A method that jaxdp does not have: its own file (this one), one row in METHODS, and it passes what others pass."""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxdp import tta
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+_spec = importlib.util.spec_from_file_location("test_methods", pathlib.Path(__file__).with_name("test_methods.py"))
+methods = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(methods)
+
+
+def pseudo_label_loss(logits):
+    """cross entropy to the predicted label"""
+    return -jax.nn.log_softmax(logits.astype(jnp.float32)).max()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PseudoLabel(tta.Method):
+    """Cross entropy to the predicted label, weighted by the confidence of the prediction.
+
+    Attributes:
+      num_classes: C.
+      least: confidence below which an image is left out.
+    """
+
+    num_classes: int
+    least: float = 0.3
+    uncertainty: tta.method.Uncertainty = dataclasses.field(default=pseudo_label_loss, kw_only=True)
+
+    def weight(self, sample):
+        """confidence weight p_max"""
+        return jnp.exp(-sample.uncertainty)
+
+    def reliable(self, sample):
+        """confidence filter p_max > least"""
+        return jnp.exp(-sample.uncertainty) > self.least
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setitem(tta.METHODS, "PseudoLabel", PseudoLabel)
+
+
+def test_a_sixth_method_conforms(registered):
+    methods.conforms("PseudoLabel")
+
+
+def test_a_sixth_method_is_described_when_it_is_made_private():
+    text = tta.private(PseudoLabel(10), clip_norm=1.0, noise_multiplier=1.0).describe()
+    for line in (
+        "private PseudoLabel with cross entropy to the predicted label, clip norm 1, noise 1 x clip norm",
+        "  cross entropy to the predicted label: absorbed",
+        "  confidence weight p_max: absorbed",
+        "  confidence filter p_max > least: removed",
+    ):
+        assert line in text
+
+
+def test_a_method_whose_memory_changes_its_form_does_not_conform(monkeypatch):
+    class Raw(PseudoLabel):
+        def remember(self, memory, samples, kept):
+            return samples.logits
+
+    monkeypatch.setitem(tta.METHODS, "Raw", Raw)
+    with pytest.raises((AssertionError, ValueError)):
+        methods.conforms("Raw")
