@@ -358,37 +358,30 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
 # --- Privacy loss distributions ---------------------------------------------------------------------------------
 
 
+# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
+_COMPOSED: list[tuple[Adjacency, float, Counts, pld.PrivacyLossDistribution]] = []
+_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
+
+
 def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> pld.PrivacyLossDistribution | None:
     """Composes all leaves on one grid; None where the result would be astronomically large."""
     if not scale <= _MAX_PLD_EPSILON:
         return None
     interval = _interval(counts, adjacency, scale)
-    rest = {leaf: count for leaf, count in counts.items() if not isinstance(leaf, GaussianDpEvent)}
-    total = _composed_pld(rest, adjacency, interval)
-    for leaf in counts.keys() - rest.keys():
-        total = total.compose(_leaf_pld(leaf, adjacency, interval))
-    return total
-
-
-# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
-_COMPOSED: list[tuple[Adjacency, float, Mapping[DpEvent, int], pld.PrivacyLossDistribution]] = []
-_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
-
-
-def _composed_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
-    done: Mapping[DpEvent, int] = {}
+    gaussians = [leaf for leaf in counts if isinstance(leaf, GaussianDpEvent)]
+    rest: Counts = Counter({leaf: count for leaf, count in counts.items() if leaf not in gaussians})
+    done: Counts = Counter()
     total = pld.identity(value_discretization_interval=interval)
-    for kept in list(_COMPOSED) if len(counts) >= _COMPOSED_LEAST else ():
-        useful = kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(counts)
-        if useful and all(count <= counts.get(leaf, 0) for leaf, count in kept[2].items()):
+    for kept in list(_COMPOSED) if len(rest) >= _COMPOSED_LEAST else ():
+        if kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(rest) and kept[2] <= rest:
             done, total = kept[2:]
-    for leaf, count in counts.items():
-        if count > done.get(leaf, 0):
-            total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count - done.get(leaf, 0)))
-    if len(counts) >= _COMPOSED_LEAST:
-        _COMPOSED[:] = [*(kept for kept in _COMPOSED if kept[2] is not done), (adjacency, interval, counts, total)][
-            -_COMPOSED_KEPT:
-        ]
+    for leaf, count in (rest - done).items():
+        total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count))
+    if len(rest) >= _COMPOSED_LEAST:
+        others = [kept for kept in _COMPOSED if kept[2] is not done]
+        _COMPOSED[:] = [*others, (adjacency, interval, rest, total)][-_COMPOSED_KEPT:]
+    for leaf in gaussians:
+        total = total.compose(_leaf_pld(leaf, adjacency, interval))
     return total
 
 

@@ -135,8 +135,6 @@ class Reservation(Generic[Charged]):
 class Account:
     """One dataset of a ledger, to be spent from; `Ledger.account` and `Hold.account` return it.
 
-    Functions that touch private data take an account.
-
     Attributes:
         ledger: the ledger.
         name: a dataset that is registered in it.
@@ -207,10 +205,8 @@ Requests = Sequence[tuple[str | Account, DpEvent]]
 class Hold:
     """Room that nobody else can take, for events to be spent later; `Ledger.hold` returns it.
 
-    `with hold:` closes it at the end, however the body ends. A hold that is not closed lapses by itself.
-
-    Returning room. What is not spent can be spent by others afterwards. The accounting decides whether the proof allows
-    that (early stopping, see `jaxdp.privacy.ledger`):
+    `with hold:` closes it at the end. A hold that is not closed lapses by itself. Others can then spend its room. The
+    accounting decides whether the proof allows that (early stopping, see the module's text):
 
     * ``accounting="renyi_filter"``: always.
     * ``accounting="pld"`` or ``"rdp"``: the proof needs the number of releases fixed in advance. Returned room is
@@ -223,23 +219,19 @@ class Hold:
     """
 
     def __init__(self, ledger: "Ledger", id: str, added: Mapping[str, Counts], *, nested: bool):
-        self.ledger = ledger
-        self.names = tuple(added)
-        self._id = id
-        self._added = added
-        self._nested = nested
-        self._closed = False
+        self.ledger, self.names = ledger, tuple(added)
+        self._id, self._added, self._closed = id, added if nested else None, False
 
     def account(self, account: str | Account, *, label: str = "") -> Account:
         """Returns an account whose spends come out of this hold.
 
-        A spend takes the events that it shares with the hold out of the hold. What it has beyond them is charged in
-        addition, and must fit beside what is spent and held. A replayed token takes nothing. Under a hold that was
-        closed, taken over or has lapsed, spends are ordinary ones.
+        A spend takes the events that it shares with the hold out of the hold. What it has beyond them must fit beside
+        what is spent and held. A replayed token takes nothing. Under a hold that was closed, taken over or has lapsed,
+        spends are ordinary ones.
 
         Args:
-            account: a dataset's name, or an account, whose label is kept.
-            label: the account's label; with an `Account`, "" keeps the one that it has.
+            account: a dataset's name, or an account.
+            label: the new account's label; "" keeps the one of `account`.
 
         Raises:
             ValueError: the hold has no room on that dataset.
@@ -250,17 +242,14 @@ class Hold:
         return Account(self.ledger, name, label or kept, self)
 
     def left(self, name: str) -> DpEvent:
-        """Returns the events that the hold still keeps room for on a dataset; a `NoOpDpEvent` if there are none.
-
-        The hold of an account that spends from another hold counts the other one's room as well.
-        """
+        """Returns the events that the hold, with one that it extends, still keeps room for; else a `NoOpDpEvent`."""
         return self.ledger._held_left(self._id, name)
 
     def close(self) -> None:
         """Returns what was never spent, once; a hold that was made under another one returns what it added to that."""
         with self.ledger._lock:
             if not self._closed:
-                self.ledger._release(self._id, self._added if self._nested else None)
+                self.ledger._release(self._id, self._added)
                 self._closed = True
 
     def __enter__(self) -> "Hold":
@@ -337,16 +326,16 @@ class Ledger:
             adjacency: which datasets are neighbours: "add_remove" one unit, "replace_one" by another, or "zero_out"
                 one (replace it by the zero or null record).
             unit: what one neighbour differs in, in words: "example", "user", "patient".
-            records: the public number of units, as their owner declares; it may be declared later, once. A delta of
-                1 / records or more is warned of: it allows one record to be published.
+            records: the public number of units; it may be declared later, once. A delta of 1 / records or more gives a
+                warning: it allows one record to be published.
             epsilon: the budget; None records spends without limiting them.
             delta: the budget's delta, and the default delta of queries. 0 allows pure releases only.
             accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp", or "renyi_filter" for a budget that
                 holds under fully adaptive choice of events; see the module's text.
             renyi_order: for "renyi_filter", the order > 1 fixed for this dataset's life. By default the order that
                 admits most of a mechanism whose Renyi loss is proportional to the order, as the Gaussian's is.
-            allow_unproven: let `privacy.unproven(...)` releases through although there is a budget. They turn the
-                headline epsilon into infinity; the budget then limits the proven part.
+            allow_unproven: whether a budget lets `privacy.unproven(...)` releases through. The headline epsilon is then
+                infinite, and the budget limits the proven part.
 
         Raises:
             ValueError: an argument is impossible, or the dataset is registered on other terms.
@@ -376,15 +365,14 @@ class Ledger:
                 )
         elif renyi_order is not None:
             raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'")
-        if records is not None:
-            if isinstance(records, bool) or not isinstance(records, int) or records < 1:
-                raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
-            if delta is not None and delta * records >= 1:
-                warnings.warn(
-                    f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
-                    "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
-                    stacklevel=2,
-                )
+        if records is not None and (type(records) is not int or records < 1):
+            raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
+        if records is not None and delta is not None and delta * records >= 1:
+            warnings.warn(
+                f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
+                "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
+                stacklevel=2,
+            )
         terms = {
             "adjacency": adjacency,
             "unit": unit,
@@ -434,19 +422,18 @@ class Ledger:
     ) -> Reservation[Spend]:
         """Charges `event` to a dataset; `with` runs the body that it pays for, and marks the charge committed.
 
-        The budget check and the reservation are one transaction, on disk before this returns. If the body raises, the
-        process dies or `with` is never entered, the reservation stays spent: nobody can tell what was seen.
+        Check and reservation are one transaction, on disk before this returns. If the body raises, the process dies or
+        `with` is never entered, the reservation stays spent.
 
         Args:
             name: a registered dataset, or an account of this ledger.
             event: what the body releases, in the vocabulary of `jaxdp.privacy.events`.
-            partition: the part of the dataset that the body reads, if the dataset has a fixed division into disjoint
-                parts (see the module's text); None for all of it.
+            partition: the part that the body reads, of a fixed division into disjoint parts (see the module's text);
+                None for all of the dataset.
             label: for the report; an account puts its own in front. Never put data in it.
             token: makes a retry after a crash free. A second spend with the same dataset and token is not charged
                 again and yields `replay=True`, whatever became of the first. The token must therefore determine the
-                released value bit for bit - program, inputs, noise key, hardware: for example a hash of a checkpoint
-                that holds the key, with the step number. Fresh noise needs a fresh token.
+                released value bit for bit: program, inputs, noise key, hardware. Fresh noise needs a fresh token.
 
         Returns:
             A `Reservation`, to be entered once; `with` yields its `Spend`.
@@ -455,8 +442,8 @@ class Ledger:
             BudgetExceeded: before anything runs or is charged.
             ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
                 token that was used for another event or partition; an account of another ledger.
-            OSError: the file cannot be written, for example because its disk is full. Before the body: it does not run
-                and nothing is charged. After it: the release counts, but its mark in the report stays "reserved".
+            OSError: the file cannot be written. Before the body: it does not run and nothing is charged. After it: the
+                release counts, but its mark in the report stays "reserved".
         """
         (spend,) = self._reserve([self._request(name, event, label)], partition, token)
         return Reservation(self, spend)
@@ -488,18 +475,17 @@ class Ledger:
     def hold(self, requests: Requests, *, key: str | None = None, label: str = "", seconds: float = DAY) -> Hold:
         """Keeps room for events that will be spent later, on all of several datasets or on none.
 
-        Spends and holds of others, in this process or another, must fit beside what is held. A hold is no spend:
-        `epsilon`, `remaining` and `events` are as without it, and the report lists it apart. A hold is on whole
-        datasets: a spend on any part takes from it.
+        Spends and holds of others, in any process, must fit beside what is held. A hold is no spend: `epsilon`,
+        `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
 
         Under an account that spends from a hold already, this extends that hold: it adds what the event needs beyond
-        what the other one keeps. Closing the new one returns what it added. `key` and `seconds` of the other one stay.
+        what that one keeps. Closing the new one returns what it added. `key` and `seconds` of the other one stay.
 
         Args:
             requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice gets
                 room for the sum. Accounts that spend from a hold must share it.
-            key: who holds. A hold replaces the one with the same key, so a program that died and is started again
-                takes its own over. It should then hold what is still to be paid (`paid` tells).
+            key: who holds. A hold replaces the one with the same key: a program that died and is started again takes
+                its own over, for what is still to be paid (`paid` tells).
             label: for the report. Never put data in it.
             seconds: the hold lapses so long after it was made or last spent from.
 
@@ -549,8 +535,8 @@ class Ledger:
     ) -> float:
         """Returns what `epsilon(name, delta=, partition=)` would be after spending `event` there; spends nothing.
 
-        It does not ask whether the budget allows the spend: `check` does. For a "renyi_filter" dataset the answer is
-        that of its bound, or more where the bound does not allow the event.
+        The budget does not count: `check` asks it. For a "renyi_filter" dataset the answer is that of its bound, or
+        more where the bound does not allow the event.
 
         Raises:
             ValueError: as `epsilon`; an event that is unknown or has no accounting rule for the dataset's adjacency.
@@ -560,14 +546,8 @@ class Ledger:
     def check(self, requests: Requests) -> None:
         """Raises what `spend_all` of the same requests would raise; changes nothing.
 
-        It counts what others hold, and under an account of a hold the room that is there. A dataset that is named
-        several times is asked for the sum. Somebody else may take the room right afterwards: `hold` keeps it.
-
-        Args:
-            requests: (registered dataset or account of this ledger, event) pairs.
-
-        Raises:
-            BudgetExceeded, ValueError: as `spend_all`.
+        It counts what others hold, and under an account of a hold the room that is there. Somebody else may take the
+        room right afterwards: `hold` keeps it.
         """
         asked = [self._request(account, event, "") for account, event in requests]
         self._settled(lambda db: self._admit(db, asked, None, ahead=True), "DEFERRED")
@@ -595,11 +575,10 @@ class Ledger:
     def total(self, names: Sequence[str], *, delta: float) -> float:
         """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
 
-        Changing such a record changes every dataset at once, to a neighbour each. So the releases of all of them
-        compose as if they were made about one dataset: the PLD (or RDP) of the sum of their compositions. In each
-        dataset the record lies in one part; the result is the maximum over all choices of parts. Releases that read
-        the datasets in turn, each with a view of all earlier outputs, are covered, since adaptive composition does not
-        ask which input a mechanism reads.
+        Changing such a record changes every dataset at once, to a neighbour each. So all releases compose as if they
+        were made about one dataset: the PLD (or RDP) of the sum of the compositions. In each dataset the record lies in
+        one part; the result is the maximum over all choices of parts. Releases may read the datasets in turn, each with
+        a view of all earlier outputs: adaptive composition does not ask which input a mechanism reads.
 
         A "renyi_filter" dataset, whose events may be chosen adaptively, enters as one interactive mechanism that is
         (registered epsilon, registered delta)-DP, once anything was spent on it. Epsilons and deltas of concurrent
@@ -651,9 +630,8 @@ class Ledger:
     def remaining(self, name: str, *, partition: str | None = None) -> float:
         """Returns the budget's epsilon less what is spent, at the budget's delta; infinite without a budget.
 
-        Epsilons do not add up, so the next event may cost less than its own epsilon. What is held counts as free. For a
-        "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon. Unproven
-        releases do not count.
+        The next event may cost less than its own epsilon. What is held counts as free, unproven releases do not count.
+        For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
         """
         with self._transaction("DEFERRED") as db:
             dataset = books.dataset_of(db, name)
@@ -669,18 +647,17 @@ class Ledger:
         return {part: compose(counts) for part, counts in parts.items()}
 
     def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
-        """Returns the whole account as plain data, ready for JSON.
+        """Returns the whole account as plain data for JSON.
 
         Args:
             delta: used for datasets that have none registered.
 
         Returns:
-            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the number of
-            `records` as declared or None; at its `delta` the `headline` (text) and `proven_epsilon` and `remaining`
-            (numbers, None for infinity); the number of `partitions`; `spends`, one row per partition and event, at
-            most 1000 of `rows` in all; `runs`, who spent, from where, in which run, with which version, at most the
-            latest 1000; `open`, at most 1000 spends that did not commit (running, failed or killed): they count in
-            full; and `holds`, the room that live holds keep, in no number of the report.
+            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the declared number
+            of `records` or None; at its `delta` the `headline` (text), `proven_epsilon` and `remaining` (None for
+            infinity); the number of `partitions`; `spends`, one row per partition and event, at most 1000 of `rows`;
+            `runs`, who spent, from where, in which run and version, the latest 1000; `open`, at most 1000 spends that
+            did not commit (running, failed or killed) and count in full; and `holds`, which count in no number.
         """
         with self._transaction("DEFERRED") as db:
             entries = [readout.entry(db, dataset, delta) for dataset in books.datasets(db)]
@@ -712,16 +689,11 @@ class Ledger:
     def by_day(
         self, name: str, *, delta: float | None = None, timezone: datetime.tzinfo = datetime.UTC
     ) -> list[dict[str, Any]]:
-        """Returns how epsilon grew: one row per day on which something was spent on a dataset.
-
-        Args:
-            name: a registered dataset.
-            delta: by default the registered one.
-            timezone: in which a day is a day.
+        """Returns how epsilon grew: one row per day, in a time zone, on which something was spent on a dataset.
 
         Returns:
             Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until its end) and
-            "delta".
+            "delta", by default the registered one.
 
         Raises:
             ValueError: unknown dataset, or no delta is given or registered.
@@ -832,24 +804,18 @@ class Ledger:
     def _reserve_all(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, token: str | None
     ) -> tuple[Spend, ...]:
-        spends = [_replayed(db, request, partition, token) for request in requests]
-        fresh = [request for request, replay in zip(requests, spends, strict=True) if replay is None]
+        replays = [_replayed(db, request, partition, token) for request in requests]
+        fresh = [request for request, replay in zip(requests, replays, strict=True) if replay is None]
         self._admit(db, fresh, partition, ahead=True)
-        for place, request in enumerate(requests):
-            if spends[place] is None:
-                dataset, event = books.dataset_of(db, request.name), compose(request.step)
-                number = self._store.append(
-                    dataset=dataset.id,
-                    partition=partition or "",
-                    json=to_json(event),
-                    label=request.label,
-                    token=token,
-                    run=self._run,
-                )
-                if request.hold is not None:
-                    books.take(db, dataset, request.hold, request.step)
-                spends[place] = Spend(number, request.name, event, replay=False)
-        return tuple(spend for spend in spends if spend is not None)
+        made = iter([self._charge(db, request, partition, token) for request in fresh])
+        return tuple(replay or next(made) for replay in replays)
+
+    def _charge(self, db: sqlite3.Connection, request: "_Request", partition: str | None, token: str | None) -> Spend:
+        dataset, event = books.dataset_of(db, request.name), compose(request.step)
+        number = self._store.append(dataset.id, partition or "", to_json(event), request.label, token, self._run)
+        if request.hold is not None:
+            books.take(db, dataset, request.hold, request.step)
+        return Spend(number, request.name, event, replay=False)
 
     def _make_hold(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], outer: str | None, key: str | None, seconds: float
@@ -940,7 +906,7 @@ def _check_text(key: str, value: object) -> None:
 def _delta_for(dataset: Dataset, delta: float | None) -> float:
     delta = dataset.delta if delta is None else delta
     if delta is None:
-        raise ValueError(f"delta is needed: dataset {dataset.name!r} has none registered")
+        raise ValueError(f"delta is needed: dataset {dataset.name!r} has none registered; give one")
     return delta
 
 

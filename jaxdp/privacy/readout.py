@@ -103,7 +103,7 @@ def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: dat
     ).fetchall()
     days: list[dict[str, Any]] = []
     spent: dict[str, Counts] = {"": Counter()}  # by part; "" is everything
-    for day, found in itertools.groupby(rows, lambda row: _local(row["reserved_at"], timezone).date().isoformat()):
+    for day, found in itertools.groupby(rows, lambda row: local(row["reserved_at"], timezone).date().isoformat()):
         same = list(found)
         for row in same:
             spent.setdefault(row["partition"], Counter()).update(composition(from_json(row["json"])))
@@ -113,7 +113,8 @@ def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: dat
     return days
 
 
-def _local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
+def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
+    """Returns a time of the ledger in a time zone."""
     return datetime.datetime.fromisoformat(time).astimezone(timezone)
 
 
@@ -188,7 +189,7 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
                 _time(max(row["last_at"] for row in rows), timezone),
             ]
         )
-    lines += _aligned(table)
+    lines += [f"  {line}" for line in aligned(table) if first["spends"]]
     if first["rows"] > len(first["spends"]):
         lines.append(f"  ... {first['rows'] - len(first['spends'])} more rows")
     runs = [["who", "host", "run", "version", "spends", "open", "first", "last"]]
@@ -196,7 +197,7 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
         times = [_time(row[key], timezone) for key in ("first_at", "last_at")]
         about = [shown(row[key]) or "-" for key in ("who", "host", "run", "version")]
         runs.append([*about, str(row["spends"]), str(row["open"]), *times])
-    lines += _aligned(runs)
+    lines += [f"  {line}" for line in aligned(runs) if first["runs"]]
     if len(first["runs"]) > 20:
         lines.append(f"  ... {len(first['runs']) - 20} or more earlier runs")
     for row in first["open"][:20]:
@@ -210,11 +211,11 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
 
 
 def _time(time: str, timezone: datetime.tzinfo) -> str:
-    return _local(time, timezone).isoformat(timespec="seconds")[:19]
+    return local(time, timezone).isoformat(timespec="seconds")[:19]
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yields the lines of a table; none if it has a heading only."""
+def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yields the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table if len(table) > 1 else ():
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for row in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

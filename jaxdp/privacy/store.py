@@ -155,15 +155,9 @@ def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> L
 
 
 class Store:
-    """One open ledger file, shared by the threads of a process.
+    """One open ledger file, or ":memory:", shared by the threads of a process; errors as of `Ledger`.
 
-    Args:
-        path: the SQLite file, or ":memory:".
-        read_only: nothing is written, neither to the file nor beside it; no lock is taken.
-
-    Raises:
-        LedgerDamaged: the file lost history, or does not fit itself.
-        ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
+    With `read_only` nothing is written, neither to the file nor beside it, and no lock is taken.
     """
 
     def __init__(self, path: str, *, read_only: bool = False):
@@ -205,12 +199,15 @@ class Store:
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
         path, wal = pathlib.Path(self.path), pathlib.Path(f"{self.path}-wal")
+        in_use = self._head_path.exists()  # asked first: a process that makes both makes the head last
         if not path.exists():
-            if self._head_path.exists():
+            if in_use:
                 raise damaged(path, "is gone: only its head is there, so it was in use", gone=True)
             _create(path)
         _check_size(path)
-        log = wal.read_bytes() if wal.exists() else b""
+        log = b""
+        with contextlib.suppress(FileNotFoundError):
+            log = wal.read_bytes()
         try:
             self._connect(files, self.path)
             _version(self.db, self.path)
@@ -255,28 +252,22 @@ class Store:
         kept = pathlib.Path(f"{self.path}.version1")
         if not kept.exists():
             _copy(self.db, kept)
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
+        with self.db:
+            self.db.execute("BEGIN IMMEDIATE")
             _migrate(self.db, self.path)
-            self.db.execute("COMMIT")
-        except BaseException:
-            self.db.execute("ROLLBACK")
-            raise
 
     def _check(self, head: Head | None, *, new: bool) -> None:
         """Raises LedgerDamaged unless the file fits itself and its head; a `new` one may have none."""
-        self.db.execute("BEGIN")  # all questions are about one instant
-        try:
-            problem = find_problem(self.db)
-            meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall()) if problem is None else {}
-            self.identity = str(meta.get("id"))
-            self._name, self._origin = f"{self.identity}.{meta.get('branch')}", _origin(self.identity)
-            if problem is None and head is not None:
-                problem = self._compared(head)
-            elif problem is None and not new and self._last().spend:
-                problem = "has no head beside it, which would tell whether its last spends are missing"
-        finally:
-            self.db.execute("ROLLBACK")
+        with self.db:
+            self.db.execute("BEGIN")  # all questions are about one instant
+            if (problem := find_problem(self.db)) is None:
+                meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall())
+                self.identity, self._name = meta["id"], f"{meta['id']}.{meta['branch']}"
+                self._origin = _origin(self.identity)
+                if head is not None:
+                    problem = self._compared(head)
+                elif not new and self._last().spend:
+                    problem = "has no head beside it, which would tell whether its last spends are missing"
         if problem is not None:
             raise damaged(self.path, problem)
 
@@ -358,29 +349,21 @@ class Store:
         row = self.db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
         self.db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, self.identity), row["id"]))
 
-    def append(self, *, dataset: int, partition: str, json: str, label: str, token: str | None, run: str) -> int:
+    def append(self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str) -> int:
         """Writes a reservation, its link and its running total, in the caller's transaction; returns its number."""
         self.db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (json,))
         (event,) = self.db.execute("SELECT id FROM events WHERE json = ?", (json,)).fetchone()
         terms = self.db.execute("SELECT * FROM datasets WHERE id = ?", (dataset,)).fetchone()
         last, (who, host), at = self._last(), _author(), now()
-        row = {
-            "id": last.spend + 1,
-            "dataset": dataset,
-            "partition": partition,
-            "event": event,
-            "label": label,
-            "token": token,
-            "status": "reserved",
-            "run": run,
-            "version": __version__,
-            "reserved_at": at,
-            "who": who,
-            "host": host,
-        }
-        row["link"] = _link(last.link, {**row, "json": json}, terms_of(terms))
-        values = ", ".join("?" * len(row))
-        self.db.execute(f"INSERT INTO spends ({', '.join(row)}) VALUES ({values})", tuple(row.values()))
+        row = {"id": last.spend + 1, "partition": partition, "json": json, "label": label, "token": token, "run": run}
+        row |= {"version": __version__, "reserved_at": at, "who": who, "host": host}
+        row |= {"link": _link(last.link, row, terms_of(terms)), "dataset": dataset, "event": event}
+        self.db.execute(
+            "INSERT INTO spends (id, dataset, partition, event, label, token, status, run, version, reserved_at, who, "
+            "host, link) VALUES (:id, :dataset, :partition, :event, :label, :token, 'reserved', :run, :version, "
+            ":reserved_at, :who, :host, :link)",
+            row,
+        )
         self.db.execute(
             "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
             "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
@@ -466,27 +449,23 @@ class Store:
 def find_problem(db: sqlite3.Connection) -> str | None:
     """Returns why a database does not fit itself, in words that follow its path; None if it does."""
     try:
-        return _found_problem(db)
+        if (torn := _torn_page(db)) is not None:
+            return torn
+        if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
+            return "is damaged: a spend is of no dataset or event that it knows"
+        meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        if not {"id", "branch"} <= meta.keys():
+            return "is damaged: it does not say which ledger it is"
+        if meta.get("schema") != _schema(db):
+            return "is damaged: its tables are not as they were made"
+        for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
+            if row["seal"] != _seal(row, meta["id"]):
+                return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
+        for row in db.execute("SELECT json FROM holds"):
+            from_json(row["json"])
+        return _broken_link(db, meta["id"]) or _unequal_total(db)
     except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of another type than was written
         return f"is damaged: {type(error).__name__}, {error}"
-
-
-def _found_problem(db: sqlite3.Connection) -> str | None:
-    if (torn := _torn_page(db)) is not None:
-        return torn
-    if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
-        return "is damaged: a spend is of no dataset or event that it knows"
-    meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
-    if not {"id", "branch"} <= meta.keys():
-        return "is damaged: it does not say which ledger it is"
-    if meta.get("schema") != _schema(db):
-        return "is damaged: its tables are not as they were made"
-    for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
-        if row["seal"] != _seal(row, meta["id"]):
-            return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
-    for row in db.execute("SELECT json FROM holds"):
-        from_json(row["json"])
-    return _broken_link(db, meta["id"]) or _unequal_total(db)
 
 
 def _torn_page(db: sqlite3.Connection) -> str | None:
@@ -535,13 +514,10 @@ JOIN spends AS old ON old.id = first JOIN spends AS new ON new.id = last
 
 
 def accept(path: str | os.PathLike[str]) -> Head:
-    """Makes an intact database valid whose head is missing or has seen more: a new branch of the ledger's history.
+    """Makes an intact database valid whose head is missing or has seen more; returns the head of this new branch.
 
-    Nothing is undone, and nothing that was spent is forgotten by the workdirs that spent it: they find that the branch
-    is not the one they noted, and charge what is missing when they are resumed.
-
-    Returns:
-        The head of the new branch.
+    Nothing is undone. Workdirs that spent more find that the branch is not the one that they noted, and charge what is
+    missing when they are resumed.
 
     Raises:
         LedgerDamaged: the database does not fit itself.

@@ -58,7 +58,7 @@ die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
 if instant == "before the reservation commits":
     append = ledger._store.append
-    ledger._store.append = lambda **row: (append(**row), die())
+    ledger._store.append = lambda *row: (append(*row), die())
 if instant == "before the head is written":
     ledger._store._write_head = die
 if instant == "before the commit is recorded":
@@ -98,7 +98,7 @@ die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
 append = ledger._store.append
 if instant == "between two reservations":
-    ledger._store.append = lambda *, dataset, **row: die() if dataset == 2 else append(dataset=dataset, **row)
+    ledger._store.append = lambda dataset, *row: die() if dataset == 2 else append(dataset, *row)
 if instant == "before the commit is recorded":
     ledger._finish = lambda *args: die()
 with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):
