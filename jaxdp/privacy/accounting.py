@@ -110,10 +110,9 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
 
 
 def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove", method: Method = "auto") -> float:
-    """Returns an upper bound on the delta at which `event` is (epsilon, delta)-DP; see `epsilon`.
+    """Returns an upper bound, in [0, 1], on the delta at which `event` is (epsilon, delta)-DP; see `epsilon`.
 
-    Returns:
-        Delta in [0, 1]; 1 with a `NonPrivateDpEvent` or an unproven part.
+    It is 1 with a `NonPrivateDpEvent` or an unproven part.
 
     Raises:
         ValueError: as `epsilon`, or `epsilon` is negative or NaN.
@@ -388,8 +387,8 @@ def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float
 def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> float:
     """Returns a grid on which rounding adds about 1e-4 of epsilon; any interval is sound.
 
-    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps the result's and each leaf's grids
-    small; powers of two let cached leaves be shared between nearby compositions.
+    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small, and nearby compositions
+    share cached leaves by powers of two.
     """
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
     floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)

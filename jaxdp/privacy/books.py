@@ -4,6 +4,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from jaxdp.privacy.accounting import Tally
 from jaxdp.privacy.budget import Dataset, maximal
@@ -76,6 +77,14 @@ def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> N
 # --- Spends -------------------------------------------------------------------------------------------------------
 
 
+class _Read(NamedTuple):
+    """What was read of the spends on a dataset."""
+
+    whole: Tally  # the releases on everything
+    parts: list[Counts] | None  # the maximal histories of its parts; None if they have to be read
+    position: int | None  # number of the last spend that is counted
+
+
 class Spends:
     """What was spent on each dataset. What was read once is kept, so that a loop of spends reads its own rows only."""
 
@@ -93,9 +102,9 @@ class Spends:
 
     def tallies(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
         """Returns the proven parts of `compositions`, from what was read before and the spends that came since."""
-        read = self._read.setdefault(dataset.id, _Read(Tally(dataset.adjacency)))
-        last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
+        read = self._read.get(dataset.id, _Read(Tally(dataset.adjacency), None, None))
         whole, known = read.whole, read.parts
+        last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
         if read.position is None:
             whole = whole.plus(self._whole(db, dataset))
         else:
@@ -105,12 +114,11 @@ class Spends:
                     known = None
                 else:
                     whole = whole.plus(self._event(db, row["event"]), row["spends"])
-        # Together, after all that may fail: an interrupt must not count a spend twice.
-        read.whole, read.parts, read.position = whole, known, last
-        if partition is None and read.parts is None:
-            read.parts = maximal(self._parts(db, dataset, None))
-        parts = self._parts(db, dataset, partition) if partition is not None else read.parts or []
-        return [read.whole.plus(part) for part in parts] or [read.whole]
+        if partition is None and known is None:
+            known = maximal(self._parts(db, dataset, None))
+        self._read[dataset.id] = _Read(whole, known, last)  # at once: an interrupt must not count a spend twice
+        parts = self._parts(db, dataset, partition) if partition is not None else known or []
+        return [whole.plus(part) for part in parts] or [whole]
 
     def by_part(self, db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
         """Returns what was spent on each part alone; None is the whole dataset."""
@@ -141,18 +149,3 @@ class Spends:
             row = db.execute("SELECT json FROM events WHERE id = ?", (event,)).fetchone()
             self._events[event] = composition(from_json(row["json"]))
         return self._events[event]
-
-
-class _Read:
-    """What was read of the spends on a dataset.
-
-    Attributes:
-        whole: the releases on everything.
-        parts: the maximal histories of its parts; None if they have to be read.
-        position: number of the last spend that is counted; None before the first reading.
-    """
-
-    def __init__(self, nothing: Tally):
-        self.whole = nothing
-        self.parts: list[Counts] | None = None
-        self.position: int | None = None

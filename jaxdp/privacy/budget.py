@@ -83,7 +83,7 @@ class Unsettled(Exception):
         check: of the dataset.
         spent: compositions of what is spent.
         others: what others hold.
-        own: what is asked for, with all that its own holds keep.
+        own: `step`, with all that its own holds keep.
         step: what is asked for.
         ahead: whether more steps of this kind are likely to follow.
 
@@ -153,10 +153,10 @@ class Unsettled(Exception):
 
 
 class BudgetCheck:
-    """Decides whether compositions fit a dataset's budget, computing a PLD as seldom as it can.
+    """Decides whether compositions fit a dataset's budget, and computes few PLDs.
 
-    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few
-    compositions known to fit or not answer most questions; and RDP, where it is enough, is cheap.
+    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few known
+    compositions answer most questions; and RDP, where it is enough, is cheap.
     """
 
     def __init__(self, dataset: Dataset):

@@ -49,7 +49,6 @@ import sqlite3
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jaxdp.privacy import books, readout
@@ -120,15 +119,11 @@ class Reservation(Generic[Charged]):
         self._entered = True
         return self.charged
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         spends = (self.charged,) if isinstance(self.charged, Spend) else self.charged
-        if kind is None:
-            self._ledger._finish(spends, "committed")
-        else:  # If the mark cannot be written, what the body raised matters more, and the charge counts anyway.
-            with contextlib.suppress(OSError):
-                self._ledger._finish(spends, "failed")
+        # If the mark cannot be written, what the body raised matters more, and the charge counts anyway.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+            self._ledger._finish(spends, "committed" if kind is None else "failed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,9 +250,7 @@ class Hold:
     def __enter__(self) -> "Hold":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         # A hold that cannot be closed lapses; what the body raised matters more.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
             self.close()

@@ -12,6 +12,7 @@ from typing import Any
 from jaxdp.privacy import books
 from jaxdp.privacy.budget import Dataset, epsilon_of, maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json
+from jaxdp.privacy.store import utc
 
 _OPEN = "status <> 'committed'"
 
@@ -40,12 +41,7 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
         "FROM totals JOIN events ON events.id = event WHERE dataset = ?"
     )
     return {
-        "name": dataset.name,
-        "adjacency": dataset.adjacency,
-        "unit": dataset.unit,
-        "records": dataset.records,
-        "accounting": dataset.accounting,
-        "renyi_order": dataset.renyi_order,
+        **{key: getattr(dataset, key) for key in ("name", "adjacency", "unit", "records", "accounting", "renyi_order")},
         "allow_unproven": dataset.allow_unproven,
         "budget": dataset.epsilon,
         "delta": default_delta if dataset.delta is None else dataset.delta,
@@ -64,12 +60,8 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
             {
                 "event": json.loads(row["json"]),
                 "description": describe(from_json(row["json"])),
-                "key": row["key"],
-                "label": row["label"],
-                "run": row["run"],
-                "lapses_at": datetime.datetime.fromtimestamp(row["lapses"], datetime.UTC).isoformat(
-                    timespec="milliseconds"
-                ),
+                **{key: row[key] for key in ("key", "label", "run")},
+                "lapses_at": utc(row["lapses"]),
             }
             for row in books.live_holds(db, dataset)
             if composition(from_json(row["json"]))
@@ -177,18 +169,11 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
         lines.append(f"  held         {'; '.join(holds)}; not spent")
     table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
     for rows in zip(*(found["spends"] for found in group), strict=True):
-        labels = dict.fromkeys(shown(rows[0][key]) for key in ("first_label", "last_label") if rows[0][key])
-        table.append(
-            [
-                str(rows[0]["spends"]),
-                str(rows[0]["open"]),
-                shown(rows[0]["partition"] or "(all)"),
-                shown(rows[0]["description"]),
-                " .. ".join(labels) or "-",
-                _time(min(row["first_at"] for row in rows), timezone),
-                _time(max(row["last_at"] for row in rows), timezone),
-            ]
-        )
+        one = rows[0]
+        labels = " .. ".join(dict.fromkeys(one[key] for key in ("first_label", "last_label") if one[key])) or "-"
+        texts = [shown(text) for text in (one["partition"] or "(all)", one["description"], labels)]
+        ends = min(row["first_at"] for row in rows), max(row["last_at"] for row in rows)
+        table.append([str(one["spends"]), str(one["open"]), *texts, *(_time(end, timezone) for end in ends)])
     lines += [f"  {line}" for line in aligned(table) if first["spends"]]
     if first["rows"] > len(first["spends"]):
         lines.append(f"  ... {first['rows'] - len(first['spends'])} more rows")

@@ -32,6 +32,7 @@ import socket
 import sqlite3
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -706,9 +707,14 @@ def _acquire(path: pathlib.Path) -> int:
 # --- Texts ------------------------------------------------------------------------------------------------------------
 
 
+def utc(seconds: float) -> str:
+    """Returns a time, in seconds since 1970, in UTC to milliseconds."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
 def now() -> str:
-    """Returns the time in UTC, to milliseconds."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    """Returns the present time as `utc` writes it."""
+    return utc(time.time())
 
 
 @functools.cache

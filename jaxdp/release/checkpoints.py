@@ -20,11 +20,7 @@ _REMEDY = "Restore the workdir from a copy, or begin again in a new one. What wa
 
 
 class Checkpoints:
-    """The checkpoints of one run, by Orbax.
-
-    Args:
-      workdir: of the run; it holds `checkpoints` and `checkpoints.json`.
-      keep: how many of the newest are kept.
+    """The newest `keep` checkpoints of one run, by Orbax, in its workdir.
 
     Raises:
       ValueError: the newest checkpoint is damaged or gone; the message has its path.
@@ -54,10 +50,7 @@ class Checkpoints:
         self._manager.close()
 
     def restore(self, like: Any) -> tuple[Any, int]:
-        """Returns the newest state, on the host, and its number; `like` and 0 without any.
-
-        Args:
-          like: a pytree of arrays of the structure, shapes and dtypes of the states.
+        """Returns the newest state, on the host, and its number; `like`, a pytree of its kind, and 0 without any.
 
         Raises:
           ValueError: the newest one is damaged or of another structure; the message has its path.

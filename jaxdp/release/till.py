@@ -27,7 +27,6 @@ import os
 import pathlib
 import secrets as entropy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import jax
@@ -143,10 +142,8 @@ class Till:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(failed=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """Deletes the seed unless a paid release needs it, or the "run" failed; lets go of the workdir."""
@@ -156,7 +153,7 @@ class Till:
 
     @property
     def name(self) -> str | None:
-        """A name for the run that stays when it is resumed, for example of its hold; None without a workdir."""
+        """A name of the run that a resumed run has, too; None without a workdir."""
         return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
 
     # --- The protocol -------------------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ class Till:
 
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
-        """`release` for a value that comes bit by bit: pays, yields the secret, and ends the release with the body."""
+        """Does `release` for a value that comes bit by bit: pays, yields the secret, and ends with the body."""
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         token = self.token(what)
@@ -192,7 +189,7 @@ class Till:
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Names all that determines a release; keyed by the seed, so that it tells nothing about private data."""
+        """Returns a hash of all that determines a release, keyed by the seed: it tells nothing about private data."""
         used_once = self.workdir is None and self._given is None  # the seed
         if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
@@ -203,11 +200,7 @@ class Till:
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
-        """The key of a secret that several releases of the run share.
-
-        Raises:
-          ValueError: the seed is deleted after each release.
-        """
+        """Returns a key that several releases of the run share; ValueError if each release deletes the seed."""
         if self._forget != "run":
             raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
         return secrets.stream(self._seed(), purpose, impl=impl)
