@@ -116,8 +116,7 @@ def _history(given: argparse.Namespace) -> None:
     """Every spend, or how epsilon grew by the day."""
     with Ledger(given.path, read_only=True) as ledger:
         if given.by_day:
-            every = [entry["name"] for entry in ledger.report()["datasets"]]
-            names = every if given.dataset is None else [given.dataset]
+            names = [given.dataset] if given.dataset else [entry["name"] for entry in ledger.report()["datasets"]]
             rows = [row for name in names for row in ledger.by_day(name, delta=given.delta, timezone=given.timezone)]
             columns = ["day", "dataset", "spends", "epsilon", "delta"]
         else:

@@ -67,17 +67,11 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
 
 
 def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict, keys: Iterable[str] = ()) -> Any:
-    """Reads a JSON file of this library.
-
-    Args:
-      path: the file.
-      remedy: a sentence for the error of a damaged file.
-      kind: type of the value.
-      keys: that a dict must have.
+    """Reads a JSON file of this library: a value of type `kind`, with `keys` if it is a dict.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: no JSON, another type or no such key; the message has the path and the remedy.
+      ValueError: no JSON, another type or no such key; the message has the path and the sentence `remedy`.
     """
     with understood(path, remedy):
         found = json.loads(path.read_bytes())
@@ -103,7 +97,7 @@ def read_npz(
       names: arrays that it must have; None reads all.
       optional: arrays that are read if they are there.
       remedy: a sentence for the error of a damaged file.
-      limits: on the arrays that are read; `Limits()` by default.
+      limits: on what is read; `Limits()` by default.
 
     Raises:
       FileNotFoundError: there is no such file.

@@ -29,13 +29,13 @@ def calibrate_noise(
             ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z)), steps)``. More noise must
             never cost more epsilon. Called about twenty times.
         epsilon: the target, > 0 and finite.
-        delta: the target's delta, in [0, 1); 0 only for releases that are all pure.
+        delta: the target's delta, in [0, 1); 0 for pure releases only.
         adjacency: "add_remove", "replace_one" or "zero_out".
         method: as in `epsilon`; "rdp", as older work has it, asks for more noise than "auto".
         tol: relative tolerance, in (0, 0.1]. The result is at most (1 + tol) times the smallest feasible multiplier.
 
     Returns:
-        A multiplier z that was verified: `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon`, never above.
+        A multiplier z with `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon`, which was computed.
 
     Raises:
         ValueError: an impossible argument; an event without an accounting rule; a target that no noise up to 2^40
@@ -86,8 +86,7 @@ def calibrate_noise(
 
 def _bracket(cost: Callable[[float], float], target: float, start: float, factor: float) -> tuple[float, float]:
     """Returns multipliers (low, high) with cost(low) > target >= cost(high); low = 0 or high = inf if out of range."""
-    low, high = 0.0, math.inf
-    multiplier = start
+    low, high, multiplier = 0.0, math.inf, start
     while _SMALLEST <= multiplier <= _LARGEST:
         if cost(multiplier) <= target:
             high = multiplier

@@ -18,10 +18,9 @@ Formal guarantees. For every registered dataset, the releases made inside `spend
 (`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
 
 * ``accounting="pld"`` or ``"rdp"``: the sequence of events is fixed in advance. Each mechanism may use all earlier
-  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events themselves - noise, sampling,
-  number of steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what
-  it saw, quote the planned total (the budget), not the smaller number spent. Budgets stop overspending in either
-  case, but the proof behind them needs fixed events.
+  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events - noise, sampling, number of
+  steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what it saw,
+  quote the planned total (the budget), not the smaller number spent.
 * ``accounting="renyi_filter"``: events may be chosen fully adaptively. One Renyi order is fixed at registration, and
   spending stops before the sum of Renyi losses at that order passes the bound that converts to (epsilon, delta)
   (Feldman and Zrnic 2021, arXiv 2008.11193; Lecuyer 2021, arXiv 2103.01379). A sum of adaptively chosen losses is not
@@ -33,10 +32,8 @@ Formal guarantees. For every registered dataset, the releases made inside `spend
   its replacement lie in the same part: assign parts by something public that stays (slot, arrival time, hospital), and
   read the guarantee as hiding a record's content, not its part. Otherwise a replacement changes two parts at once;
   spend with `partition=None`, which composes with everything.
-* Holds. `Ledger.hold` keeps room for a plan, so that a parallel program cannot take it in between. A hold is no
-  spend: it changes no epsilon. `Hold` says when room that was not used may go back.
-* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for a record in all of
-  several.
+* Holds. `Ledger.hold` keeps room for a plan and changes no epsilon. `Hold` says when unused room may go back.
+* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for several.
 """
 
 import contextlib
@@ -204,9 +201,9 @@ class Hold:
     accounting decides whether the proof allows that (early stopping, see the module's text):
 
     * ``accounting="renyi_filter"``: always.
-    * ``accounting="pld"`` or ``"rdp"``: the proof needs the number of releases fixed in advance. Returned room is
-      sound only if the reason to stop was not read off what was released: a crash, an error, a full disk. Otherwise
-      spend the whole plan, or quote the plan or the budget and not the smaller number spent.
+    * ``accounting="pld"`` or ``"rdp"``: only if the reason to stop was not read off what was released, as a crash, an
+      error or a full disk, since the proof needs the number of releases fixed in advance. Otherwise spend the whole
+      plan, or quote the plan or the budget and not the smaller number spent.
 
     Attributes:
         ledger: the ledger.
@@ -450,14 +447,13 @@ class Ledger:
             requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice pays
                 twice.
             label: as in `spend`.
-            token: as in `spend`, one for all of them; each dataset may then be named once only.
+            token: as in `spend`, one for all; each dataset may then be named once only.
 
         Returns:
             A `Reservation`, to be entered once; `with` yields one `Spend` per request.
 
         Raises:
-            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; then nothing is
-                charged on any dataset.
+            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; none is charged.
         """
         asked = [self._request(account, event, label) for account, event in requests]
         names = [request.name for request in asked]

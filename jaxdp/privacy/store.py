@@ -145,9 +145,8 @@ class Head:
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
     """Returns the error for a ledger that must not be used; `gone` if nothing of it is left."""
     path = os.fspath(path)
-    last = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
-    if gone:
-        last = "delete both, and a new ledger is made"
+    older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
+    last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
         f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
         f"backup. If no better copy exists, {last}; runs that were charged since then charge it again when they are "
@@ -162,12 +161,9 @@ class Store:
     """
 
     def __init__(self, path: str, *, read_only: bool = False):
-        self.path = path
-        self.read_only = read_only
-        self.lock = threading.RLock()
+        self.path, self.read_only, self.lock = path, read_only, threading.RLock()
         self._in_memory = path == ":memory:"
-        self._head_path = pathlib.Path(f"{path}.head")
-        self._head_file = -1
+        self._head_path, self._head_file = pathlib.Path(f"{path}.head"), -1
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"path {path!r} lies in a directory that does not exist; create the directory first")
         self._open()

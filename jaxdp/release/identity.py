@@ -58,11 +58,9 @@ def digest(tree: Any) -> str:
 
 
 def program(function: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a compiled function for these arguments: equal texts compute the same.
+    """Returns the text of a `jax.jit` function compiled for arrays or `jax.ShapeDtypeStruct`s; static arguments as is.
 
-    Args:
-      function: made by `jax.jit`.
-      args, kwargs: arrays or `jax.ShapeDtypeStruct`s; static arguments as they are.
+    Equal texts compute the same.
     """
     return function.lower(*args, **kwargs).as_text()
 
@@ -95,8 +93,7 @@ def environment() -> dict[str, Any]:
 def processor() -> list[Any]:
     """Returns what XLA compiles for on the host: instructions, and the cores that share its sums."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    linux = pathlib.Path("/proc/cpuinfo")
-    if not linux.exists():
+    if not (linux := pathlib.Path("/proc/cpuinfo")).exists():
         return [cores, platform.machine(), platform.processor()]
     fields = ("model name", "flags", "Features", "CPU part")
     return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]

@@ -12,9 +12,9 @@ A `Release` says what it charges, what determines its bits, and how to compute i
 5. hands the value to `keep`, which makes it durable;
 6. deletes the seed.
 
-A release that was interrupted after step 2 has the same token when the same program runs again: the ledger does not
-charge it a second time, and the value is the same bit for bit. If anything is different, so is the token: the noise is
-fresh and the ledger charges again. So no two values share noise, and the ledger never shows less than was released.
+A release that was interrupted after step 2 has the same token when the same program runs again: it is not charged a
+second time, and its value is the same bit for bit. If anything is different, so is the token: the noise is fresh and
+the ledger charges again. So no two values share noise, and the ledger never shows less than was released.
 """
 
 import contextlib
@@ -64,18 +64,18 @@ class Release(Generic[T]):
     Attributes:
       label: for people who read the ledger. Never put data in it.
       charges: (account, event) pairs of one ledger, each account once; or a `Payment`. Empty for public data.
-      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. All randomness
-        comes from the secret, and everything else that the value depends on is in `facts` and `programs`.
-      facts: `facts() -> pytree` of arrays, numbers and text that determine the value. Asked for only where the release
+      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. The value depends
+        on the secret, `facts` and `programs` only.
+      facts: `facts() -> pytree` of arrays, numbers and text that determine the value; called only where the release
         might be repeated: with a workdir, or with a given seed.
       programs: `programs() -> texts` of what is compiled (`identity.program`). A program that calls back to Python
         cannot be repeated: its release is charged again after a crash, with fresh noise.
       keep: `keep(value)` makes the value durable, before the seed is deleted.
       note: further fields for the row in the workdir's notes, which `Till.notes` reads.
-      deterministic: whether all programs give the same bits on every run, also on a GPU; by default what the backend
-        promises (`identity.deterministic`). Another release cannot be repeated.
+      deterministic: whether all programs give the same bits on every run, by default what the backend promises
+        (`identity.deterministic`). Otherwise the release cannot be repeated.
       once_in: the name of what the payment counts in, where a charge depends on what was counted before it. The same
-        release is then free a second time in that count only, and another count pays for itself.
+        release is then free a second time in that count only.
     """
 
     label: str
@@ -106,8 +106,7 @@ class Till:
     Args:
       workdir: the run's own folder, made if needed, for the notes and for the secret seed while a paid release is
         unfinished. None keeps the seed in memory: what is interrupted is paid again.
-      seed: 16 secret bytes, to reproduce a run in a test; by default they come from the operating system. The same
-        release under the same seed is paid once.
+      seed: 16 secret bytes, to reproduce a run in a test, where the same release is paid once; random by default.
       forget: when the seed is deleted: after each "release"; or at the end of the "run", where several releases share
         a secret (`stream`). An unfinished release keeps it.
 
@@ -298,13 +297,9 @@ def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
-    """Charges what `notes` hold to accounts that do not know of it yet.
+    """Charges rows of `notes` to accounts that do not know of them; a last one that was only reserved is committed.
 
-    The last charge may be reserved and not committed: a free spend of its token commits it.
-
-    Args:
-      rows: of `notes`.
-      account_of: the account for a noted name, None to leave the charge out; "" is a charge of the first release.
+    `account_of` returns the account for a noted name, "" for a charge of the first release; None leaves the charge out.
 
     Raises:
       BudgetExceeded: an account has no room.
