@@ -23,32 +23,29 @@ from typing import Any
 
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
-from jaxdp.privacy.readout import shown
+from jaxdp.privacy.readout import aligned, finite, local, shown
 from jaxdp.privacy.store import accept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; an error becomes a sentence and the exit status 1."""
-    parser = argparse.ArgumentParser(
-        prog="jaxdp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    ledger = parser.add_subparsers(required=True, metavar="ledger").add_parser(
-        "ledger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    about: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="jaxdp", **about)
+    ledger = parser.add_subparsers(required=True, metavar="ledger").add_parser("ledger", **about)
     commands = ledger.add_subparsers(required=True, metavar="show | history | verify | backup | accept")
 
     show = _command(commands, "show", _show)
     show.add_argument("--json", action="store_true", help="print JSON instead of text")
     show.add_argument("--delta", type=float, default=1e-5, help="for datasets that have none registered")
     show.add_argument("--if", dest="events", action="append", default=[], metavar="'DATASET: EVENT'", help="what if")
-    show.add_argument("--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="of this one only")
     history.add_argument("--by-day", action="store_true", help="one row per day, with epsilon at its end")
     history.add_argument("--csv", action="store_true", help="print CSV instead of text")
     history.add_argument("--delta", type=float, help="by default the registered one; for --by-day")
-    history.add_argument("--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin")
+    for command in (show, history):
+        command.add_argument("--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin")
 
     _command(commands, "verify", _verify)
     _command(commands, "backup", _backup).add_argument("copy", help="the new file")
@@ -88,60 +85,45 @@ def _show(given: argparse.Namespace) -> None:
             print(json.dumps(ledger.report(delta=given.delta) | ({"if": asked} if asked else {}), indent=2))
             return
         print(ledger.report_text(delta=given.delta, timezone=given.timezone))
+        verdicts = {True: "the budget allows it", False: "the budget does not allow it", None: "it has no budget"}
         for answer in asked:
-            budget = {True: "the budget allows it", False: "the budget does not allow it", None: "it has no budget"}
+            after, before = ("inf" if answer[key] is None else f"{answer[key]:.6g}" for key in ("epsilon", "before"))
             print(
-                f"\nIf {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon "
-                f"{_number(answer['epsilon'])} at delta {answer['delta']:g}, after {_number(answer['before'])}; "
-                f"{budget[answer['allowed']]}"
+                f"\nIf {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon {after} at delta "
+                f"{answer['delta']:g}, after {before}; {verdicts[answer['allowed']]}"
             )
 
 
 def _what_if(ledger: Ledger, name: str, text: str, default_delta: float) -> dict[str, Any]:
     event, registered = parse(text), ledger.delta(name)
     delta = default_delta if registered is None else registered
-    allowed: bool | None = None
-    if math.isfinite(ledger.remaining(name)):
-        try:
-            ledger.check([(name, event)])
-            allowed = True
-        except BudgetExceeded:
-            allowed = False
-    before, after = ledger.epsilon(name, delta=delta), ledger.would_cost(name, event, delta=delta)
+    allowed = True if math.isfinite(ledger.remaining(name)) else None
+    try:
+        ledger.check([(name, event)])
+    except BudgetExceeded:
+        allowed = False
     return {
         "dataset": name,
         "event": describe(event),
         "delta": delta,
-        "before": before if math.isfinite(before) else None,
-        "epsilon": after if math.isfinite(after) else None,
+        "before": finite(ledger.epsilon(name, delta=delta)),
+        "epsilon": finite(ledger.would_cost(name, event, delta=delta)),
         "allowed": allowed,
     }
-
-
-def _number(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.6g}"
 
 
 def _history(given: argparse.Namespace) -> None:
     """Every spend, or how epsilon grew by the day."""
     with Ledger(given.path, read_only=True) as ledger:
         if given.by_day:
-            names = (
-                [entry["name"] for entry in ledger.report()["datasets"]] if given.dataset is None else [given.dataset]
-            )
-            rows = [
-                row
-                for name in names
-                for row in ledger.by_day(name, delta=_delta(ledger, name, given.delta), timezone=given.timezone)
-            ]
+            names = [given.dataset] if given.dataset else [entry["name"] for entry in ledger.report()["datasets"]]
+            rows = [row for name in names for row in ledger.by_day(name, delta=given.delta, timezone=given.timezone)]
             columns = ["day", "dataset", "spends", "epsilon", "delta"]
         else:
             rows = ledger.history(given.dataset)
             for row in rows:
                 for key in ("reserved_at", "finished_at"):
-                    row[key] = (
-                        row[key] and datetime.datetime.fromisoformat(row[key]).astimezone(given.timezone).isoformat()
-                    )
+                    row[key] = row[key] and local(row[key], given.timezone).isoformat()
             columns = ["spend", "reserved_at", "dataset", "partition", "event", "label", "status", "who", "host", "run"]
             columns += ["version", "finished_at", "token", "link"]
     if given.csv:
@@ -149,18 +131,9 @@ def _history(given: argparse.Namespace) -> None:
         writer.writerow(columns)
         writer.writerows([_cell(row[column]) for column in columns] for row in rows)
         return
-    shorter = columns[: columns.index("version")] if "version" in columns else columns
-    table = [shorter, *([_cell(row[column]) or "-" for column in shorter] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _delta(ledger: Ledger, name: str, given: float | None) -> float:
-    registered = ledger.delta(name) if given is None else given
-    if registered is None:
-        raise ValueError(f"dataset {name!r} has no delta registered; give one with --delta")
-    return registered
+    shorter = columns[:10]  # what people read
+    for line in aligned([shorter, *([_cell(row[column]) or "-" for column in shorter] for row in rows)]):
+        print(line)
 
 
 def _cell(value: Any) -> str:

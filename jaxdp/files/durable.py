@@ -10,13 +10,8 @@ from typing import Any, BinaryIO
 def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666) -> None:
     """Puts a whole new file in the place of `path`; file and folder are on the disk when this returns.
 
-    A process that dies leaves the old file, and may leave `<name>.tmp` beside it, which the next writer replaces. Only
-    one process may write a file at a time.
-
-    Args:
-      path: the file; its folder must exist.
-      data: the content, or a function that writes it to an open binary file.
-      mode: of the new file, as `os.open` takes it.
+    A process that dies leaves the old file, and perhaps `<name>.tmp` for the next writer to replace. The folder must
+    exist, and only one process may write a file at a time. `data` may be a function that writes to an open binary file.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # it may have another mode

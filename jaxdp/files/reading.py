@@ -19,16 +19,16 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a file may declare; more is refused before it is allocated. Raise a limit for larger files that you trust.
+    """What a file or package may declare; more is refused before it is allocated. Raise a limit for trusted files.
 
     Attributes:
-      bytes: of all arrays that are read from one file or package; 8 GiB by default.
-      arrays: in one file or package.
+      bytes: of all arrays that are read; 8 GiB by default.
+      arrays: their number.
       pixels: height times width of one image before it is decoded; by default that of Pillow. Also bounds the
-        positions and windows of a model that a package describes.
-      blocks: of a model that a package describes.
-      num_classes: classes that a package declares.
-      copies: copies of every representation that a package declares.
+        positions and windows of a packaged model.
+      blocks: of a packaged model.
+      num_classes: of a package.
+      copies: of every representation in a package.
     """
 
     bytes: int = 2**33
@@ -54,10 +54,7 @@ class Limits:
 
 @contextlib.contextmanager
 def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Turns every error of code that reads a file into a ValueError that names the file and the remedy.
-
-    A file that is missing, or may not be read, keeps its error, which names the path already.
-    """
+    """Turns an error of code that reads a file into a ValueError with path and remedy; a missing file keeps its own."""
     try:
         yield
     except (FileNotFoundError, PermissionError, IsADirectoryError):
@@ -70,17 +67,11 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
 
 
 def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict, keys: Iterable[str] = ()) -> Any:
-    """Reads a JSON file of this library.
-
-    Args:
-      path: the file.
-      remedy: a sentence for the error of a damaged file.
-      kind: type of the value.
-      keys: that a value of type dict must have.
+    """Reads a JSON file of this library: a value of type `kind`, with `keys` if it is a dict.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is not JSON, of another type or without a key; the message has the path and the remedy.
+      ValueError: no JSON, another type or no such key; the message has the path and the sentence `remedy`.
     """
     with understood(path, remedy):
         found = json.loads(path.read_bytes())
@@ -103,14 +94,14 @@ def read_npz(
 
     Args:
       path: the file.
-      names: arrays that it must have; None reads all of them.
+      names: arrays that it must have; None reads all.
       optional: arrays that are read if they are there.
       remedy: a sentence for the error of a damaged file.
-      limits: on the arrays that are read; `Limits()` by default.
+      limits: on what is read; `Limits()` by default.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is damaged, lacks an array, holds Python objects or exceeds a limit; the message has the path.
+      ValueError: a damaged file, a missing array, Python objects or an exceeded limit; the message has the path.
     """
     limits = limits or Limits()
     with understood(path, remedy), zipfile.ZipFile(path) as archive:
@@ -120,24 +111,22 @@ def read_npz(
             raise ValueError(f"{path} has no array {', '.join(missing)}; it has {has}. {remedy}")
         wanted = list(members) if names is None else [*names, *(name for name in optional if name in members)]
         limits.check("arrays", len(wanted), str(path))
-        total = 0
+        total, found = 0, {}
         for name in wanted:
             with archive.open(members[name]) as file:
                 total += _declared_bytes(file, members[name].file_size)
             limits.check("bytes", total, f"{path}, up to array {name!r},")
-        return {name: _read_member(archive, members[name]) for name in wanted}
-
-
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
+        for name in wanted:
+            with archive.open(members[name]) as file:
+                found[name] = np.lib.format.read_array(file, allow_pickle=False)
+        return found
 
 
 def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Reads an .npy file after checking that header and size are those of the array that it should hold.
+    """Reads an .npy file whose header and size are those of the array that it should hold.
 
     Raises:
-      ValueError, SyntaxError, tokenize.TokenError: it holds another array, or its header is no Python.
+      ValueError, SyntaxError, tokenize.TokenError: another array, or a header that is no Python.
     """
     with path.open("rb") as file:
         if _header(file) != (shape, dtype) or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize:
@@ -172,16 +161,13 @@ def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy
 
 
 def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: Limits) -> None:
-    """Compares the size in the header of an encoded image with what is declared, before it is decoded.
+    """Raises ValueError unless the header of an encoded image has the declared size, before it is decoded.
 
     Args:
       data: a file of a format that Pillow reads.
       shape: (height, width, ...) as declared; None is any up to the limit.
       what: names the image in errors.
       limits: on its pixels.
-
-    Raises:
-      ValueError: it is no image, of another size, or larger than the limit.
     """
     from PIL import Image
 

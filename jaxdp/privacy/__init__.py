@@ -1,7 +1,6 @@
 """Privacy accounting: events, epsilon, noise calibration, the ledger. Needs dp_accounting, never JAX."""
 
 from jaxdp.privacy.accounting import delta, epsilon
-from jaxdp.privacy.accounts import Account, Hold, Reservation, Spend
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -23,7 +22,7 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
     unproven,
 )
-from jaxdp.privacy.ledger import BudgetExceeded, Head, Ledger, LedgerDamaged
+from jaxdp.privacy.ledger import Account, BudgetExceeded, Head, Hold, Ledger, LedgerDamaged, Reservation, Spend
 
 __all__ = [
     "Account",

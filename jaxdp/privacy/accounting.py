@@ -1,7 +1,7 @@
 """Epsilon of events: privacy loss distributions (PLD) first, Renyi DP (RDP) where PLD has no rule.
 
-Both come from dp_accounting. This module owns what lies between: counting equal events, the meaning of a noise
-multiplier under each adjacency, pure events, and numbers that stay upper bounds when they get extreme.
+Both come from dp_accounting. This module counts equal events, applies the noise multiplier under each adjacency, adds
+pure events, and keeps extreme numbers upper bounds.
 
 Which pair of distributions a leaf event stands for (`s` is its noise multiplier, `q` its sampling probability):
 
@@ -21,24 +21,24 @@ RepeatAndSelect                RDP (arXiv 2110.03620)                 RDP
 =============================  =====================================  =========================================
 
 dp_accounting 0.6 doubles a Gaussian's sensitivity under REPLACE_ONE in its PLD but not in its RDP, does not double
-Laplace's, and composes a `RandomizedResponseDpEvent` once whatever its count; its accountant classes are
-therefore used for single RDP leaves only, after `_rdp_event` has put the factor in.
+Laplace's, and composes a `RandomizedResponseDpEvent` once whatever its count. Its accountant classes therefore compute
+single RDP leaves only, after `_rdp_event` has put the factor in.
 
-Formal guarantees: every number returned is an upper bound for adaptive composition of mechanisms whose PARAMETERS
-(the events) are fixed in advance while their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022,
-arXiv 2106.08567; RDP: Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots",
-arXiv 2207.04380); the float64 error of the FFT is covered by giving up 1e-11 of delta (1e-17 per event beyond a
-million of them). Poisson sampling under replace_one assumes that the record and its replacement are worst when they
-point in opposite directions; tests/privacy/test_accounting.py checks that in the plane.
+Formal guarantees: every number is an upper bound for adaptive composition of mechanisms whose PARAMETERS (the events)
+are fixed in advance, while their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567;
+RDP: Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). The
+float64 error of the FFT is covered by giving up 1e-11 of delta (1e-17 per event beyond a million of them). Poisson
+sampling under replace_one assumes that the record and its replacement are worst when they point in opposite directions;
+tests/privacy/test_accounting.py checks that in the plane.
 """
 
 import contextlib
-import dataclasses
+import copy
 import functools
 import logging
 import math
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -52,6 +52,7 @@ from scipy import special
 
 from jaxdp.privacy.events import (
     ComposedDpEvent,
+    Counts,
     DiscreteLaplaceDpEvent,
     DpEvent,
     GaussianDpEvent,
@@ -67,6 +68,7 @@ from jaxdp.privacy.events import (
     UnprovenDpEvent,
     ZCDpEvent,
     composition,
+    precision,
     to_json,
 )
 
@@ -91,13 +93,12 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
     """Returns an upper bound on the epsilon at which `event` is (epsilon, delta)-DP.
 
     Args:
-        event: one release or a composition of them (`jaxdp.privacy.events`); equal events are aggregated, so a
-            million equal releases cost one PLD.
+        event: one release or a composition of them (`jaxdp.privacy.events`); a million equal releases cost one PLD.
         delta: in [0, 1). At 0 only releases with a pure proof are finite: their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
         method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". Where several proofs
-            hold, "auto" returns the smallest; PLD's is, but for its rounding, until it gives up (delta below 1e-11,
-            epsilon above 1e5). The sum of pure epsilons is such a bound under every method.
+            hold, "auto" returns the smallest: PLD's, but for rounding, unless delta is below 1e-11 or epsilon above
+            1e5. Every method includes the sum of pure epsilons.
 
     Returns:
         Epsilon >= 0; 0 for an empty composition; `math.inf` with a `NonPrivateDpEvent` or an unproven part.
@@ -109,10 +110,9 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
 
 
 def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove", method: Method = "auto") -> float:
-    """Returns an upper bound on the delta at which `event` is (epsilon, delta)-DP; see `epsilon`.
+    """Returns an upper bound, in [0, 1], on the delta at which `event` is (epsilon, delta)-DP; see `epsilon`.
 
-    Returns:
-        Delta in [0, 1]; 1 with a `NonPrivateDpEvent` or an unproven part.
+    It is 1 with a `NonPrivateDpEvent` or an unproven part.
 
     Raises:
         ValueError: as `epsilon`, or `epsilon` is negative or NaN.
@@ -173,170 +173,104 @@ def rdp_epsilon_of_counts(
 
 
 def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
-    """Returns an equivalent composition with one Gaussian at most: the sum of count / noise_multiplier^2 is its own."""
+    """Returns an equivalent composition with one Gaussian at most."""
     gaussians = {leaf: count for leaf, count in counts.items() if isinstance(leaf, GaussianDpEvent)}
     if sum(gaussians.values()) <= 1:
         return counts
-    # Divide twice: squaring a tiny multiplier would raise OverflowError.
-    precision = math.fsum(count / leaf.noise_multiplier / leaf.noise_multiplier for leaf, count in gaussians.items())
-    rest = {leaf: count for leaf, count in counts.items() if not isinstance(leaf, GaussianDpEvent)}
-    return {GaussianDpEvent(precision**-0.5): 1, **rest}
+    rest = {leaf: count for leaf, count in counts.items() if leaf not in gaussians}
+    return {GaussianDpEvent(precision(gaussians) ** -0.5): 1, **rest}
 
 
 class Tally:
-    """A composition that grows by small steps, with what a first check by RDP needs of it kept up to date.
+    """The proven part of a composition that grows by small steps, with the losses that a first check by RDP needs.
 
-    All its Gaussians are one precision, the sum of count / noise_multiplier^2. Values are never changed: `plus` returns
-    another tally. It costs as much as copying a dictionary of the distinct leaves that are no Gaussians.
+    All Gaussians are one precision, the sum of count / noise_multiplier^2. A method that adds returns another tally. It
+    costs a copy of a dictionary of the distinct leaves that are no Gaussians.
 
     Attributes:
         adjacency: of the dataset.
-        counts: leaf events that are no Gaussians, and how often.
         precision: of the Gaussians.
+        others: the leaves that are no Gaussians.
         rules: the ways, of "pld" and "rdp", in which every leaf has a rule.
     """
-
-    __slots__ = ("_age", "_numbers", "_sums", "adjacency", "precision", "rules")
 
     def __init__(self, adjacency: Adjacency):
         self.adjacency: Adjacency = adjacency
         self.precision = 0.0
+        self.others: Counts = Counter()
         self.rules = frozenset({"pld", "rdp"})
-        # By number: a leaf's hash takes a microsecond, an integer's nothing.
-        self._numbers: dict[int, int] = {}
-        self._sums: _Sums | None = None
-        self._age = 0
+        self._sums: np.ndarray | None = None  # of `_losses` of the others
+        self._age = 0  # additions since these were made anew
 
     def __bool__(self) -> bool:
-        return bool(self._numbers or self.precision)
+        return bool(self.others or self.precision)
 
     @property
-    def counts(self) -> dict[DpEvent, int]:
+    def counts(self) -> Counts:
         """The leaves, with one Gaussian for all."""
-        counts = {_LEAVES[number]: count for number, count in self._numbers.items()}
-        return {GaussianDpEvent(self.precision**-0.5): 1, **counts} if self.precision else counts
+        gaussian: Counts = Counter({GaussianDpEvent(self.precision**-0.5): 1} if self.precision else {})
+        return gaussian + self.others
 
     def plus(self, step: Mapping[DpEvent, int], times: int = 1) -> "Tally":
-        """Returns the composition with `step`, so many times."""
-        total = self._copy()
+        """Returns the composition with the proven part of `step`, so many times."""
+        total = copy.copy(self)
+        total.others = self.others.copy()
+        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
+        if len(self.others) > 64:
+            total._sums, total._age = self._known_sums(), self._age + 1
+        else:
+            total._sums = None
         for leaf, count in step.items():
             if isinstance(leaf, GaussianDpEvent):
-                total.precision += times * count / leaf.noise_multiplier / leaf.noise_multiplier
-            else:
-                total._add(_number(leaf), times * count)
+                total.precision += times * precision({leaf: count})
+            elif not isinstance(leaf, UnprovenDpEvent):
+                total.others[leaf] += times * count
+                total.rules &= _leaf_rules(leaf, self.adjacency)
+                if total._sums is not None:
+                    total._sums = total._sums + times * count * _losses(leaf, self.adjacency)
         return total
 
-    def and_also(self, other: "Tally", share: float = 1.0) -> "Tally":
-        """Returns the composition with another one, or with a share of it that is rounded up."""
-        total = self._copy()
+    def plus_share(self, other: "Tally", share: float) -> "Tally":
+        """Returns the composition with a share of another one, rounded up."""
+        total = self.plus({leaf: math.ceil(share * count) for leaf, count in other.others.items()})
         total.precision += share * other.precision
-        for number, count in other._numbers.items():
-            total._add(number, math.ceil(share * count))
         return total
 
     def minus(self, other: "Tally") -> "Tally":
         """Returns what this composition has beyond another one."""
-        rest = Tally(self.adjacency)
+        rest = Tally(self.adjacency).plus(self.others - other.others)
         rest.precision = max(0.0, self.precision - other.precision)
-        for number, count in self._numbers.items():
-            if count > other._numbers.get(number, 0):
-                rest._numbers[number] = count - other._numbers.get(number, 0)
-        return rest
-
-    def proven(self) -> "Tally":
-        """Returns the composition without the releases that have no proof."""
-        if _UNPROVEN.isdisjoint(self._numbers):
-            return self
-        rest = Tally(self.adjacency)
-        rest.precision = self.precision
-        rest._numbers = {number: count for number, count in self._numbers.items() if number not in _UNPROVEN}
         return rest
 
     def covers(self, other: "Tally") -> bool:
         """Returns whether this composition has everything of another one, so that it costs at least as much."""
-        if len(other._numbers) > len(self._numbers) or other.precision > self.precision * (1 + 1e-12):
+        if len(other.others) > len(self.others) or other.precision > self.precision * (1 + 1e-12):
             return False
-        return all(count <= self._numbers.get(number, 0) for number, count in other._numbers.items())
-
-    def repeats(self, step: "Tally") -> bool:
-        """Returns whether every leaf of a step that it holds came before the step, too; Gaussians are all alike."""
-        return all(self._numbers.get(number, 0) > count for number, count in step._numbers.items())
-
-    @property
-    def largest(self) -> int:
-        """How often the most frequent leaf comes that is no Gaussian."""
-        return max(self._numbers.values(), default=0)
+        return all(count <= self.others[leaf] for leaf, count in other.others.items())
 
     def rdp_epsilon(self, delta: float) -> float:
         """Returns the RDP (or pure) bound on epsilon; infinite where RDP has no rule."""
         if not self:
             return 0.0
         sums = self._known_sums()
-        rdp, pure = sums.rdp, sums.pure
         if self.precision:
-            merged = GaussianDpEvent(self.precision**-0.5)
-            rdp, pure = rdp + _leaf_rdp(merged, self.adjacency, RDP_ORDERS), math.inf
-        return min(pure, math.inf if np.isinf(rdp).all() else _epsilon_from_rdp(rdp, delta))
+            gaussian = GaussianDpEvent(self.precision**-0.5)
+            sums = sums + np.append(_leaf_rdp(gaussian, self.adjacency, RDP_ORDERS), math.inf)
+        *rdp, pure = sums
+        return float(min(pure, math.inf if np.isinf(rdp).all() else _epsilon_from_rdp(np.asarray(rdp), delta)))
 
-    def _copy(self) -> "Tally":
-        total = Tally(self.adjacency)
-        total.precision, total._numbers, total.rules = self.precision, self._numbers.copy(), self.rules
-        if len(self._numbers) > 64:
-            total._sums, total._age = self._known_sums(), self._age + 1
-        return total
-
-    def _known_sums(self) -> "_Sums":
-        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
+    def _known_sums(self) -> np.ndarray:
         if self._sums is None or self._age > 256:
-            parts = (_sums(_LEAVES[number], count, self.adjacency) for number, count in self._numbers.items())
-            self._sums, self._age = sum(parts, _NO_SUMS), 0
+            losses = (count * _losses(leaf, self.adjacency) for leaf, count in self.others.items())
+            self._sums, self._age = sum(losses, np.zeros(len(RDP_ORDERS) + 1)), 0
         return self._sums
 
-    def _add(self, number: int, count: int) -> None:
-        if number not in self._numbers:
-            self.rules &= _leaf_rules(_LEAVES[number], self.adjacency)
-        self._numbers[number] = self._numbers.get(number, 0) + count
-        if self._sums is not None:
-            self._sums = self._sums + _sums(_LEAVES[number], count, self.adjacency)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """The Renyi DP of a composition at every order, and its pure epsilon; infinite where a leaf has no rule."""
-
-    rdp: np.ndarray
-    pure: float
-
-    def __add__(self, other: "_Sums") -> "_Sums":
-        return _Sums(self.rdp + other.rdp, self.pure + other.pure)
-
-
-_NO_SUMS = _Sums(np.zeros(len(RDP_ORDERS)), 0.0)
-
-
-def _sums(leaf: DpEvent, count: int, adjacency: Adjacency) -> _Sums:
-    if _is_boundless([leaf]):
-        return _Sums(np.full(len(RDP_ORDERS), math.inf), math.inf)
-    ruled = "rdp" in _leaf_rules(leaf, adjacency)
-    rdp = count * _leaf_rdp(leaf, adjacency, RDP_ORDERS) if ruled else np.full(len(RDP_ORDERS), math.inf)
-    return _Sums(rdp, count * _leaf_pure_epsilon(leaf, adjacency))
-
-
-# The leaves that this process has met, by number.
-_LEAVES: list[DpEvent] = []
-_NUMBERS: dict[DpEvent, int] = {}
-_UNPROVEN: set[int] = set()
-_MEETING = threading.Lock()
-
-
-def _number(leaf: DpEvent) -> int:
-    with _MEETING:
-        if leaf not in _NUMBERS:
-            _LEAVES.append(leaf)
-            _NUMBERS[leaf] = len(_LEAVES) - 1
-            if isinstance(leaf, UnprovenDpEvent):
-                _UNPROVEN.add(len(_LEAVES) - 1)
-        return _NUMBERS[leaf]
+def _losses(leaf: DpEvent, adjacency: Adjacency) -> np.ndarray:
+    """Returns the Renyi DP of a leaf at every order and, last, its pure epsilon; infinite where it has no rule."""
+    ruled = not _is_boundless([leaf]) and "rdp" in _leaf_rules(leaf, adjacency)
+    rdp = _leaf_rdp(leaf, adjacency, RDP_ORDERS) if ruled else np.full(len(RDP_ORDERS), math.inf)
+    return np.append(rdp, _leaf_pure_epsilon(leaf, adjacency))
 
 
 def rdp_of_counts(counts: Mapping[DpEvent, int], *, order: float, adjacency: Adjacency) -> float:
@@ -377,8 +311,12 @@ def check_rules(counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: 
 
 @functools.lru_cache(maxsize=2**16)
 def _leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
-    ways = {"pld": _has_pld_rule, "rdp": _has_rdp_rule}
-    return frozenset(way for way, has_rule in ways.items() if has_rule(leaf, adjacency))
+    if isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent):
+        return frozenset({"pld", "rdp"})
+    by_pld = _pld_rule(leaf, adjacency) is not None
+    accountant = RdpAccountant(neighboring_relation=RELATIONS[adjacency])
+    by_rdp = isinstance(leaf, PureDpEvent) or accountant.supports(_rdp_event(leaf, adjacency))
+    return frozenset(way for way, has_rule in {"pld": by_pld, "rdp": by_rdp}.items() if has_rule)
 
 
 def _is_boundless(counts: Iterable[DpEvent]) -> bool:
@@ -419,24 +357,9 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
 # --- Privacy loss distributions ---------------------------------------------------------------------------------
 
 
-def _has_pld_rule(leaf: DpEvent, adjacency: Adjacency) -> bool:
-    match leaf:
-        case RandomizedResponseDpEvent():
-            return adjacency != "add_remove"
-        case PoissonSampledDpEvent(event=LaplaceDpEvent()):
-            return adjacency != "replace_one"
-        case PoissonSampledDpEvent():
-            return isinstance(leaf.event, GaussianDpEvent)
-    return isinstance(
-        leaf,
-        GaussianDpEvent
-        | LaplaceDpEvent
-        | DiscreteLaplaceDpEvent
-        | TruncatedSubsampledGaussianDpEvent
-        | PureDpEvent
-        | NonPrivateDpEvent
-        | UnprovenDpEvent,
-    )
+# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
+_COMPOSED: list[tuple[Adjacency, float, Counts, pld.PrivacyLossDistribution]] = []
+_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
 
 
 def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> pld.PrivacyLossDistribution | None:
@@ -444,40 +367,28 @@ def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float
     if not scale <= _MAX_PLD_EPSILON:
         return None
     interval = _interval(counts, adjacency, scale)
-    rest = {leaf: count for leaf, count in counts.items() if not isinstance(leaf, GaussianDpEvent)}
-    total = _composed_pld(rest, adjacency, interval)
-    for leaf in counts.keys() - rest.keys():
-        total = total.compose(_leaf_pld(leaf, adjacency, interval))
-    return total
-
-
-# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
-_COMPOSED: list[tuple[Adjacency, float, Mapping[DpEvent, int], pld.PrivacyLossDistribution]] = []
-_COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
-
-
-def _composed_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
-    done: Mapping[DpEvent, int] = {}
+    gaussians = [leaf for leaf in counts if isinstance(leaf, GaussianDpEvent)]
+    rest: Counts = Counter({leaf: count for leaf, count in counts.items() if leaf not in gaussians})
+    done: Counts = Counter()
     total = pld.identity(value_discretization_interval=interval)
-    for kept in list(_COMPOSED) if len(counts) >= _COMPOSED_LEAST else ():
-        useful = kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(counts)
-        if useful and all(count <= counts.get(leaf, 0) for leaf, count in kept[2].items()):
+    for kept in list(_COMPOSED) if len(rest) >= _COMPOSED_LEAST else ():
+        if kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(rest) and kept[2] <= rest:
             done, total = kept[2:]
-    for leaf, count in counts.items():
-        if count > done.get(leaf, 0):
-            total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count - done.get(leaf, 0)))
-    if len(counts) >= _COMPOSED_LEAST:
-        _COMPOSED[:] = [*(kept for kept in _COMPOSED if kept[2] is not done), (adjacency, interval, counts, total)][
-            -_COMPOSED_KEPT:
-        ]
+    for leaf, count in (rest - done).items():
+        total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count))
+    if len(rest) >= _COMPOSED_LEAST:
+        others = [kept for kept in _COMPOSED if kept[2] is not done]
+        _COMPOSED[:] = [*others, (adjacency, interval, rest, total)][-_COMPOSED_KEPT:]
+    for leaf in gaussians:
+        total = total.compose(_leaf_pld(leaf, adjacency, interval))
     return total
 
 
 def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> float:
     """Returns a grid on which rounding adds about 1e-4 of epsilon; any interval is sound.
 
-    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps the result's and each leaf's grids
-    small; powers of two let cached leaves be shared between nearby compositions.
+    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small, and nearby compositions
+    share cached leaves by powers of two.
     """
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
     floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
@@ -504,58 +415,57 @@ def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.
 
 @functools.lru_cache(maxsize=32)  # Up to a few MB each.
 def _leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+    rule = _pld_rule(leaf, adjacency)
+    assert rule is not None, f"no PLD for {leaf!r}"
+    return rule(value_discretization_interval=interval)
+
+
+def _pld_rule(leaf: DpEvent, adjacency: Adjacency) -> Callable[..., pld.PrivacyLossDistribution] | None:
+    """Returns the function that makes the PLD of a leaf on a grid; None if the leaf has none."""
     factor = 2 if adjacency == "replace_one" else 1
     match leaf:
         case PureDpEvent():
-            return _discrete_pld(*_worst_pure_pair(leaf.epsilon), interval)
-        case RandomizedResponseDpEvent():
-            return _discrete_pld(*_randomized_response(leaf, adjacency), interval)
+            return functools.partial(_discrete_pld, *_worst_pure_pair(leaf.epsilon))
+        case RandomizedResponseDpEvent() if adjacency != "add_remove":
+            return functools.partial(_discrete_pld, *_randomized_response(leaf, adjacency))
         case GaussianDpEvent():
-            return _gaussian_pld(leaf.noise_multiplier, 1.0, adjacency, interval)
-        case PoissonSampledDpEvent(event=GaussianDpEvent()):
-            return _gaussian_pld(leaf.event.noise_multiplier, leaf.sampling_probability, adjacency, interval)
+            return functools.partial(_gaussian_pld, leaf.noise_multiplier, 1.0, adjacency)
+        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
+            return functools.partial(_gaussian_pld, sigma, leaf.sampling_probability, adjacency)
         case LaplaceDpEvent():
-            return pld.from_laplace_mechanism(
-                leaf.noise_multiplier, sensitivity=factor, value_discretization_interval=interval
-            )
-        case PoissonSampledDpEvent(event=LaplaceDpEvent()):
-            return pld.from_laplace_mechanism(
-                leaf.event.noise_multiplier,
-                value_discretization_interval=interval,
-                sampling_prob=leaf.sampling_probability,
-            )
+            return functools.partial(pld.from_laplace_mechanism, leaf.noise_multiplier, sensitivity=factor)
+        case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=scale)) if adjacency != "replace_one":
+            return functools.partial(pld.from_laplace_mechanism, scale, sampling_prob=leaf.sampling_probability)
         case DiscreteLaplaceDpEvent():
-            return pld.from_discrete_laplace_mechanism(
-                leaf.noise_parameter,
-                sensitivity=factor * leaf.sensitivity,
-                value_discretization_interval=interval,
-                use_connect_dots=True,
+            sensitivity = factor * leaf.sensitivity
+            return functools.partial(
+                pld.from_discrete_laplace_mechanism, leaf.noise_parameter, sensitivity, use_connect_dots=True
             )
         case TruncatedSubsampledGaussianDpEvent():
-            return pld.from_truncated_subsampled_gaussian_mechanism(
+            return functools.partial(
+                pld.from_truncated_subsampled_gaussian_mechanism,
                 dataset_size=leaf.dataset_size,
                 sampling_probability=leaf.sampling_probability,
                 truncated_batch_size=leaf.truncated_batch_size,
                 noise_multiplier=leaf.noise_multiplier,
-                value_discretization_interval=interval,
                 neighboring_relation=RELATIONS[adjacency],
             )
-    raise AssertionError(f"no PLD for {leaf!r}")
+    return None
 
 
-def _gaussian_pld(sigma: float, q: float, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
-    """Returns dp_accounting's PLD of a Poisson-sampled Gaussian; vectorised where that is simple, ten times faster."""
+def _gaussian_pld(
+    sigma: float, q: float, adjacency: Adjacency, value_discretization_interval: float
+) -> pld.PrivacyLossDistribution:
+    """Returns dp_accounting's PLD of a Poisson-sampled Gaussian; ten times faster where a record comes or goes."""
+    interval = value_discretization_interval
     if adjacency == "replace_one":
+        relation = NeighboringRelation.REPLACE_ONE
         return pld.from_gaussian_mechanism(
-            sigma,
-            value_discretization_interval=interval,
-            sampling_prob=q,
-            neighboring_relation=NeighboringRelation.REPLACE_ONE,
+            sigma, value_discretization_interval=interval, sampling_prob=q, neighboring_relation=relation
         )
     remove = _gaussian_pmf(sigma, q, AdjacencyType.REMOVE, interval)
-    if q == 1:
-        return pld.PrivacyLossDistribution(remove)
-    return pld.PrivacyLossDistribution(remove, _gaussian_pmf(sigma, q, AdjacencyType.ADD, interval))
+    add = None if q == 1 else _gaussian_pmf(sigma, q, AdjacencyType.ADD, interval)
+    return pld.PrivacyLossDistribution(remove, add)
 
 
 def _gaussian_pmf(sigma: float, q: float, direction: AdjacencyType, interval: float) -> pld_pmf.PLDPmf:
@@ -595,8 +505,11 @@ def _randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) 
     return np.log([true, (k - 1) * other]), np.log([1 / k, 1 - 1 / k])  # The null record's answer is uniform.
 
 
-def _discrete_pld(log_p: np.ndarray, log_q: np.ndarray, interval: float) -> pld.PrivacyLossDistribution:
+def _discrete_pld(
+    log_p: np.ndarray, log_q: np.ndarray, value_discretization_interval: float
+) -> pld.PrivacyLossDistribution:
     """Returns the PLD of two finite distributions, by connect-the-dots around each loss (arXiv 2207.04380)."""
+    interval = value_discretization_interval
 
     def pmf(log_upper: np.ndarray, log_lower: np.ndarray) -> pld_pmf.PLDPmf:
         losses = log_upper - log_lower
@@ -626,29 +539,14 @@ def _scale(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) ->
 def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:
     """Returns an event of about the same loss that RDP knows under add_remove, for `_scale` and `_loss_range`."""
     pure = _leaf_pure_epsilon(leaf, adjacency)
-    factor = 2 if adjacency == "replace_one" else 1
-    match leaf:
-        case _ if math.isfinite(pure):
-            return PureDpEvent(pure)
-        case GaussianDpEvent():
-            return GaussianDpEvent(leaf.noise_multiplier / factor)
-        case PoissonSampledDpEvent(event=GaussianDpEvent()):
-            return PoissonSampledDpEvent(
-                leaf.sampling_probability, GaussianDpEvent(leaf.event.noise_multiplier / factor)
-            )
-        case TruncatedSubsampledGaussianDpEvent():
-            inner = GaussianDpEvent(leaf.noise_multiplier / (2 * factor))
-            return PoissonSampledDpEvent(leaf.sampling_probability, inner)
-    raise AssertionError(f"no scale for {leaf!r}")
+    if math.isfinite(pure):
+        return PureDpEvent(pure)
+    if isinstance(leaf, TruncatedSubsampledGaussianDpEvent):
+        leaf = PoissonSampledDpEvent(leaf.sampling_probability, GaussianDpEvent(leaf.noise_multiplier / 2))
+    return _rdp_event(leaf, adjacency)
 
 
 # --- Renyi DP ---------------------------------------------------------------------------------------------------
-
-
-def _has_rdp_rule(leaf: DpEvent, adjacency: Adjacency) -> bool:
-    if isinstance(leaf, PureDpEvent | NonPrivateDpEvent | UnprovenDpEvent):
-        return True
-    return RdpAccountant(neighboring_relation=RELATIONS[adjacency]).supports(_rdp_event(leaf, adjacency))
 
 
 def _total_rdp(counts: Mapping[DpEvent, int], adjacency: Adjacency, orders: Sequence[float] = RDP_ORDERS) -> np.ndarray:
@@ -697,14 +595,13 @@ def _rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
     """Returns the event whose RDP by dp_accounting, which never doubles a sensitivity, is that of `event`."""
     factor = 2 if adjacency == "replace_one" else 1
     match event:
-        case GaussianDpEvent():
-            return GaussianDpEvent(event.noise_multiplier / factor)
-        case LaplaceDpEvent():
-            return LaplaceDpEvent(event.noise_multiplier / factor)
+        case GaussianDpEvent() | LaplaceDpEvent():
+            return type(event)(event.noise_multiplier / factor)
+        case PoissonSampledDpEvent():
+            return PoissonSampledDpEvent(event.sampling_probability, _rdp_event(event.event, adjacency))
         case SampledWithoutReplacementDpEvent():
-            return SampledWithoutReplacementDpEvent(
-                event.source_dataset_size, event.sample_size, _rdp_event(event.event, adjacency)
-            )
+            inner = _rdp_event(event.event, adjacency)
+            return SampledWithoutReplacementDpEvent(event.source_dataset_size, event.sample_size, inner)
         case RepeatAndSelectDpEvent():
             return RepeatAndSelectDpEvent(_rdp_event(event.event, adjacency), event.mean, event.shape)
         case PureDpEvent():  # Only inside RepeatAndSelect: epsilon-DP implies epsilon^2/2-zCDP (Bun, Steinke 2016).

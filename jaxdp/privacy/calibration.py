@@ -26,16 +26,16 @@ def calibrate_noise(
 
     Args:
         make_event: maps a noise multiplier (float > 0) to everything that will be released, for example
-            ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z)), steps)`` or a schedule of many
-            events. More noise must never cost more epsilon. Called about twenty times.
+            ``lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z)), steps)``. More noise must
+            never cost more epsilon. Called about twenty times.
         epsilon: the target, > 0 and finite.
-        delta: the target's delta, in [0, 1); 0 only for releases that are all pure.
+        delta: the target's delta, in [0, 1); 0 for pure releases only.
         adjacency: "add_remove", "replace_one" or "zero_out".
-        method: as in `epsilon`; "rdp" asks for more noise than "auto", which a comparison with older work may need.
+        method: as in `epsilon`; "rdp", as older work has it, asks for more noise than "auto".
         tol: relative tolerance, in (0, 0.1]. The result is at most (1 + tol) times the smallest feasible multiplier.
 
     Returns:
-        A multiplier z that was verified: `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon`, never above.
+        A multiplier z with `jaxdp.privacy.epsilon(make_event(z), ...) <= epsilon`, which was computed.
 
     Raises:
         ValueError: an impossible argument; an event without an accounting rule; a target that no noise up to 2^40
@@ -45,10 +45,8 @@ def calibrate_noise(
         raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}")
     if not 0 < tol <= 0.1:
         raise ValueError(f"tol must be in (0, 0.1], got {tol!r}")
-
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}")
-
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
@@ -56,7 +54,12 @@ def calibrate_noise(
     def cost(multiplier: float) -> float:
         counts = composition(make_event(multiplier))
         costs[multiplier] = epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
-        _check_monotone(costs)
+        for (less, before), (more, after) in itertools.pairwise(sorted(costs.items())):
+            if after > before * 1.002 + 1e-9:  # Rounding of PLDs stays far below.
+                raise ValueError(
+                    f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier {less:.6g}, but "
+                    f"{after:.6g} at {more:.6g}; more noise must not cost more"
+                )
         return costs[multiplier]
 
     @functools.cache
@@ -81,20 +84,9 @@ def calibrate_noise(
     return _refine(cost, epsilon, low, high, tol=tol)
 
 
-def _check_monotone(costs: dict[float, float]) -> None:
-    ordered = sorted(costs.items())
-    for (less, before), (more, after) in itertools.pairwise(ordered):
-        if after > before * 1.002 + 1e-9:  # Rounding of PLDs stays far below.
-            raise ValueError(
-                f"make_event is not monotone: epsilon is {before:.6g} at the noise multiplier {less:.6g}, but "
-                f"{after:.6g} at {more:.6g}; more noise must not cost more"
-            )
-
-
 def _bracket(cost: Callable[[float], float], target: float, start: float, factor: float) -> tuple[float, float]:
     """Returns multipliers (low, high) with cost(low) > target >= cost(high); low = 0 or high = inf if out of range."""
-    low, high = 0.0, math.inf
-    multiplier = start
+    low, high, multiplier = 0.0, math.inf, start
     while _SMALLEST <= multiplier <= _LARGEST:
         if cost(multiplier) <= target:
             high = multiplier
@@ -111,8 +103,7 @@ def _refine(cost: Callable[[float], float], target: float, low: float, high: flo
     """Shrinks a bracket to high <= (1 + tol) low and returns high.
 
     Epsilon is close to a power of the multiplier, so a secant in logarithms lands near the root. The new point goes a
-    little beyond the root, on the side whose end is farther away, so both ends close in; every fourth step bisects,
-    so that the search always ends.
+    little beyond the root, towards the end that is farther away. Every fourth step bisects, so that the search ends.
     """
     cost_low, cost_high, step = cost(low), cost(high), 0
     while high > low * (1 + tol):

@@ -1,13 +1,11 @@
-"""The vocabulary of private releases: dp_accounting's `DpEvent`s, three of our own, and their one text form.
+"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of our own, and their one text form.
 
-An event says everything that accounting needs to know about one release, and nothing else. One convention
-holds everywhere: **`noise_multiplier` is the standard deviation (Gaussian) or scale (Laplace) of the noise over
-the norm of ONE record's contribution**, `noise_std / clip_norm`, whatever the adjacency of the dataset. Replacing
-a record moves a sum by up to twice that norm; `jaxdp.privacy.accounting` charges the factor, the event does not
-hold it. `PureDpEvent` and `ZCDpEvent` state a guarantee, not a mechanism: they are read as a guarantee FOR the
-adjacency of the dataset they are spent on.
+An event describes one release for the accountant. **`noise_multiplier` is the standard deviation (Gaussian) or scale
+(Laplace) of the noise over the norm of ONE record's contribution**, `noise_std / clip_norm`, under every adjacency.
+Replacing a record moves a sum by up to twice that norm: `jaxdp.privacy.accounting` charges this factor. `PureDpEvent`
+and `ZCDpEvent` state a guarantee FOR the adjacency of the dataset that they are spent on.
 
-Unknown classes, unknown JSON and impossible parameters raise; nothing is ever guessed or pickled.
+Unknown classes, unknown JSON and impossible parameters raise an error.
 """
 
 import ast
@@ -16,6 +14,7 @@ import json
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -37,40 +36,14 @@ from dp_accounting.dp_event import (
     ZCDpEvent,
 )
 
-__all__ = [
-    "ComposedDpEvent",
-    "DiscreteLaplaceDpEvent",
-    "DpEvent",
-    "GaussianDpEvent",
-    "LaplaceDpEvent",
-    "NoOpDpEvent",
-    "NonPrivateDpEvent",
-    "PoissonSampledDpEvent",
-    "PureDpEvent",
-    "RandomizedResponseDpEvent",
-    "RepeatAndSelectDpEvent",
-    "SampledWithoutReplacementDpEvent",
-    "SelfComposedDpEvent",
-    "SingleEpochTreeAggregationDpEvent",
-    "TruncatedSubsampledGaussianDpEvent",
-    "UnprovenDpEvent",
-    "ZCDpEvent",
-    "compose",
-    "composition",
-    "describe",
-    "from_json",
-    "parse",
-    "to_json",
-    "unproven",
-]
+Counts = Counter[DpEvent]
 
 
 @dataclasses.dataclass(frozen=True)
 class PureDpEvent(DpEvent):
-    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset it is spent on.
+    """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset that it is spent on.
 
-    For example a Laplace vector, Cauchy noise scaled to a smooth sensitivity, or k-ary randomised response. It is
-    accounted by the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
+    The accountant takes the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
 
     Attributes:
         epsilon: finite, >= 0.
@@ -81,17 +54,17 @@ class PureDpEvent(DpEvent):
 
 @dataclasses.dataclass(frozen=True)
 class UnprovenDpEvent(DpEvent):
-    """A release whose privacy nobody has proved; it makes every epsilon that includes it infinite.
+    """A release without a privacy proof; it makes every epsilon that includes it infinite.
 
     Attributes:
-        reason: what is missing, shown in reports. Never put data in it.
+        reason: what is missing, for reports. Never put data in it.
     """
 
     reason: str
 
 
 def unproven(reason: str) -> UnprovenDpEvent:
-    """Returns the event of a release with empirical privacy only; `reason` is shown in the ledger's report."""
+    """Returns the event of a release with empirical privacy only; the ledger's report shows `reason`."""
     return _validated(UnprovenDpEvent(reason))
 
 
@@ -118,20 +91,15 @@ def _integer(low: int) -> Callable[[Any], int]:
     return check
 
 
-def _sequence(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def check_all(value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise TypeError(f"must be a sequence, got {type(value).__name__}")
-        items = tuple(check(item) for item in value)
-        if not items:
-            raise ValueError("must not be empty")
-        return items
-
-    return check_all
-
-
-def _step_counts(value: Any) -> Any:
-    return _integer(1)(value) if isinstance(value, numbers.Integral) else _sequence(_integer(1))(value)
+def _step_counts(value: Any) -> int | tuple[int, ...]:
+    if isinstance(value, numbers.Integral):
+        return _integer(1)(value)
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"must be a sequence, got {type(value).__name__}")
+    counts = tuple(map(_integer(1), value))
+    if not counts:
+        raise ValueError("must not be empty")
+    return counts
 
 
 def _text(value: Any) -> str:
@@ -152,11 +120,7 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     DiscreteLaplaceDpEvent: {"noise_parameter": _real(0), "sensitivity": _integer(1)},
     RandomizedResponseDpEvent: {"noise_parameter": _real(0, 1), "num_buckets": _integer(1)},
     PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
-    SampledWithoutReplacementDpEvent: {
-        "source_dataset_size": _integer(1),
-        "sample_size": _integer(0),
-        "event": _event,
-    },
+    SampledWithoutReplacementDpEvent: {"source_dataset_size": _integer(1), "sample_size": _integer(0), "event": _event},
     TruncatedSubsampledGaussianDpEvent: {
         "dataset_size": _integer(0),
         "sampling_probability": _real(0, 1),
@@ -182,36 +146,34 @@ def _validated(event: Any) -> Any:
             "use one of its events, PureDpEvent(epsilon) for a release with a pure proof, ZCDpEvent(rho) for one "
             "with a concentrated proof, or unproven(reason)"
         )
-    values = {}
-    for name, check in _FIELDS[cls].items():
-        try:
-            values[name] = check(getattr(event, name))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{cls.__name__}.{name}: {error}") from error
+    values = {name: _checked(event, name, check) for name, check in _FIELDS[cls].items()}
     if isinstance(event, SampledWithoutReplacementDpEvent) and values["sample_size"] > values["source_dataset_size"]:
         raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size")
     return cls(**values)
 
 
-def composition(event: DpEvent) -> dict[DpEvent, int]:
-    """Flattens an event into {leaf event: how many times}, the form that accounting and the ledger work on.
+def _checked(event: Any, name: str, check: Callable[[Any], Any]) -> Any:
+    try:
+        return check(getattr(event, name))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{type(event).__name__}.{name}: {error}") from error
 
-    `ComposedDpEvent` and `SelfComposedDpEvent` are unrolled by counting, `NoOpDpEvent` disappears, and events that
-    are the same release get the same leaf: Poisson sampling with probability 1 is dropped, a composition of
-    Gaussians on one Poisson sample is the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample (one sample
-    is one draw: splitting it into independently sampled events would under-count), and a mechanism without noise is
-    `NonPrivateDpEvent`.
 
-    Args:
-        event: any event of this module's vocabulary.
+def composition(event: DpEvent) -> Counts:
+    """Flattens an event into {leaf event: how many times}, the form of accounting and ledger.
+
+    Equal releases get equal leaves. `ComposedDpEvent` and `SelfComposedDpEvent` are counted, and `NoOpDpEvent`
+    disappears. Poisson sampling with probability 1 is dropped. A composition of Gaussians on one Poisson sample becomes
+    the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample: events with a sample each would under-count. A
+    mechanism without noise becomes `NonPrivateDpEvent`.
 
     Returns:
-        A dictionary from validated, hashable leaf events to counts >= 1, ordered by the leaves' JSON.
+        Counts >= 1 of validated, hashable leaves, ordered by the leaves' JSON.
 
     Raises:
-        ValueError, TypeError: an unknown event class or a parameter out of range, named in the message.
+        ValueError, TypeError: an unknown event class or a parameter out of range, which the message names.
     """
-    counts: dict[DpEvent, int] = {}
+    counts: Counts = Counter()
 
     def add(node: DpEvent, count: int) -> None:
         if count == 0:
@@ -220,20 +182,16 @@ def composition(event: DpEvent) -> dict[DpEvent, int]:
             for child in node.events:
                 add(child, count)
         elif isinstance(node, SelfComposedDpEvent):
-            try:
-                times = _integer(0)(node.count)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"SelfComposedDpEvent.count: {error}") from error
-            add(node.event, count * times)
+            add(node.event, count * _checked(node, "count", _integer(0)))
         else:
             leaf = _normal_form(_validated(node))
             if isinstance(leaf, ComposedDpEvent | SelfComposedDpEvent):
                 add(leaf, count)
             elif not isinstance(leaf, NoOpDpEvent):
-                counts[leaf] = counts.get(leaf, 0) + count
+                counts[leaf] += count
 
     add(event, 1)
-    return dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0]))))
+    return Counter(dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0])))))
 
 
 # Squares of smaller multipliers underflow; their epsilon is beyond 1e200 anyway.
@@ -259,33 +217,34 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             return NonPrivateDpEvent() if leaf.noise_multiplier < _NO_NOISE else leaf
         case PureDpEvent(epsilon=0.0) | ZCDpEvent(rho=0.0, xi=0.0):
             return NoOpDpEvent()
-        case PoissonSampledDpEvent():
-            inner = _merge_gaussians(leaf.event)
-            if leaf.sampling_probability == 0 or isinstance(inner, NoOpDpEvent):
+        case PoissonSampledDpEvent(sampling_probability=share) | SampledWithoutReplacementDpEvent(sample_size=share):
+            inner, whole = _merged(leaf.event), getattr(leaf, "source_dataset_size", 1)
+            if share == 0 or isinstance(inner, NoOpDpEvent):
                 return NoOpDpEvent()
-            if leaf.sampling_probability == 1 or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
+            if share == whole or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
                 return inner
-            return PoissonSampledDpEvent(leaf.sampling_probability, inner)
-        case SampledWithoutReplacementDpEvent():
-            inner = _merge_gaussians(leaf.event)
-            if leaf.sample_size == 0 or isinstance(inner, NoOpDpEvent):
-                return NoOpDpEvent()
-            if leaf.sample_size == leaf.source_dataset_size or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
-                return inner
-            return SampledWithoutReplacementDpEvent(leaf.source_dataset_size, leaf.sample_size, inner)
+            return type(leaf)(**_values(leaf) | {"event": inner})
         case RepeatAndSelectDpEvent(event=NoOpDpEvent() | NonPrivateDpEvent() | UnprovenDpEvent()):
             return leaf.event
     return leaf
 
 
-def _merge_gaussians(event: DpEvent) -> DpEvent:
+def _merged(event: DpEvent) -> DpEvent:
     """Returns one Gaussian for a composition of Gaussians on the same records, any other event as it is."""
     parts = composition(event)
     if sum(parts.values()) <= 1 or not all(isinstance(part, GaussianDpEvent) for part in parts):
         return event
+    return _normal_form(GaussianDpEvent(precision(parts) ** -0.5))
+
+
+def precision(gaussians: Mapping[DpEvent, int]) -> float:
+    """Returns the sum of count / noise_multiplier^2: one Gaussian of this precision is equal to them all."""
     # Divide twice: squaring a tiny multiplier would raise OverflowError.
-    precision = math.fsum(count / part.noise_multiplier / part.noise_multiplier for part, count in parts.items())
-    return _normal_form(GaussianDpEvent(precision**-0.5))
+    return math.fsum(count / part.noise_multiplier / part.noise_multiplier for part, count in gaussians.items())
+
+
+def _values(event: DpEvent) -> dict[str, Any]:
+    return {name: getattr(event, name) for name in _FIELDS[type(event)]}
 
 
 def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
@@ -297,9 +256,9 @@ def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
 
 
 def to_json(event: DpEvent) -> str:
-    """Returns the canonical text of an event: equal releases give equal text, floats are exact (`repr`).
+    """Returns the canonical text of an event: that of its `composition`, with exact floats.
 
-    The event is written as its `composition`, so the nesting and the order of a composition do not show.
+    Equal releases have equal texts, whatever the nesting and the order.
 
     Raises:
         ValueError, TypeError: as `composition`.
@@ -327,10 +286,9 @@ def describe(event: DpEvent) -> str:
             return " + ".join(describe(child) for child in event.events)
         case SelfComposedDpEvent():
             return f"{describe(event.event)} x {event.count}"
-    values = (getattr(event, field) for field in _FIELDS[type(event)])
     parts = (
         describe(value) if isinstance(value, DpEvent) else f"{value:.6g}" if isinstance(value, float) else str(value)
-        for value in values
+        for value in _values(event).values()
     )
     return f"{_NAMES[type(event)]}({', '.join(parts)})"
 
@@ -338,11 +296,10 @@ def describe(event: DpEvent) -> str:
 def parse(text: str) -> DpEvent:
     """Reads an event as `describe` writes it, or with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
 
-    Nothing is evaluated: names are those of the vocabulary, and arguments are numbers, texts and events, in the order
-    of their class.
+    Nothing is evaluated. Arguments are numbers, texts and events, in the order of the fields of their class.
 
     Raises:
-        ValueError, TypeError: `text` is not written so, or holds an impossible value.
+        ValueError, TypeError: another syntax or name, or an impossible value.
     """
     try:
         tree = ast.parse(re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip()), mode="eval").body
@@ -363,9 +320,10 @@ def _read(node: ast.expr) -> Any:
             return tuple(map(_read, node.elts))
         case ast.BinOp(op=ast.Add()):
             return ComposedDpEvent([_read(node.left), _read(node.right)])
-        case ast.BinOp(op=ast.Mult(), left=ast.Constant(value=int(count)), right=event):
-            return SelfComposedDpEvent(_read(event), count)
-        case ast.BinOp(op=ast.Mult(), left=event, right=ast.Constant(value=int(count))):
+        case (
+            ast.BinOp(op=ast.Mult(), left=ast.Constant(value=int(count)), right=event)
+            | ast.BinOp(op=ast.Mult(), left=event, right=ast.Constant(value=int(count)))
+        ):
             return SelfComposedDpEvent(_read(event), count)
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CLASSES:
             fields = _FIELDS[_CLASSES[name]]
@@ -388,9 +346,7 @@ def _encode(value: Any) -> Any:
         case SelfComposedDpEvent():
             return {"type": "SelfComposed", "event": _encode(value.event), "count": value.count}
         case DpEvent():
-            cls = type(value)
-            fields = {name: _encode(getattr(value, name)) for name in _FIELDS[cls]}
-            return {"type": _NAMES[cls], **fields}
+            return {"type": _NAMES[type(value)]} | {name: _encode(field) for name, field in _values(value).items()}
         case tuple():
             return [_encode(item) for item in value]
         case float() if math.isinf(value):

@@ -6,28 +6,25 @@
         ...  # touch the private data here
     ledger.epsilon("cifar10/train")
 
-It stores events, not epsilons, and recomputes epsilon from their counts. `spend` reserves on disk at the call and the
-`with` marks it committed at its end, so whatever ran is charged, whatever happens: an exception or a kill -9 leaves
-the reservation spent. Checks and reservation are one SQLite transaction (WAL, synchronous=FULL), so several threads and
-processes on one machine share a file and never overspend its budgets together. Keep the file on a local disk:
-SQLite's locks do not hold on most network file systems.
+The ledger stores events and recomputes epsilon from their counts. `spend` reserves on disk at the call, and the `with`
+marks the reservation committed at its end: an exception or a kill -9 leaves it spent. Check and reservation are one
+SQLite transaction (WAL, synchronous=FULL), so threads and processes of one machine share a file and its budgets. Keep
+the file on a local disk: SQLite's locks do not hold on most network file systems.
 
-A ledger that lost history is refused, not believed: every spend is linked to all before it, and `ledger.sqlite.head`
-beside the file tells how far it has come (`jaxdp.privacy.store`). Move and copy both files together, or use `backup`.
+A ledger that lost history is refused: every spend is linked to all before it, and `ledger.sqlite.head` beside the file
+tells how far it has come (`jaxdp.privacy.store`). Move and copy both files together, or use `backup`.
 
 Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly
 (`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
 
 * ``accounting="pld"`` or ``"rdp"``: the sequence of events is fixed in advance. Each mechanism may use all earlier
-  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events themselves - noise, sampling,
-  number of steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what
-  it saw, quote the planned total (the budget), not the smaller number spent. Budgets stop overspending in either
-  case, but the proof behind them needs fixed events.
-* ``accounting="renyi_filter"``: events may be chosen fully adaptively. One Renyi order is fixed at registration and
+  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events - noise, sampling, number of
+  steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what it saw,
+  quote the planned total (the budget), not the smaller number spent.
+* ``accounting="renyi_filter"``: events may be chosen fully adaptively. One Renyi order is fixed at registration, and
   spending stops before the sum of Renyi losses at that order passes the bound that converts to (epsilon, delta)
-  (Feldman and Zrnic 2021, arXiv 2008.11193; Lecuyer 2021, arXiv 2103.01379). What holds is the registered
-  budget, so that is what `Ledger.epsilon` reports once anything was spent: a sum of adaptively chosen losses is not
-  itself a bound.
+  (Feldman and Zrnic 2021, arXiv 2008.11193; Lecuyer 2021, arXiv 2103.01379). A sum of adaptively chosen losses is not
+  itself a bound, so `Ledger.epsilon` reports the registered budget once anything was spent.
 * Partitions. `spend(..., partition="a")` says that the release reads only part "a" of a fixed division of the
   dataset into disjoint parts; the dataset's epsilon is then the maximum over parts of (releases on everything plus
   releases on that part). This needs that a record's part does not depend on other records (its content, its
@@ -35,73 +32,237 @@ Formal guarantees. For every registered dataset, the releases made inside `spend
   its replacement lie in the same part: assign parts by something public that stays (slot, arrival time, hospital), and
   read the guarantee as hiding a record's content, not its part. Otherwise a replacement changes two parts at once;
   spend with `partition=None`, which composes with everything.
-* Holds. `Ledger.hold` keeps room for a plan, so that a parallel program cannot take it in between. A hold is no
-  spend: it changes no epsilon. `jaxdp.privacy.accounts.Hold` says when room that was not used may go back.
-* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for a record in all of
-  several.
+* Holds. `Ledger.hold` keeps room for a plan and changes no epsilon. `Hold` says when unused room may go back.
+* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for several.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import math
 import os
 import secrets
 import sqlite3
-import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from jaxdp.privacy import readout
-from jaxdp.privacy.accounting import (
-    RELATIONS,
-    Adjacency,
-    Method,
-    Tally,
-    check_rules,
-    default_renyi_order,
-    renyi_bound,
-)
-from jaxdp.privacy.accounts import DAY, Account, Hold, Requests, Reservation, Spend
+from jaxdp.privacy import books, readout
+from jaxdp.privacy.accounting import RELATIONS, Adjacency, Method, check_rules, default_renyi_order, renyi_bound
 from jaxdp.privacy.budget import (
     Accounting,
     BudgetCheck,
     BudgetExceeded,
-    Counts,
     Dataset,
     Unsettled,
-    add,
-    add_all,
     combinations,
-    difference,
     epsilon_of,
     is_proven,
-    maximal,
-    maximum,
     pld_epsilon,
     proven,
     used,
 )
-from jaxdp.privacy.events import DpEvent, compose, composition, describe, from_json, to_json
-from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, author, damaged, now, seal, terms_of
-from jaxdp.version import __version__
+from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
+from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged, now
 
-__all__ = ["Accounting", "BudgetExceeded", "Head", "Ledger", "LedgerDamaged"]
+__all__ = ["Account", "Accounting", "BudgetExceeded", "Head", "Hold", "Ledger", "LedgerDamaged", "Reservation", "Spend"]
 
+DAY = 86400.0
 Result = TypeVar("Result")
 
-_TERMS = "id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, records"
+
+@dataclasses.dataclass(frozen=True)
+class Spend:
+    """One charge.
+
+    Attributes:
+        id: number of the reservation in this ledger.
+        dataset: the dataset's name.
+        event: the canonical event that is charged.
+        replay: True if the token was already paid for, so nothing new was charged.
+    """
+
+    id: int
+    dataset: str
+    event: DpEvent
+    replay: bool
+
+
+Charged = TypeVar("Charged", Spend, tuple[Spend, ...])
+
+
+class Reservation(Generic[Charged]):
+    """A charge that is on disk already; `Ledger.spend` and `Ledger.spend_all` return it.
+
+    `with reservation as spend:` runs the body that the charge pays for and marks the charge committed, or failed if
+    the body raises. A reservation that is never entered stays charged, with status "reserved".
+
+    Attributes:
+        charged: the `Spend`, or a tuple of them: what `with` yields.
+    """
+
+    def __init__(self, ledger: "Ledger", charged: Charged):
+        self.charged: Charged = charged
+        self._ledger = ledger
+        self._entered = False
+
+    def __enter__(self) -> Charged:
+        if self._entered:
+            raise RuntimeError(
+                f"the reservation of {self.charged!r} was entered before, and a charge pays for one body; call spend "
+                "again, with the same token if it is the same release"
+            )
+        self._entered = True
+        return self.charged
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        spends = (self.charged,) if isinstance(self.charged, Spend) else self.charged
+        # If the mark cannot be written, what the body raised matters more, and the charge counts anyway.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+            self._ledger._finish(spends, "committed" if kind is None else "failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """One dataset of a ledger, to be spent from; `Ledger.account` and `Hold.account` return it.
+
+    Attributes:
+        ledger: the ledger.
+        name: a dataset that is registered in it.
+        label: who spends, for the report; it comes before the labels of single spends. Never put data in it.
+        held: the hold whose room the spends take, or None.
+
+    Raises:
+        ValueError: the dataset is not registered, or `label` is not a string.
+    """
+
+    ledger: "Ledger"
+    name: str
+    label: str = ""
+    held: "Hold | None" = None
+
+    def __post_init__(self) -> None:
+        _check_label(self.label)
+        self.ledger.adjacency(self.name)
+
+    @property
+    def adjacency(self) -> Adjacency:
+        """The dataset's neighbouring relation."""
+        return self.ledger.adjacency(self.name)
+
+    @property
+    def delta(self) -> float | None:
+        """The delta that the dataset was registered with, or None."""
+        return self.ledger.delta(self.name)
+
+    def labelled(self, label: str | None) -> str:
+        """Returns the label of one spend: "account's label: spend's label", or the one of them that is not empty."""
+        return ": ".join(part for part in (self.label, label) if part)
+
+    def spend(
+        self, event: DpEvent, *, label: str | None = None, partition: str | None = None, token: str | None = None
+    ) -> Reservation[Spend]:
+        """Charges `event`; see `Ledger.spend`. The report shows `labelled(label)`."""
+        return self.ledger.spend(self, event, label=label or "", partition=partition, token=token)
+
+    def epsilon(self, *, delta: float | None = None) -> float:
+        """Returns epsilon of everything reserved so far; see `Ledger.epsilon`."""
+        return self.ledger.epsilon(self.name, delta=delta)
+
+    def remaining(self) -> float:
+        """Returns the budget's epsilon less what is spent; see `Ledger.remaining`."""
+        return self.ledger.remaining(self.name)
+
+    def paid(self, token: str) -> bool:
+        """Returns whether a spend with this token was charged; see `Ledger.paid`."""
+        return self.ledger.paid(self.name, token)
+
+    def would_cost(self, event: DpEvent, *, delta: float | None = None) -> float:
+        """Returns what `epsilon` would be after spending `event`; see `Ledger.would_cost`."""
+        return self.ledger.would_cost(self.name, event, delta=delta)
+
+    def check(self, event: DpEvent) -> None:
+        """Raises what spending `event` would raise; see `Ledger.check`."""
+        self.ledger.check([(self, event)])
+
+    def hold(self, event: DpEvent, *, key: str | None = None, label: str | None = None, seconds: float = DAY) -> "Hold":
+        """Keeps room for `event`; see `Ledger.hold`. `hold.account(account)` spends from the room."""
+        return self.ledger.hold([(self, event)], key=key, label=label or "", seconds=seconds)
+
+
+Requests = Sequence[tuple[str | Account, DpEvent]]
+
+
+class Hold:
+    """Room that nobody else can take, for events to be spent later; `Ledger.hold` returns it.
+
+    `with hold:` closes it at the end. A hold that is not closed lapses by itself. Others can then spend its room. The
+    accounting decides whether the proof allows that (early stopping, see the module's text):
+
+    * ``accounting="renyi_filter"``: always.
+    * ``accounting="pld"`` or ``"rdp"``: only if the reason to stop was not read off what was released, as a crash, an
+      error or a full disk, since the proof needs the number of releases fixed in advance. Otherwise spend the whole
+      plan, or quote the plan or the budget and not the smaller number spent.
+
+    Attributes:
+        ledger: the ledger.
+        names: the datasets on which it holds room.
+    """
+
+    def __init__(self, ledger: "Ledger", id: str, added: Mapping[str, Counts], *, nested: bool):
+        self.ledger, self.names = ledger, tuple(added)
+        self._id, self._added, self._closed = id, added if nested else None, False
+
+    def account(self, account: str | Account, *, label: str = "") -> Account:
+        """Returns an account whose spends come out of this hold.
+
+        A spend takes the events that it shares with the hold out of the hold. What it has beyond them must fit beside
+        what is spent and held. A replayed token takes nothing. Under a hold that was closed, taken over or has lapsed,
+        spends are ordinary ones.
+
+        Args:
+            account: a dataset's name, or an account.
+            label: the new account's label; "" keeps the one of `account`.
+
+        Raises:
+            ValueError: the hold has no room on that dataset.
+        """
+        name, kept = (account.name, account.label) if isinstance(account, Account) else (account, "")
+        if name not in self.names:
+            raise ValueError(f"the hold is on {list(self.names)}, not on {name!r}; name {name!r} in ledger.hold")
+        return Account(self.ledger, name, label or kept, self)
+
+    def left(self, name: str) -> DpEvent:
+        """Returns the events that the hold, with one that it extends, still keeps room for; else a `NoOpDpEvent`."""
+        return self.ledger._held_left(self._id, name)
+
+    def close(self) -> None:
+        """Returns what was never spent, once; a hold that was made under another one returns what it added to that."""
+        with self.ledger._lock:
+            if not self._closed:
+                self.ledger._release(self._id, self._added)
+                self._closed = True
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # A hold that cannot be closed lapses; what the body raised matters more.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+            self.close()
 
 
 class Ledger:
     """The account of all releases about the datasets registered in it; see the module's text for its guarantees.
 
-    Safe to share between threads, and between processes by opening the same path in each.
+    Threads may share it; processes open the same path.
 
     Args:
-        path: the SQLite file; created if it does not exist, its directory must. A file of the first release is brought
-            to the present form once, and a copy of it as it was is kept as `path.version1`.
+        path: the SQLite file, made if it does not exist in an existing directory. A file of the first release is
+            migrated once, and `path.version1` keeps a copy of it.
         run: an identifier of this run, stored with every spend; random by default.
-        read_only: only questions are asked; nothing is written, so that copies on read-only storage can be opened.
+        read_only: nothing is written, so that copies on read-only storage can be opened.
 
     Raises:
         LedgerDamaged: the file lost history, or does not fit itself; it is a ValueError.
@@ -114,8 +275,7 @@ class Ledger:
         self._path, self._lock = self._store.path, self._store.lock
         self._transaction = self._store.transaction
         self._budgets: dict[int, BudgetCheck] = {}
-        self._accounts: dict[int, _Spent] = {}
-        self._events: dict[int, Counts] = {}
+        self._spends = books.Spends()
         self._met: set[DpEvent] = set()
 
     @classmethod
@@ -156,16 +316,16 @@ class Ledger:
             adjacency: which datasets are neighbours: "add_remove" one unit, "replace_one" by another, or "zero_out"
                 one (replace it by the zero or null record).
             unit: what one neighbour differs in, in words: "example", "user", "patient".
-            records: how many units there are, as their owner declares; a public number, shown in reports. It may be
-                declared later, once. A delta of 1 / records or more is warned of: it allows one record to be published.
+            records: the public number of units; it may be declared later, once. A delta of 1 / records or more gives a
+                warning: it allows one record to be published.
             epsilon: the budget; None records spends without limiting them.
             delta: the budget's delta, and the default delta of queries. 0 allows pure releases only.
             accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp", or "renyi_filter" for a budget that
                 holds under fully adaptive choice of events; see the module's text.
             renyi_order: for "renyi_filter", the order > 1 fixed for this dataset's life. By default the order that
                 admits most of a mechanism whose Renyi loss is proportional to the order, as the Gaussian's is.
-            allow_unproven: let `privacy.unproven(...)` releases through although there is a budget. They turn the
-                headline epsilon into infinity; the budget then limits the proven part.
+            allow_unproven: whether a budget lets `privacy.unproven(...)` releases through. The headline epsilon is then
+                infinite, and the budget limits the proven part.
 
         Raises:
             ValueError: an argument is impossible, or the dataset is registered on other terms.
@@ -195,15 +355,14 @@ class Ledger:
                 )
         elif renyi_order is not None:
             raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'")
-        if records is not None:
-            if isinstance(records, bool) or not isinstance(records, int) or records < 1:
-                raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
-            if delta is not None and delta * records >= 1:
-                warnings.warn(
-                    f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
-                    "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
-                    stacklevel=2,
-                )
+        if records is not None and (type(records) is not int or records < 1):
+            raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
+        if records is not None and delta is not None and delta * records >= 1:
+            warnings.warn(
+                f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
+                "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
+                stacklevel=2,
+            )
         terms = {
             "adjacency": adjacency,
             "unit": unit,
@@ -212,22 +371,21 @@ class Ledger:
             "accounting": accounting,
             "renyi_order": renyi_order,
             "allow_unproven": bool(allow_unproven),
+            "records": records,
         }
         with self._transaction() as db:
-            existing = _find_dataset(db, name)
+            existing = books.find_dataset(db, name)
             if existing is None:
-                db.execute(
-                    "INSERT INTO datasets (name, adjacency, unit, epsilon, delta, accounting, renyi_order, "
-                    "allow_unproven, created_at, records) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (name, *terms.values(), now(), records),
-                )
-                self._seal(db, name)
+                row = {"name": name, **terms, "created_at": now()}
+                values = ", ".join("?" * len(row))
+                db.execute(f"INSERT INTO datasets ({', '.join(row)}) VALUES ({values})", tuple(row.values()))
+                self._store.seal(name)
                 return
             if records is not None and existing.records is None:
                 db.execute("UPDATE datasets SET records = ? WHERE id = ?", (records, existing.id))
-                self._seal(db, name)
-            elif records is not None:
-                terms["records"] = records
+                self._store.seal(name)
+            if records is None or existing.records is None:
+                del terms["records"]
             different = [
                 f"{key} {getattr(existing, key)!r}, not {value!r}"
                 for key, value in terms.items()
@@ -240,15 +398,7 @@ class Ledger:
                 )
 
     def account(self, name: str, *, label: str = "") -> Account:
-        """Returns a dataset as one value to spend from.
-
-        Args:
-            name: a registered dataset.
-            label: who spends, shown before the labels of single spends. Never put data in it.
-
-        Raises:
-            ValueError: the dataset is not registered.
-        """
+        """Returns a dataset as one value to spend from; see `Account` for the arguments and errors."""
         return Account(self, name, label)
 
     def spend(
@@ -262,19 +412,18 @@ class Ledger:
     ) -> Reservation[Spend]:
         """Charges `event` to a dataset; `with` runs the body that it pays for, and marks the charge committed.
 
-        The budget check and the reservation are one transaction, on disk before this returns. If the body raises, the
-        process dies or `with` is never entered, the reservation stays spent: nobody can tell what was seen.
+        Check and reservation are one transaction, on disk before this returns. If the body raises, the process dies or
+        `with` is never entered, the reservation stays spent.
 
         Args:
             name: a registered dataset, or an account of this ledger.
             event: what the body releases, in the vocabulary of `jaxdp.privacy.events`.
-            partition: the part of the dataset that the body reads, if the dataset has a fixed division into disjoint
-                parts (see the module's text); None for all of it.
-            label: for people who read the report; an account puts its own in front. Never put data in it.
+            partition: the part that the body reads, of a fixed division into disjoint parts (see the module's text);
+                None for all of the dataset.
+            label: for the report; an account puts its own in front. Never put data in it.
             token: makes a retry after a crash free. A second spend with the same dataset and token is not charged
                 again and yields `replay=True`, whatever became of the first. The token must therefore determine the
-                released value bit for bit - program, inputs, noise key, hardware: for example a hash of a checkpoint
-                that holds the key, with the step number. Fresh noise needs a fresh token.
+                released value bit for bit: program, inputs, noise key, hardware. Fresh noise needs a fresh token.
 
         Returns:
             A `Reservation`, to be entered once; `with` yields its `Spend`.
@@ -283,8 +432,8 @@ class Ledger:
             BudgetExceeded: before anything runs or is charged.
             ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
                 token that was used for another event or partition; an account of another ledger.
-            OSError: the file cannot be written, for example because its disk is full. Before the body: it does not run
-                and nothing is charged. After it: the release counts, but its mark in the report stays "reserved".
+            OSError: the file cannot be written. Before the body: it does not run and nothing is charged. After it: the
+                release counts, but its mark in the report stays "reserved".
         """
         (spend,) = self._reserve([self._request(name, event, label)], partition, token)
         return Reservation(self, spend)
@@ -298,14 +447,13 @@ class Ledger:
             requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice pays
                 twice.
             label: as in `spend`.
-            token: as in `spend`, one for all of them; each dataset may then be named once only.
+            token: as in `spend`, one for all; each dataset may then be named once only.
 
         Returns:
             A `Reservation`, to be entered once; `with` yields one `Spend` per request.
 
         Raises:
-            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; then nothing is
-                charged on any dataset.
+            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; none is charged.
         """
         asked = [self._request(account, event, label) for account, event in requests]
         names = [request.name for request in asked]
@@ -316,26 +464,22 @@ class Ledger:
     def hold(self, requests: Requests, *, key: str | None = None, label: str = "", seconds: float = DAY) -> Hold:
         """Keeps room for events that will be spent later, on all of several datasets or on none.
 
-        Spends and holds of others, in this process or another, must fit beside what is held. A hold is no spend:
-        `epsilon`, `remaining` and `events` are as without it, and the report lists it apart. Partitions do not matter:
-        a hold is on whole datasets, and a spend on any part takes from it.
+        Spends and holds of others, in any process, must fit beside what is held. A hold is no spend: `epsilon`,
+        `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
 
-        Under an account that spends from a hold already, this extends that hold: it makes sure that the event fits into
-        what the other one keeps, and adds what is missing. Closing the new one returns what it added. `key` and
-        `seconds` of the other one stay; those given here do not count.
+        Under an account that spends from a hold already, this extends that hold: it adds what the event needs beyond
+        what that one keeps. Closing the new one returns what it added. `key` and `seconds` of the other one stay.
 
         Args:
             requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice gets
                 room for the sum. Accounts that spend from a hold must share it.
-            key: who holds. A hold replaces the one with the same key, so a program that died and is started again
-                takes its own over. It should then hold what is still to be paid (`paid` tells).
-            label: for people who read the report. Never put data in it.
-            seconds: the hold lapses so long after it was made or last spent from, so that a program that died does not
-                keep the room for ever.
+            key: who holds. A hold replaces the one with the same key: a program that died and is started again takes
+                its own over, for what is still to be paid (`paid` tells).
+            label: for the report. Never put data in it.
+            seconds: the hold lapses so long after it was made or last spent from.
 
         Returns:
-            A `Hold`; spend from it through `hold.account(name)`. Its text says when the accounting allows room to be
-            returned.
+            A `Hold`; spend from it through `hold.account(name)`. Its text says when room may be returned.
 
         Raises:
             BudgetExceeded: some dataset has no room beside what is spent and what others hold; nothing is held then.
@@ -358,12 +502,12 @@ class Ledger:
     def adjacency(self, name: str) -> Adjacency:
         """Returns the neighbouring relation that a dataset was registered with; ValueError if it was not."""
         with self._transaction("DEFERRED") as db:
-            return _dataset(db, name).adjacency
+            return books.dataset_of(db, name).adjacency
 
     def delta(self, name: str) -> float | None:
         """Returns the delta that a dataset was registered with, or None; ValueError if the dataset was not."""
         with self._transaction("DEFERRED") as db:
-            return _dataset(db, name).delta
+            return books.dataset_of(db, name).delta
 
     def paid(self, name: str, token: str) -> bool:
         """Returns whether a spend with this token was charged to a dataset, so that the next one would be a replay.
@@ -373,15 +517,15 @@ class Ledger:
         """
         _check_text("token", token)
         with self._transaction("DEFERRED") as db:
-            return _find_token(db, _dataset(db, name), token) is not None
+            return books.paid_for(db, books.dataset_of(db, name), token) is not None
 
     def would_cost(
         self, name: str, event: DpEvent, *, delta: float | None = None, partition: str | None = None
     ) -> float:
         """Returns what `epsilon(name, delta=, partition=)` would be after spending `event` there; spends nothing.
 
-        It does not ask whether the budget allows the spend: `check` does. For a "renyi_filter" dataset the answer is
-        that of its bound, or more where the bound does not allow the event.
+        The budget does not count: `check` asks it. For a "renyi_filter" dataset the answer is that of its bound, or
+        more where the bound does not allow the event.
 
         Raises:
             ValueError: as `epsilon`; an event that is unknown or has no accounting rule for the dataset's adjacency.
@@ -391,17 +535,11 @@ class Ledger:
     def check(self, requests: Requests) -> None:
         """Raises what `spend_all` of the same requests would raise; changes nothing.
 
-        It counts what others hold, and under an account of a hold the room that is there. A dataset that is named
-        several times is asked for the sum. Somebody else may take the room right afterwards: `hold` keeps it.
-
-        Args:
-            requests: (registered dataset or account of this ledger, event) pairs.
-
-        Raises:
-            BudgetExceeded, ValueError: as `spend_all`.
+        It counts what others hold, and under an account of a hold the room that is there. Somebody else may take the
+        room right afterwards: `hold` keeps it.
         """
         asked = [self._request(account, event, "") for account, event in requests]
-        self._settled(lambda db: self._admit_all(db, asked, None, ahead=True), "DEFERRED")
+        self._settled(lambda db: self._admit(db, asked, None, ahead=True), "DEFERRED")
 
     def epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
         """Returns epsilon of everything reserved so far, as (epsilon, delta)-DP under the dataset's adjacency.
@@ -426,11 +564,10 @@ class Ledger:
     def total(self, names: Sequence[str], *, delta: float) -> float:
         """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
 
-        Changing such a record changes every dataset at once, to a neighbour each. So the releases of all of them
-        compose as if they were made about one dataset: the PLD (or RDP) of the sum of their compositions. In each
-        dataset the record lies in one part; the result is the maximum over all choices of parts. Releases that read
-        the datasets in turn, each with a view of all earlier outputs, are covered, since adaptive composition does not
-        ask which input a mechanism reads.
+        Changing such a record changes every dataset at once, to a neighbour each. So all releases compose as if they
+        were made about one dataset: the PLD (or RDP) of the sum of the compositions. In each dataset the record lies in
+        one part; the result is the maximum over all choices of parts. Releases may read the datasets in turn, each with
+        a view of all earlier outputs: adaptive composition does not ask which input a mechanism reads.
 
         A "renyi_filter" dataset, whose events may be chosen adaptively, enters as one interactive mechanism that is
         (registered epsilon, registered delta)-DP, once anything was spent on it. Epsilons and deltas of concurrent
@@ -454,8 +591,8 @@ class Ledger:
         if not 0 <= delta < 1:
             raise ValueError(f"delta must be in [0, 1), got {delta!r}")
         with self._transaction("DEFERRED") as db:
-            datasets = [_dataset(db, name) for name in dict.fromkeys(names)]
-            compositions = [self._compositions(db, dataset, None) for dataset in datasets]
+            datasets = [books.dataset_of(db, name) for name in dict.fromkeys(names)]
+            accounts = [(dataset, self._spends.compositions(db, dataset, None)) for dataset in datasets]
         first = datasets[0]
         for dataset in datasets:
             if (dataset.adjacency, dataset.unit) != (first.adjacency, first.unit):
@@ -464,9 +601,8 @@ class Ledger:
                     f"{dataset.name!r} has {dataset.adjacency!r} and {dataset.unit!r}, so no one change of a record is "
                     "meant; ask for datasets that share both, and register data of the same people with the same terms"
                 )
-        if any(not is_proven(counts) for parts in compositions for counts in parts):
+        if not all(is_proven(counts) for _, parts in accounts for counts in parts):
             return math.inf
-        accounts = list(zip(datasets, compositions, strict=True))
         filtered = [data for data, parts in accounts if data.accounting == "renyi_filter" and any(parts)]
         together = combinations(parts for data, parts in accounts if data.accounting != "renyi_filter")
         taken = math.fsum(dataset.delta or 0.0 for dataset in filtered)
@@ -483,53 +619,44 @@ class Ledger:
     def remaining(self, name: str, *, partition: str | None = None) -> float:
         """Returns the budget's epsilon less what is spent, at the budget's delta; infinite without a budget.
 
-        Epsilons do not add up, so the next event may cost less than its own epsilon. What is held counts as free. For a
-        "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon. Unproven
-        releases do not count.
+        The next event may cost less than its own epsilon. What is held counts as free, unproven releases do not count.
+        For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
         """
         with self._transaction("DEFERRED") as db:
-            dataset = _dataset(db, name)
+            dataset = books.dataset_of(db, name)
             if dataset.epsilon is None or dataset.delta is None:
                 return math.inf
-            compositions = self._compositions(db, dataset, partition)
+            compositions = self._spends.compositions(db, dataset, partition)
         return max(0.0, dataset.epsilon - max(used(dataset, proven(counts)) for counts in compositions))
 
     def events(self, name: str) -> dict[str | None, DpEvent]:
         """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
         with self._transaction("DEFERRED") as db:
-            rows = db.execute(_HISTORY.format("1"), (_dataset(db, name).id,)).fetchall()
-            composed = {history: compose(self._parsed(db, history)) for history in {row["history"] for row in rows}}
-        return {row["partition"] or None: composed[row["history"]] for row in rows}
+            parts = self._spends.by_part(db, books.dataset_of(db, name))
+        return {part: compose(counts) for part, counts in parts.items()}
 
     def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
-        """Returns the whole account as plain data, ready for JSON.
+        """Returns the whole account as plain data for JSON.
 
         Args:
             delta: used for datasets that have none registered.
 
         Returns:
-            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the number of
-            `records` as declared or None; at its `delta` the `headline` (text) and `proven_epsilon` and `remaining`
-            (numbers, None for infinity); the number of `partitions`; `spends`, one row per partition and event, at
-            most 1000 of `rows` in all; `runs`, who spent, from where, in which run, with which version, at most the
-            latest 1000; `open`, at most 1000 spends that did not commit (running, failed or killed): they count in
-            full; and `holds`, the room that live holds keep, in no number of the report.
+            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the declared number
+            of `records` or None; at its `delta` the `headline` (text), `proven_epsilon` and `remaining` (None for
+            infinity); the number of `partitions`; `spends`, one row per partition and event, at most 1000 of `rows`;
+            `runs`, who spent, from where, in which run and version, the latest 1000; `open`, at most 1000 spends that
+            did not commit (running, failed or killed) and count in full; and `holds`, which count in no number.
         """
         with self._transaction("DEFERRED") as db:
-            datasets = [Dataset(**row) for row in db.execute(f"SELECT {_TERMS} FROM datasets ORDER BY name")]
-            entries = [readout.entry(db, dataset, delta, _live_holds(db, dataset)) for dataset in datasets]
+            entries = [readout.entry(db, dataset, delta) for dataset in books.datasets(db)]
         for entry in entries:  # Outside the transaction: this may compute PLDs.
             epsilon = self.epsilon(entry["name"], delta=entry["delta"])
             entry["headline"] = "inf (empirical only)" if entry.pop("unproven") else f"{epsilon:.6g}"
             entry["proven_epsilon"] = readout.finite(self.proven_epsilon(entry["name"], delta=entry["delta"]))
             entry["remaining"] = readout.finite(self.remaining(entry["name"]))
-        head = self.head
-        return {
-            "path": self._path,
-            "schema_version": SCHEMA_VERSION,
-            "head": {"ledger": head.ledger, "spend": head.spend, "link": head.link},
-            "datasets": entries,
-        }
+        head = dataclasses.asdict(self.head)
+        return {"path": self._path, "schema_version": SCHEMA_VERSION, "head": head, "datasets": entries}
 
     def report_text(self, *, delta: float = 1e-5, timezone: datetime.tzinfo = datetime.UTC) -> str:
         """Returns `report` for people, with times in a time zone; datasets with equal accounts are shown once."""
@@ -546,31 +673,23 @@ class Ledger:
             ValueError: unknown dataset.
         """
         with self._transaction("DEFERRED") as db:
-            return readout.history(db, None if name is None else _dataset(db, name).id)
+            return readout.history(db, None if name is None else books.dataset_of(db, name))
 
     def by_day(
         self, name: str, *, delta: float | None = None, timezone: datetime.tzinfo = datetime.UTC
     ) -> list[dict[str, Any]]:
-        """Returns how epsilon grew: one row per day on which something was spent on a dataset.
-
-        Args:
-            name: a registered dataset.
-            delta: by default the registered one.
-            timezone: in which a day is a day.
+        """Returns how epsilon grew: one row per day, in a time zone, on which something was spent on a dataset.
 
         Returns:
             Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until its end) and
-            "delta".
+            "delta", by default the registered one.
 
         Raises:
             ValueError: unknown dataset, or no delta is given or registered.
         """
         with self._transaction("DEFERRED") as db:
-            dataset = _dataset(db, name)
-            delta = dataset.delta if delta is None else delta
-            if delta is None:
-                raise ValueError(f"delta is needed: dataset {name!r} has none registered")
-            return readout.by_day(db, dataset, delta, timezone)
+            dataset = books.dataset_of(db, name)
+            return readout.by_day(db, dataset, _delta_for(dataset, delta), timezone)
 
     # --- The file -----------------------------------------------------------------------------------------------
 
@@ -603,13 +722,8 @@ class Ledger:
 
     # --- Inside -------------------------------------------------------------------------------------------------
 
-    def _seal(self, db: sqlite3.Connection, name: str) -> None:
-        row = db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
-        db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, self._store.identity), row["id"]))
-
     def _request(self, account: str | Account, event: DpEvent, label: str) -> "_Request":
-        if not isinstance(label, str):
-            raise ValueError(f"label must be a string, got {label!r}")
+        _check_label(label)
         step = composition(event)
         if not isinstance(account, Account):
             return _Request(account, None, label, step)
@@ -637,87 +751,66 @@ class Ledger:
             if not allowed:
                 raise unsettled.refusal()
 
-    def _admit_all(
+    def _admit(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, *, ahead: bool
     ) -> None:
-        """Raises unless every dataset has room for the sum of its requests."""
+        """Raises unless the sum of the requests to each dataset fits beside what is spent and held.
+
+        What a hold keeps and a request takes out of it is counted once: while a program spends what it holds, the sum
+        stays the same, and so does the verdict.
+        """
         for name in dict.fromkeys(request.name for request in requests):
+            dataset, nothing = books.dataset_of(db, name), Counter[DpEvent]()
             steps: dict[str | None, Counts] = {}
             for request in requests:
                 if request.name == name:
-                    steps[request.hold] = add(steps.get(request.hold, {}), request.step)
-            self._admit(db, _dataset(db, name), partition, steps, ahead=ahead)
-
-    def _admit(
-        self,
-        db: sqlite3.Connection,
-        dataset: Dataset,
-        partition: str | None,
-        steps: Mapping[str | None, Counts],
-        *,
-        ahead: bool,
-    ) -> None:
-        """Raises unless `steps`, {the hold whose room is taken: events}, fit beside what is spent and held.
-
-        What a hold keeps and a step takes out of it is counted once: while a program spends what it holds, the sum
-        stays the same, and so does the verdict.
-        """
-        held = _held(db, dataset)
-        others = add_all(counts for hold, counts in held.items() if hold not in steps)
-        own = add_all(maximum(held.get(hold, {}), step) for hold, step in steps.items())
-        question = Unsettled(
-            self._budgets.setdefault(dataset.id, BudgetCheck(dataset)),
-            self._spent(db, dataset, partition),
-            others,
-            own,
-            add_all(steps.values()),
-            ahead,
-        )
-        if not question.is_allowed():
-            raise question
+                    steps[request.hold] = steps.get(request.hold, nothing) + request.step
+            held = books.held(db, dataset)
+            question = Unsettled(
+                self._budgets.setdefault(dataset.id, BudgetCheck(dataset)),
+                self._spends.tallies(db, dataset, partition),
+                others=sum((counts for hold, counts in held.items() if hold not in steps), nothing),
+                own=sum((held.get(hold, nothing) | step for hold, step in steps.items()), nothing),
+                step=sum(steps.values(), nothing),
+                ahead=ahead,
+            )
+            if not question.is_allowed():
+                raise question
 
     def _reserve(self, requests: Sequence["_Request"], partition: str | None, token: str | None) -> tuple[Spend, ...]:
         """Reserves all of the requests or none."""
         _check_text("partition", partition)
         _check_text("token", token)
-        self._prepare(requests)
+        for request in requests:
+            if not request.step.keys() <= self._met:
+                # The losses of new events, slow and needed once, before others have to wait for them.
+                with self._transaction("DEFERRED") as db:
+                    for tally in self._spends.tallies(db, books.dataset_of(db, request.name), None):
+                        tally.plus(request.step).rdp_epsilon(0.5)
+                self._met |= request.step.keys()
         return self._settled(lambda db: self._reserve_all(db, requests, partition, token))
-
-    def _prepare(self, requests: Sequence["_Request"]) -> None:
-        """Computes what is slow and needed once, the losses of new events, before others have to wait for it."""
-        fresh = [request for request in requests if not request.step.keys() <= self._met]
-        if not fresh:
-            return
-        with self._transaction("DEFERRED") as db:
-            for request in fresh:
-                dataset = _find_dataset(db, request.name)
-                for tally in () if dataset is None else self._spent(db, dataset, None):
-                    tally.plus(request.step).rdp_epsilon(0.5)
-        for request in fresh:
-            self._met |= request.step.keys()
 
     def _reserve_all(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, token: str | None
     ) -> tuple[Spend, ...]:
-        replayed = {request.name: _replayed(db, request, partition, token) for request in requests}
-        self._admit_all(db, [r for r in requests if replayed[r.name] is None], partition, ahead=True)
-        spends = []
-        for request in requests:
-            replay = replayed[request.name]
-            if replay is None:
-                dataset, event = _dataset(db, request.name), compose(request.step)
-                number = self._insert(db, dataset, partition, to_json(event), request.label, token)
-                if request.hold is not None:
-                    _take(db, dataset, request.hold, request.step)
-                replay = Spend(number, request.name, event, replay=False)
-            spends.append(replay)
-        return tuple(spends)
+        replays = [_replayed(db, request, partition, token) for request in requests]
+        fresh = [request for request, replay in zip(requests, replays, strict=True) if replay is None]
+        self._admit(db, fresh, partition, ahead=True)
+        made = iter([self._charge(db, request, partition, token) for request in fresh])
+        return tuple(replay or next(made) for replay in replays)
+
+    def _charge(self, db: sqlite3.Connection, request: "_Request", partition: str | None, token: str | None) -> Spend:
+        dataset, event = books.dataset_of(db, request.name), compose(request.step)
+        number = self._store.append(dataset.id, partition or "", to_json(event), request.label, token, self._run)
+        if request.hold is not None:
+            books.take(db, dataset, request.hold, request.step)
+        return Spend(number, request.name, event, replay=False)
 
     def _make_hold(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], outer: str | None, key: str | None, seconds: float
     ) -> Hold:
         """Makes a hold, or extends the live hold `outer`."""
-        now = _clock()
+        now = books.clock()
         db.execute("DELETE FROM holds WHERE lapses <= ?", (now,))
         terms = db.execute("SELECT key, seconds FROM holds WHERE id = ?", (outer,)).fetchone()
         if terms is None:
@@ -726,13 +819,13 @@ class Ledger:
         else:
             key, seconds = terms
         hold = outer or secrets.token_hex(8)
-        self._admit_all(db, [request._replace(hold=hold) for request in requests], None, ahead=False)
+        self._admit(db, [request._replace(hold=hold) for request in requests], None, ahead=False)
         added = {}
         for name in dict.fromkeys(request.name for request in requests):
-            dataset, same = _dataset(db, name), [request for request in requests if request.name == name]
-            kept = _held(db, dataset).get(hold, {})
-            wanted = maximum(kept, add_all(request.step for request in same))
-            added[name] = difference(wanted, kept)
+            dataset, same = books.dataset_of(db, name), [request for request in requests if request.name == name]
+            kept = books.held(db, dataset).get(hold, Counter())
+            wanted = kept | sum((request.step for request in same), Counter[DpEvent]())
+            added[name] = wanted - kept
             db.execute(
                 "INSERT INTO holds VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET json = excluded.json",
                 (hold, dataset.id, to_json(compose(wanted)), key, same[0].label, self._run, seconds, now + seconds),
@@ -742,7 +835,7 @@ class Ledger:
 
     def _held_left(self, hold: str, name: str) -> DpEvent:
         with self._transaction("DEFERRED") as db:
-            return compose(_held(db, _dataset(db, name)).get(hold, {}))
+            return compose(books.held(db, books.dataset_of(db, name)).get(hold, {}))
 
     def _release(self, hold: str, added: Mapping[str, Counts] | None) -> None:
         """Returns what was added to a hold, or with None the whole hold."""
@@ -750,14 +843,12 @@ class Ledger:
             if added is None:
                 db.execute("DELETE FROM holds WHERE id = ?", (hold,))
             for name, counts in (added or {}).items():
-                _take(db, _dataset(db, name), hold, counts)
+                books.take(db, books.dataset_of(db, name), hold, counts)
 
     def _finish(self, spends: Sequence[Spend], status: Literal["committed", "failed"]) -> None:
         with self._transaction() as db:
-            db.executemany(
-                "UPDATE spends SET status = ?, finished_at = ? WHERE id = ?",
-                [(status, now(), spend.id) for spend in spends],
-            )
+            rows = [(status, now(), spend.id) for spend in spends]
+            db.executemany("UPDATE spends SET status = ?, finished_at = ? WHERE id = ?", rows)
 
     def _epsilon(
         self,
@@ -770,127 +861,16 @@ class Ledger:
     ) -> float:
         """Returns epsilon of all releases, or of the proven ones, or of all and a next `step`."""
         with self._transaction("DEFERRED") as db:
-            dataset = _dataset(db, name)
-            compositions = self._compositions(db, dataset, partition)
-        delta = dataset.delta if delta is None else delta
-        if delta is None:
-            raise ValueError(f"delta is needed: dataset {name!r} has none registered")
+            dataset = books.dataset_of(db, name)
+            compositions = self._spends.compositions(db, dataset, partition)
+        delta = _delta_for(dataset, delta)
         if proven_only:
             compositions = [proven(counts) for counts in compositions]
         if step is not None:
-            compositions = [add(counts, step) for counts in compositions]
+            compositions = [counts + step for counts in compositions]
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
         return max(epsilon_of(dataset, counts, delta) for counts in compositions)
-
-    # --- What was spent -----------------------------------------------------------------------------------------
-
-    def _compositions(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
-        """Returns the compositions that the dataset's units bear: the releases on everything, plus one part's.
-
-        One composition for a named partition; otherwise every maximal one. Parts with equal histories are merged in
-        SQL, so that a million parts cost little.
-        """
-        whole = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
-        common = self._parsed(db, whole["history"]) if whole else {}
-        return maximal(add(common, part) for part in self._parts(db, dataset, partition)) or [common]
-
-    def _parts(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
-        """Returns the different histories of the parts, or of one part; without those on everything."""
-        parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
-        query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
-        return [self._parsed(db, row["history"]) for row in db.execute(query, (dataset.id, *values)).fetchall()]
-
-    def _parsed(self, db: sqlite3.Connection, history: str) -> Counts:
-        counts: dict[DpEvent, int] = {}
-        for item in history.split(","):
-            event, spends = item.split(":")
-            for leaf, count in self._event(db, int(event)).items():
-                counts[leaf] = counts.get(leaf, 0) + int(spends) * count
-        return counts
-
-    def _event(self, db: sqlite3.Connection, event: int) -> Counts:
-        if event not in self._events:
-            row = db.execute("SELECT json FROM events WHERE id = ?", (event,)).fetchone()
-            self._events[event] = composition(from_json(row["json"]))
-        return self._events[event]
-
-    def _spent(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
-        """Returns what `_compositions` does, from what was read before and the spends that came since."""
-        spent = self._accounts.setdefault(dataset.id, _Spent(Tally(dataset.adjacency)))
-        last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
-        whole, parts_known = spent.whole, spent.parts
-        if spent.position is None:
-            history = db.execute(_HISTORY.format("partition = ''"), (dataset.id,)).fetchone()
-            whole = whole.plus(self._parsed(db, history["history"]) if history else {})
-        else:
-            query = "SELECT event, partition, count(*) AS spends FROM spends WHERE id > ? AND dataset = ? GROUP BY 1, 2"
-            for row in db.execute(query, (spent.position, dataset.id)).fetchall():
-                if row["partition"]:
-                    parts_known = None
-                else:
-                    whole = whole.plus(self._event(db, row["event"]), row["spends"])
-        # Together, after all that may fail: an interrupt must not count a spend twice.
-        spent.whole, spent.parts, spent.position = whole, parts_known, last
-        if partition is not None:
-            parts = self._parts(db, dataset, partition)
-        else:
-            if spent.parts is None:
-                spent.parts = maximal(self._parts(db, dataset, None))
-            parts = spent.parts
-        return [spent.whole.plus(part) for part in parts] or [spent.whole]
-
-    def _insert(
-        self,
-        db: sqlite3.Connection,
-        dataset: Dataset,
-        partition: str | None,
-        text: str,
-        label: str,
-        token: str | None,
-    ) -> int:
-        """Writes a reservation and its running total, in the caller's transaction."""
-        db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (text,))
-        event = db.execute("SELECT id FROM events WHERE json = ?", (text,)).fetchone()[0]
-        terms = terms_of(db.execute("SELECT * FROM datasets WHERE id = ?", (dataset.id,)).fetchone())
-        number, (who, host) = self._store.next_spend, author()
-        row = {
-            "id": number,
-            "dataset": dataset.id,
-            "partition": partition or "",
-            "event": event,
-            "label": label,
-            "token": token,
-            "status": "reserved",
-            "run": self._run,
-            "version": __version__,
-            "reserved_at": now(),
-            "who": who,
-            "host": host,
-        }
-        row["link"] = self._store.link({**row, "json": text}, terms)
-        db.execute(f"INSERT INTO spends ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
-        db.execute(
-            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
-            "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
-            (dataset.id, row["partition"], event, row["reserved_at"], row["reserved_at"], label, label),
-        )
-        return number
-
-
-class _Spent:
-    """What was spent on a dataset, as far as this process has read it.
-
-    Attributes:
-        whole: the releases on everything.
-        parts: the maximal histories of its parts; None if they have to be read.
-        position: number of the last spend that is counted; None before the first reading.
-    """
-
-    def __init__(self, nothing: Tally):
-        self.whole = nothing
-        self.parts: list[Counts] | None = None
-        self.position: int | None = None
 
 
 class _Request(NamedTuple):
@@ -902,17 +882,9 @@ class _Request(NamedTuple):
     step: Counts
 
 
-def _find_dataset(db: sqlite3.Connection, name: str) -> Dataset | None:
-    row = db.execute(f"SELECT {_TERMS} FROM datasets WHERE name = ?", (name,)).fetchone()
-    return None if row is None else Dataset(**row)
-
-
-def _dataset(db: sqlite3.Connection, name: str) -> Dataset:
-    dataset = _find_dataset(db, name)
-    if dataset is None:
-        known = [row[0] for row in db.execute("SELECT name FROM datasets ORDER BY name LIMIT 20")]
-        raise ValueError(f"dataset {name!r} is not registered (registered: {known}); call ledger.register first")
-    return dataset
+def _check_label(label: object) -> None:
+    if not isinstance(label, str):
+        raise ValueError(f"label must be a string, got {label!r}")
 
 
 def _check_text(key: str, value: object) -> None:
@@ -920,17 +892,16 @@ def _check_text(key: str, value: object) -> None:
         raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
 
 
-def _find_token(db: sqlite3.Connection, dataset: Dataset, token: str | None) -> sqlite3.Row | None:
-    return db.execute(
-        "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event "
-        "WHERE dataset = ? AND token = ?",
-        (dataset.id, token),
-    ).fetchone()
+def _delta_for(dataset: Dataset, delta: float | None) -> float:
+    delta = dataset.delta if delta is None else delta
+    if delta is None:
+        raise ValueError(f"delta is needed: dataset {dataset.name!r} has none registered; give one")
+    return delta
 
 
 def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, token: str | None) -> Spend | None:
     """Returns the spend that the token paid for already, or None."""
-    paid = None if token is None else _find_token(db, _dataset(db, request.name), token)
+    paid = None if token is None else books.paid_for(db, books.dataset_of(db, request.name), token)
     if paid is None:
         return None
     event = compose(request.step)
@@ -941,34 +912,3 @@ def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, 
             "a token stands for one release: use a fresh one"
         )
     return Spend(paid["id"], request.name, event, replay=True)
-
-
-def _clock() -> float:
-    """Returns seconds since 1970, the same for all processes of a machine."""
-    return time.time()
-
-
-def _live_holds(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
-    query = "SELECT id, json, key, label, run, lapses FROM holds WHERE dataset = ? AND lapses > ? ORDER BY lapses, id"
-    return db.execute(query, (dataset.id, _clock())).fetchall()
-
-
-def _held(db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
-    """Returns what each live hold keeps room for."""
-    return {row["id"]: composition(from_json(row["json"])) for row in _live_holds(db, dataset)}
-
-
-def _take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> None:
-    """Takes what a hold keeps of `step` out of it, and makes it live on; does nothing without such a live hold."""
-    kept = _held(db, dataset).get(hold)
-    if kept is not None:
-        left = to_json(compose(difference(kept, step)))
-        db.execute("UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id))
-        db.execute("UPDATE holds SET lapses = ? + seconds WHERE id = ?", (_clock(), hold))
-
-
-# One row per part: what it went through, as "event:spends,event:spends,...", the same text for the same history.
-_HISTORY = (
-    "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, event, spends "
-    "FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) GROUP BY partition"
-)

@@ -1,93 +1,69 @@
 """What a ledger shows to people: the report as data and as text, every spend, and how epsilon grew by the day."""
 
 import datetime
+import itertools
 import json
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxdp.privacy.budget import Counts, Dataset, add, epsilon_of, maximal
-from jaxdp.privacy.events import composition, describe, from_json
+from jaxdp.privacy import books
+from jaxdp.privacy.budget import Dataset, epsilon_of, maximal
+from jaxdp.privacy.events import Counts, composition, describe, from_json
+from jaxdp.privacy.store import utc
+
+_OPEN = "status <> 'committed'"
 
 
-def entry(
-    db: sqlite3.Connection, dataset: Dataset, default_delta: float, holds: Sequence[sqlite3.Row]
-) -> dict[str, Any]:
+def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dict[str, Any]:
     """Returns one dataset of `Ledger.report`, without what needs a PLD."""
-    totals = db.execute(
-        "SELECT partition, event, json, spends, first_at, last_at, first_label, last_label "
-        "FROM totals JOIN events ON events.id = event WHERE dataset = ? ORDER BY first_at, partition, event LIMIT 1000",
-        (dataset.id,),
-    ).fetchall()
-    unfinished = {
-        (row["partition"], row["event"]): row["open"]
-        for row in db.execute(
-            "SELECT partition, event, count(*) AS open FROM spends WHERE dataset = ? AND status <> 'committed' "
-            "GROUP BY partition, event",
-            (dataset.id,),
-        )
-    }
-    rows, partitions = db.execute(
-        "SELECT count(*), count(DISTINCT nullif(partition, '')) FROM totals WHERE dataset = ?", (dataset.id,)
-    ).fetchone()
-    unproven = db.execute(
-        "SELECT 1 FROM totals JOIN events ON events.id = event WHERE dataset = ? "
-        'AND json LIKE \'%"type":"Unproven"%\' LIMIT 1',
-        (dataset.id,),
-    ).fetchone()
-    still_open = db.execute(
-        "SELECT id, partition, label, status, run, version, who, host, reserved_at FROM spends "
-        "WHERE dataset = ? AND status <> 'committed' ORDER BY id LIMIT 1000",
-        (dataset.id,),
-    ).fetchall()
-    runs = db.execute(
-        "SELECT who, host, run, version, count(*) AS spends, sum(status <> 'committed') AS open, "
-        "min(reserved_at) AS first_at, max(reserved_at) AS last_at, max(id) AS last FROM spends WHERE dataset = ? "
-        "GROUP BY who, host, run, version ORDER BY last DESC LIMIT 1000",
-        (dataset.id,),
-    ).fetchall()
+
+    def rows(query: str) -> list[dict[str, Any]]:
+        found = [dict(row) for row in db.execute(query, (dataset.id,))]
+        for row in found:
+            if "partition" in row:
+                row["partition"] = row["partition"] or None
+            if "json" in row:
+                row |= {"event": json.loads(row["json"]), "description": describe(from_json(row.pop("json")))}
+        return found
+
+    spends = rows(
+        "SELECT totals.partition, json, spends, coalesce(open, 0) AS open, first_at, last_at, first_label, last_label "
+        "FROM totals JOIN events ON events.id = event LEFT JOIN (SELECT partition, event, count(*) AS open FROM spends "
+        f"WHERE dataset = ?1 AND {_OPEN} GROUP BY partition, event) USING (partition, event) WHERE dataset = ?1 "
+        "ORDER BY first_at, totals.partition, event LIMIT 1000"
+    )
+    (counted,) = rows(
+        "SELECT count(*) AS rows, count(DISTINCT nullif(partition, '')) AS partitions, "
+        'coalesce(max(json LIKE \'%"type":"Unproven"%\'), 0) AS unproven '
+        "FROM totals JOIN events ON events.id = event WHERE dataset = ?"
+    )
     return {
-        "name": dataset.name,
-        "adjacency": dataset.adjacency,
-        "unit": dataset.unit,
-        "records": dataset.records,
-        "accounting": dataset.accounting,
-        "renyi_order": dataset.renyi_order,
+        **{key: getattr(dataset, key) for key in ("name", "adjacency", "unit", "records", "accounting", "renyi_order")},
         "allow_unproven": dataset.allow_unproven,
         "budget": dataset.epsilon,
         "delta": default_delta if dataset.delta is None else dataset.delta,
-        "unproven": unproven is not None,
-        "partitions": partitions,
-        "rows": rows,
-        "spends": [
-            {
-                "partition": row["partition"] or None,
-                "event": json.loads(row["json"]),
-                "description": describe(from_json(row["json"])),
-                "spends": row["spends"],
-                "open": unfinished.get((row["partition"], row["event"]), 0),
-                "first_at": row["first_at"],
-                "last_at": row["last_at"],
-                "first_label": row["first_label"],
-                "last_label": row["last_label"],
-            }
-            for row in totals
-        ],
-        "runs": [{name: row[name] for name in row.keys() if name != "last"} for row in reversed(runs)],  # noqa: SIM118
-        "open": [{**dict(row), "partition": row["partition"] or None} for row in still_open],
+        **counted,
+        "spends": spends,
+        "runs": rows(
+            f"SELECT who, host, run, version, count(*) AS spends, sum({_OPEN}) AS open, min(reserved_at) AS first_at, "
+            "max(reserved_at) AS last_at FROM spends WHERE dataset = ? GROUP BY who, host, run, version "
+            "ORDER BY max(id) DESC LIMIT 1000"
+        )[::-1],
+        "open": rows(
+            "SELECT id, partition, label, status, run, version, who, host, reserved_at FROM spends "
+            f"WHERE dataset = ? AND {_OPEN} ORDER BY id LIMIT 1000"
+        ),
         "holds": [
             {
                 "event": json.loads(row["json"]),
                 "description": describe(from_json(row["json"])),
-                "key": row["key"],
-                "label": row["label"],
-                "run": row["run"],
-                "lapses_at": datetime.datetime.fromtimestamp(row["lapses"], datetime.UTC).isoformat(
-                    timespec="milliseconds"
-                ),
+                **{key: row[key] for key in ("key", "label", "run")},
+                "lapses_at": utc(row["lapses"]),
             }
-            for row in holds
+            for row in books.live_holds(db, dataset)
             if composition(from_json(row["json"]))
         ],
     }
@@ -98,54 +74,40 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def history(db: sqlite3.Connection, dataset: int | None) -> list[dict[str, Any]]:
+def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, Any]]:
     """Returns `Ledger.history`."""
     rows = db.execute(
-        "SELECT spends.id AS spend, name AS dataset, partition, json, label, status, reserved_at, finished_at, who, "
-        "host, run, version, token, link FROM spends JOIN datasets ON datasets.id = dataset JOIN events ON "
-        f"events.id = event {'' if dataset is None else 'WHERE dataset = ?'} ORDER BY spends.id",
-        () if dataset is None else (dataset,),
+        "SELECT spends.id AS spend, name AS dataset, partition, json AS event, label, status, reserved_at, "
+        "finished_at, who, host, run, version, token, link FROM spends JOIN datasets ON datasets.id = dataset "
+        "JOIN events ON events.id = event WHERE dataset = ?1 OR ?1 IS NULL ORDER BY spends.id",
+        (dataset and dataset.id,),
     ).fetchall()
-    events = {text: describe(from_json(text)) for text in {row["json"] for row in rows}}
-    return [
-        {
-            **{key: row[key] for key in ("spend", "dataset")},
-            "partition": row["partition"] or None,
-            "event": events[row["json"]],
-            **{key: row[key] for key in row.keys()[4:]},
-        }
-        for row in rows
-    ]
+    events = {text: describe(from_json(text)) for text in {row["event"] for row in rows}}
+    return [{**row, "partition": row["partition"] or None, "event": events[row["event"]]} for row in rows]
 
 
 def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: datetime.tzinfo) -> list[dict[str, Any]]:
     """Returns `Ledger.by_day`."""
-    days: list[dict[str, Any]] = []
-    whole: Counts = {}
-    parts: dict[str, Counts] = {}
     rows = db.execute(
         "SELECT partition, json, reserved_at FROM spends JOIN events ON events.id = event WHERE dataset = ? "
         "ORDER BY spends.id",
         (dataset.id,),
     ).fetchall()
-    for number, row in enumerate(rows):
-        step = composition(from_json(row["json"]))
-        if row["partition"]:
-            parts[row["partition"]] = add(parts.get(row["partition"], {}), step)
-        else:
-            whole = add(whole, step)
-        day = _day(row["reserved_at"], timezone)
-        if not days or days[-1]["day"] != day:
-            days.append({"day": day, "dataset": dataset.name, "spends": 0})
-        days[-1]["spends"] += 1
-        if number + 1 == len(rows) or _day(rows[number + 1]["reserved_at"], timezone) != day:
-            borne = maximal(add(whole, part) for part in parts.values()) or [whole]
-            days[-1] |= {"epsilon": max(epsilon_of(dataset, counts, delta) for counts in borne), "delta": delta}
+    days: list[dict[str, Any]] = []
+    spent: dict[str, Counts] = {"": Counter()}  # by part; "" is everything
+    for day, found in itertools.groupby(rows, lambda row: local(row["reserved_at"], timezone).date().isoformat()):
+        same = list(found)
+        for row in same:
+            spent.setdefault(row["partition"], Counter()).update(composition(from_json(row["json"])))
+        parts = [spent[""] + counts for part, counts in spent.items() if part]
+        epsilon = max(epsilon_of(dataset, counts, delta) for counts in maximal(parts) or [spent[""]])
+        days.append({"day": day, "dataset": dataset.name, "spends": len(same), "epsilon": epsilon, "delta": delta})
     return days
 
 
-def _day(time: str, timezone: datetime.tzinfo) -> str:
-    return datetime.datetime.fromisoformat(time).astimezone(timezone).date().isoformat()
+def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
+    """Returns a time of the ledger in a time zone."""
+    return datetime.datetime.fromisoformat(time).astimezone(timezone)
 
 
 # --- Text ---------------------------------------------------------------------------------------------------------
@@ -207,19 +169,12 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
         lines.append(f"  held         {'; '.join(holds)}; not spent")
     table = [["spends", "open", "partition", "event", "labels", "first", "last"]]
     for rows in zip(*(found["spends"] for found in group), strict=True):
-        labels = dict.fromkeys(shown(rows[0][key]) for key in ("first_label", "last_label") if rows[0][key])
-        table.append(
-            [
-                str(rows[0]["spends"]),
-                str(rows[0]["open"]),
-                shown(rows[0]["partition"] or "(all)"),
-                shown(rows[0]["description"]),
-                " .. ".join(labels) or "-",
-                _time(min(row["first_at"] for row in rows), timezone),
-                _time(max(row["last_at"] for row in rows), timezone),
-            ]
-        )
-    lines += _aligned(table)
+        one = rows[0]
+        labels = " .. ".join(dict.fromkeys(one[key] for key in ("first_label", "last_label") if one[key])) or "-"
+        texts = [shown(text) for text in (one["partition"] or "(all)", one["description"], labels)]
+        ends = min(row["first_at"] for row in rows), max(row["last_at"] for row in rows)
+        table.append([str(one["spends"]), str(one["open"]), *texts, *(_time(end, timezone) for end in ends)])
+    lines += [f"  {line}" for line in aligned(table) if first["spends"]]
     if first["rows"] > len(first["spends"]):
         lines.append(f"  ... {first['rows'] - len(first['spends'])} more rows")
     runs = [["who", "host", "run", "version", "spends", "open", "first", "last"]]
@@ -227,7 +182,7 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
         times = [_time(row[key], timezone) for key in ("first_at", "last_at")]
         about = [shown(row[key]) or "-" for key in ("who", "host", "run", "version")]
         runs.append([*about, str(row["spends"]), str(row["open"]), *times])
-    lines += _aligned(runs)
+    lines += [f"  {line}" for line in aligned(runs) if first["runs"]]
     if len(first["runs"]) > 20:
         lines.append(f"  ... {len(first['runs']) - 20} or more earlier runs")
     for row in first["open"][:20]:
@@ -241,11 +196,11 @@ def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
 
 
 def _time(time: str, timezone: datetime.tzinfo) -> str:
-    return datetime.datetime.fromisoformat(time).astimezone(timezone).isoformat(timespec="seconds")[:19]
+    return local(time, timezone).isoformat(timespec="seconds")[:19]
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yields the lines of a table; none if it has a heading only."""
+def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yields the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table if len(table) > 1 else ():
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for row in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,20 +1,21 @@
 """The ledger's file: how it is made, locked, read, copied and checked.
 
-A ledger lies in two files. `ledger.sqlite` is an SQLite database: the datasets, the events, and one row per spend.
-`ledger.sqlite.head` beside it is one line: how many spends there are and the link of the last one.
+`ledger.sqlite` is an SQLite database: the datasets, the events, and one row per spend. `ledger.sqlite.head` beside it
+is one line: how many spends there are and the link of the last one.
 
-* Every spend carries a link, SHA-256 of the link before it and of everything in its row that never changes. So each
-  row authenticates all rows before it. The terms of its dataset are in the hash, too.
+* Every spend carries a link, SHA-256 of the link before it, of everything in its row that never changes, and of the
+  terms of its dataset. So each row authenticates all rows before it.
 * The head is written after the commit and before `spend` returns. No body runs before both are done, so a head that
   is behind tells of a crash in between, and a head that is ahead tells that the database lost spends.
-* `totals` holds sums over `spends`, which answers questions in time that does not grow with the number of spends. They
-  are compared with `spends` whenever the file is opened.
+* `totals` holds sums over `spends`, so that questions take time independent of the number of spends. Opening the file
+  compares them with `spends`.
 * Whoever writes holds an exclusive lock on the head. The system queues those who wait.
 
 A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on purpose; the heads in
 the notes of workdirs and in backups do, as far as they are out of reach.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -31,6 +32,7 @@ import socket
 import sqlite3
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -143,9 +145,8 @@ class Head:
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
     """Returns the error for a ledger that must not be used; `gone` if nothing of it is left."""
     path = os.fspath(path)
-    last = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
-    if gone:
-        last = "delete both, and a new ledger is made"
+    older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
+    last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
         f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
         f"backup. If no better copy exists, {last}; runs that were charged since then charge it again when they are "
@@ -154,24 +155,15 @@ def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> L
 
 
 class Store:
-    """One open ledger file, shared by the threads of a process.
+    """One open ledger file, or ":memory:", shared by the threads of a process; errors as of `Ledger`.
 
-    Args:
-        path: the SQLite file, or ":memory:".
-        read_only: nothing is written, neither to the file nor beside it; no lock is taken.
-
-    Raises:
-        LedgerDamaged: the file lost history, or does not fit itself.
-        ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
+    With `read_only` nothing is written, neither to the file nor beside it, and no lock is taken.
     """
 
     def __init__(self, path: str, *, read_only: bool = False):
-        self.path = path
-        self.read_only = read_only
-        self.lock = threading.RLock()
+        self.path, self.read_only, self.lock = path, read_only, threading.RLock()
         self._in_memory = path == ":memory:"
-        self._head_path = pathlib.Path(f"{path}.head")
-        self._head_file = -1
+        self._head_path, self._head_file = pathlib.Path(f"{path}.head"), -1
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"path {path!r} lies in a directory that does not exist; create the directory first")
         self._open()
@@ -203,36 +195,36 @@ class Store:
         self.db = files.enter_context(contextlib.closing(_connection(path)))
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
-        path = pathlib.Path(self.path)
+        path, wal = pathlib.Path(self.path), pathlib.Path(f"{self.path}-wal")
+        in_use = self._head_path.exists()  # asked first: a process that makes both makes the head last
         if not path.exists():
-            if self._head_path.exists():
+            if in_use:
                 raise damaged(path, "is gone: only its head is there, so it was in use", gone=True)
             _create(path)
         _check_size(path)
-        log = _content(f"{self.path}-wal")
+        log = b""
+        with contextlib.suppress(FileNotFoundError):
+            log = wal.read_bytes()
         try:
             self._connect(files, self.path)
             _version(self.db, self.path)
             os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
             with self._locked():
-                version = _version(self.db, self.path)  # another process may have migrated it
-                if version < SCHEMA_VERSION:
+                old = _version(self.db, self.path) < SCHEMA_VERSION  # another process may have migrated it
+                if old:
                     self._migrate()
-                self._check(self._read_head(), new=version < SCHEMA_VERSION)
+                self._check(self._read_head(), new=old)
                 self._write_head()
                 for left in path.parent.glob(f".{path.name}.new-*"):  # of processes that died while they made it
                     left.unlink(missing_ok=True)
         except (LedgerDamaged, sqlite3.Error):
             # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
-            if log and not (kept := pathlib.Path(f"{self.path}-wal.kept")).exists():
+            if log and not (kept := pathlib.Path(f"{wal}.kept")).exists():
                 kept.write_bytes(log)
             raise
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
-        path = pathlib.Path(self.path)
-        if not path.is_file():
-            raise ValueError(f"path {self.path!r} is not a file; give the ledger that a run was given or wrote")
-        _check_size(path)
+        path = _existing(self.path)
         seen = self._read_head()  # before the database, which may grow meanwhile
         try:
             self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
@@ -257,28 +249,22 @@ class Store:
         kept = pathlib.Path(f"{self.path}.version1")
         if not kept.exists():
             _copy(self.db, kept)
-        self.db.execute("BEGIN IMMEDIATE")
-        try:
+        with self.db:
+            self.db.execute("BEGIN IMMEDIATE")
             _migrate(self.db, self.path)
-            self.db.execute("COMMIT")
-        except BaseException:
-            self.db.execute("ROLLBACK")
-            raise
 
     def _check(self, head: Head | None, *, new: bool) -> None:
         """Raises LedgerDamaged unless the file fits itself and its head; a `new` one may have none."""
-        self.db.execute("BEGIN")  # all questions are about one instant
-        try:
-            problem = find_problem(self.db)
-            meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall()) if problem is None else {}
-            self.identity = str(meta.get("id"))
-            self._name, self._origin = f"{self.identity}.{meta.get('branch')}", _origin(self.identity)
-            if problem is None and head is not None:
-                problem = self._compared(head)
-            elif problem is None and not new and self._last().spend:
-                problem = "has no head beside it, which would tell whether its last spends are missing"
-        finally:
-            self.db.execute("ROLLBACK")
+        with self.db:
+            self.db.execute("BEGIN")  # all questions are about one instant
+            if (problem := find_problem(self.db)) is None:
+                meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall())
+                self.identity, self._name = meta["id"], f"{meta['id']}.{meta['branch']}"
+                self._origin = _origin(self.identity)
+                if head is not None:
+                    problem = self._compared(head)
+                elif not new and self._last().spend:
+                    problem = "has no head beside it, which would tell whether its last spends are missing"
         if problem is not None:
             raise damaged(self.path, problem)
 
@@ -355,19 +341,32 @@ class Store:
         with self.transaction("DEFERRED"):
             return None if head.ledger != self._name else self._link_at(head.spend) == head.link
 
-    def link(self, row: Mapping[str, Any], terms: str) -> str:
-        """Returns the link of the next spend, in the caller's transaction.
+    def seal(self, name: str) -> None:
+        """Seals the terms of a dataset, in the caller's transaction."""
+        row = self.db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
+        self.db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, self.identity), row["id"]))
 
-        Args:
-            row: its columns, with the event's text as "json".
-            terms: `terms_of` its dataset.
-        """
-        return _link(self._last().link, row, terms)
-
-    @property
-    def next_spend(self) -> int:
-        """The number of the next spend, in the caller's transaction."""
-        return self._last().spend + 1
+    def append(self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str) -> int:
+        """Writes a reservation, its link and its running total, in the caller's transaction; returns its number."""
+        self.db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (json,))
+        (event,) = self.db.execute("SELECT id FROM events WHERE json = ?", (json,)).fetchone()
+        terms = self.db.execute("SELECT * FROM datasets WHERE id = ?", (dataset,)).fetchone()
+        last, (who, host), at = self._last(), _author(), now()
+        row = {"id": last.spend + 1, "partition": partition, "json": json, "label": label, "token": token, "run": run}
+        row |= {"version": __version__, "reserved_at": at, "who": who, "host": host}
+        row |= {"link": _link(last.link, row, terms_of(terms)), "dataset": dataset, "event": event}
+        self.db.execute(
+            "INSERT INTO spends (id, dataset, partition, event, label, token, status, run, version, reserved_at, who, "
+            "host, link) VALUES (:id, :dataset, :partition, :event, :label, :token, 'reserved', :run, :version, "
+            ":reserved_at, :who, :host, :link)",
+            row,
+        )
+        self.db.execute(
+            "INSERT INTO totals VALUES (?, ?, ?, 1, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "spends = spends + 1, last_at = excluded.last_at, last_label = excluded.last_label",
+            (dataset, partition, event, at, at, label, label),
+        )
+        return last.spend + 1
 
     def _last(self) -> Head:
         row = self.db.execute(_LAST).fetchone()
@@ -436,10 +435,9 @@ class Store:
         if not target.absolute().parent.is_dir():
             raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist; create it first")
         with self.transaction("DEFERRED") as db:
+            head = self._last()  # first: the copy is of this instant
             _copy(db, target)
-        with contextlib.closing(_connection(os.fspath(target))) as copy:
-            last = copy.execute(_LAST).fetchone()
-        write_durably(pathlib.Path(f"{target}.head"), _head_text(Head(self._name, *(last or (0, self._origin)))))
+        write_durably(pathlib.Path(f"{target}.head"), _head_text(head))
 
 
 # --- Damage -----------------------------------------------------------------------------------------------------------
@@ -448,27 +446,23 @@ class Store:
 def find_problem(db: sqlite3.Connection) -> str | None:
     """Returns why a database does not fit itself, in words that follow its path; None if it does."""
     try:
-        return _found_problem(db)
+        if (torn := _torn_page(db)) is not None:
+            return torn
+        if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
+            return "is damaged: a spend is of no dataset or event that it knows"
+        meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        if not {"id", "branch"} <= meta.keys():
+            return "is damaged: it does not say which ledger it is"
+        if meta.get("schema") != _schema(db):
+            return "is damaged: its tables are not as they were made"
+        for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
+            if row["seal"] != _seal(row, meta["id"]):
+                return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
+        for row in db.execute("SELECT json FROM holds"):
+            from_json(row["json"])
+        return _broken_link(db, meta["id"]) or _unequal_total(db)
     except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of another type than was written
         return f"is damaged: {type(error).__name__}, {error}"
-
-
-def _found_problem(db: sqlite3.Connection) -> str | None:
-    if (torn := _torn_page(db)) is not None:
-        return torn
-    if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
-        return "is damaged: a spend is of no dataset or event that it knows"
-    meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
-    if not {"id", "branch"} <= meta.keys():
-        return "is damaged: it does not say which ledger it is"
-    if meta.get("schema") != _schema(db):
-        return "is damaged: its tables are not as they were made"
-    for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
-        if row["seal"] != seal(row, meta["id"]):
-            return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
-    for row in db.execute("SELECT json FROM holds"):
-        from_json(row["json"])
-    return _broken_link(db, meta["id"]) or _unequal_total(db)
 
 
 def _torn_page(db: sqlite3.Connection) -> str | None:
@@ -517,22 +511,16 @@ JOIN spends AS old ON old.id = first JOIN spends AS new ON new.id = last
 
 
 def accept(path: str | os.PathLike[str]) -> Head:
-    """Makes an intact database valid whose head is missing or has seen more: a new branch of the ledger's history.
+    """Makes an intact database valid whose head is missing or has seen more; returns the head of this new branch.
 
-    Nothing is undone, and nothing that was spent is forgotten by the workdirs that spent it: they find that the branch
-    is not the one they noted, and charge what is missing when they are resumed.
-
-    Returns:
-        The head of the new branch.
+    Nothing is undone. Workdirs that spent more find that the branch is not the one that they noted, and charge what is
+    missing when they are resumed.
 
     Raises:
         LedgerDamaged: the database does not fit itself.
         ValueError: it is not a ledger.
     """
-    path = os.fspath(path)
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"path {path!r} is not a file; give the ledger that a run was given or wrote")
-    _check_size(pathlib.Path(path))
+    path = os.fspath(_existing(path))
     head_path = pathlib.Path(f"{path}.head")
     os.close(os.open(head_path, os.O_RDWR | os.O_CREAT, 0o666))
     file = _acquire(head_path)
@@ -540,19 +528,16 @@ def accept(path: str | os.PathLike[str]) -> Head:
         with contextlib.closing(_connection(path)) as db:
             if _version(db, path) < SCHEMA_VERSION:
                 raise ValueError(f"ledger {path!r} is of version 1 and needs no accepting: open it, and it is migrated")
-            problem = find_problem(db)
-            if problem is not None:
+            if (problem := find_problem(db)) is not None:
                 raise damaged(path, problem)
             branch = secrets.token_hex(4)
             db.execute("BEGIN IMMEDIATE")
             db.execute("UPDATE meta SET value = ? WHERE key = 'branch'", (branch,))
-            last = db.execute(_LAST).fetchone()
-            ledger = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()[0]
-            db.execute(
-                "INSERT INTO meta VALUES (?, ?)", (f"accepted {now()} {branch}", f"spend {last[0] if last else 0}")
-            )
+            (ledger,) = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
+            last = db.execute(_LAST).fetchone() or (0, _origin(ledger))
+            db.execute("INSERT INTO meta VALUES (?, ?)", (f"accepted {now()} {branch}", f"spend {last[0]}"))
             db.execute("COMMIT")
-            head = Head(f"{ledger}.{branch}", *(last or (0, _origin(ledger))))
+            head = Head(f"{ledger}.{branch}", *last)
             os.pwrite(file, _head_text(head), 0)
             os.fsync(file)
     finally:
@@ -573,11 +558,11 @@ def _connection(path: str) -> sqlite3.Connection:
     return db
 
 
-def _content(path: str) -> bytes:
-    try:
-        return pathlib.Path(path).read_bytes()
-    except FileNotFoundError:
-        return b""
+def _existing(path: str | os.PathLike[str]) -> pathlib.Path:
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"path {os.fspath(path)!r} is not a file; give the ledger that a run was given or wrote")
+    _check_size(pathlib.Path(path))
+    return pathlib.Path(path)
 
 
 def _check_size(path: pathlib.Path) -> None:
@@ -613,15 +598,35 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 def _create(path: pathlib.Path) -> None:
     """Makes a new ledger, which appears whole; another process may have been faster."""
-    temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
     try:
-        with contextlib.closing(_connection(os.fspath(temporary))) as db:
+        with _appearing(path) as temporary, contextlib.closing(_connection(os.fspath(temporary))) as db:
             db.execute("PRAGMA journal_mode = WAL")
             _fill(db)
-        _appear(temporary, path)
     except (OSError, sqlite3.Error):
         if not path.exists():  # else another process was faster, and has cleared away what is not needed any more
             raise
+
+
+def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
+    """Copies a database to a new file, which appears whole and durable."""
+    with _appearing(path) as temporary, contextlib.closing(sqlite3.connect(temporary)) as copy:
+        db.backup(copy)
+
+
+@contextlib.contextmanager
+def _appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a temporary path, which gets the name `path` when its file is whole; FileExistsError if that is taken."""
+    temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(os.fspath(path)) from None
+            os.rename(temporary, path)
     finally:
         for suffix in ("", "-wal", "-shm"):
             pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
@@ -632,12 +637,15 @@ def _fill(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")
     for statement in (*_SCHEMA.split(";\n"), _HOLDS, _GUARD):
         db.execute(statement)
-    about = {"created_at": now(), "created_by": f"jaxdp {__version__}", "id": secrets.token_hex(16), "branch": "0"}
-    about["schema"] = _schema(db)
-    db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
+    _describe(db, secrets.token_hex(16), created_at=now(), created_by=f"jaxdp {__version__}")
     db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     db.execute("COMMIT")
+
+
+def _describe(db: sqlite3.Connection, ledger: str, **origin: str) -> None:
+    about = {**origin, "id": ledger, "branch": "0", "schema": _schema(db)}
+    db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
 
 
 def _migrate(db: sqlite3.Connection, path: str) -> None:
@@ -648,40 +656,13 @@ def _migrate(db: sqlite3.Connection, path: str) -> None:
     for statement in (*_MIGRATION.split(";\n"), _HOLDS, _GUARD):
         db.execute(statement)
     ledger = secrets.token_hex(16)
-    about = {"id": ledger, "branch": "0", "migrated_at": now(), "migrated_by": f"jaxdp {__version__}"}
-    about["schema"] = _schema(db)
-    db.executemany("INSERT INTO meta VALUES (?, ?)", about.items())
+    _describe(db, ledger, migrated_at=now(), migrated_by=f"jaxdp {__version__}")
     for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
-        db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal(row, ledger), row["id"]))
+        db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, ledger), row["id"]))
     # Spends of version 1 have numbers without gaps: they were never deleted, and a failed insert takes none.
     for row, link in list(_relinked(db, ledger)):
         db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
-    """Copies a database to a new file, which appears whole and durable."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with contextlib.closing(sqlite3.connect(temporary)) as copy:
-            db.backup(copy)
-        _appear(temporary, path)
-    finally:
-        for suffix in ("", "-wal", "-shm"):
-            pathlib.Path(f"{temporary}{suffix}").unlink(missing_ok=True)
-    sync_folder(path.absolute().parent)
-
-
-def _appear(temporary: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a whole file its name; FileExistsError if that is taken."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if path.exists():
-            raise FileExistsError(os.fspath(path)) from None
-        os.rename(temporary, path)
 
 
 def _acquire(path: pathlib.Path) -> int:
@@ -698,28 +679,21 @@ def _acquire(path: pathlib.Path) -> int:
             f"{os.fspath(path)!r} cannot be locked: {error}. Two programs could then spend one budget twice. Keep the "
             "ledger on a local disk"
         ) from error
-    # The wait has no deadline of its own, so that another thread does it.
-    state, changed = {"held": False, "abandoned": False}, threading.Condition()
+    # The wait has no deadline of its own, so that another thread does it. It lets go of what it gets too late.
+    waiting: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def wait() -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with changed:
-            state["held"] = True
-            changed.notify()
-            if state["abandoned"]:
-                os.close(file)
+        waiting.set_result(None)
 
     threading.Thread(target=wait, daemon=True).start()
-    taken = False
-    with changed:
-        try:
-            taken = changed.wait_for(lambda: state["held"], BUSY_SECONDS)
-        finally:  # also after an interrupt
-            state["abandoned"] = not taken
-            if state["held"] and not taken:
-                os.close(file)
-    if taken:
+    try:
+        waiting.result(BUSY_SECONDS)
         return file
+    except BaseException as error:  # also an interrupt
+        waiting.add_done_callback(lambda _: os.close(file))
+        if not isinstance(error, TimeoutError):
+            raise
     raise OSError(
         f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds: the ledger beside it cannot be "
         "written. Everything that was reserved in it still counts. Wait for that process, and go on"
@@ -729,13 +703,18 @@ def _acquire(path: pathlib.Path) -> int:
 # --- Texts ------------------------------------------------------------------------------------------------------------
 
 
+def utc(seconds: float) -> str:
+    """Returns a time, in seconds since 1970, in UTC to milliseconds."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+
+
 def now() -> str:
-    """Returns the time in UTC, to milliseconds."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    """Returns the present time as `utc` writes it."""
+    return utc(time.time())
 
 
 @functools.cache
-def author() -> tuple[str, str]:
+def _author() -> tuple[str, str]:
     """Returns the user's name and that of the host; "" for what the system does not tell."""
     try:
         who = getpass.getuser()
@@ -749,7 +728,7 @@ def terms_of(row: Mapping[str, Any]) -> str:
     return _digest([row[name] for name in _TERMS.split(", ")])
 
 
-def seal(row: Mapping[str, Any], ledger: str) -> str:
+def _seal(row: Mapping[str, Any], ledger: str) -> str:
     """Returns what tells that a dataset's row is as it was written."""
     return _digest([ledger, terms_of(row), row["records"]])
 

@@ -5,7 +5,7 @@ from jaxdp.release.claims import claim
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
 from jaxdp.release.settings import check_numbers
-from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, release, settle
+from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, settle
 from jaxdp.release.workdir import alone, bind, check_same_config, finished_result, locked
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "new_seed",
     "notes",
     "program",
-    "release",
     "settle",
     "stream",
 ]

@@ -1,10 +1,9 @@
-"""Numbered states of a run on disk, each with digests by which a damaged one is noticed.
+"""Numbered states of a run on disk, each with digests that show damage.
 
-`checkpoints.json` beside the folder of checkpoints has two digests of each: of its files, which are compared before
-Orbax reads them, and of the state, which is compared after. It is written after a checkpoint is on the disk. So a
-checkpoint that it does not name is one that a crash interrupted: its steps are repeated. A checkpoint that it names and
-that is gone or differs is damaged. The run does not go on from an older one then: the secrets of the steps since are
-deleted, and the steps would be made, and charged, once more.
+`checkpoints.json` beside the folder has two digests of each checkpoint: of its files, compared before Orbax reads them,
+and of the state, compared after. It is written after the checkpoint. A checkpoint that it does not name was interrupted
+by a crash: its steps are repeated. A checkpoint that it names and that is gone or differs is damaged. The run does not
+go on from an older one: the secrets of the steps since are deleted, so these steps would be made and charged once more.
 """
 
 import hashlib
@@ -21,11 +20,7 @@ _REMEDY = "Restore the workdir from a copy, or begin again in a new one. What wa
 
 
 class Checkpoints:
-    """The checkpoints of one run, by Orbax.
-
-    Args:
-      workdir: of the run; it holds `checkpoints` and `checkpoints.json`.
-      keep: how many of the newest are kept.
+    """The newest `keep` checkpoints of one run, by Orbax, in its workdir.
 
     Raises:
       ValueError: the newest checkpoint is damaged or gone; the message has its path.
@@ -37,12 +32,14 @@ class Checkpoints:
         self._folder, self._list = (workdir / "checkpoints").absolute(), workdir / "checkpoints.json"
         old = not self._list.exists()  # a run that is new, or of an earlier release
         self._digests = {} if old else self._listed()
-        if self._digests:
-            self._check_files(max(self._digests))
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
-        )
+        for newest in sorted(self._digests)[-1:]:
+            path = self._folder / str(newest)
+            if not path.is_dir():
+                raise ValueError(f"{path} is gone, which {self._list.name} names as the newest checkpoint. {_REMEDY}")
+            if self._digests[newest][0] != _digest_of_files(path):
+                raise ValueError(f"{path} is damaged: its files are not those that were written. {_REMEDY}")
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self._manager, self._args = ocp.CheckpointManager(self._folder, options=options), ocp.args
         if old:
             for newest in sorted(self._manager.all_steps())[-1:]:  # taken as it is
                 self._digests[newest] = _digest_of_files(self._folder / str(newest)), ""
@@ -53,16 +50,11 @@ class Checkpoints:
         self._manager.close()
 
     def restore(self, like: Any) -> tuple[Any, int]:
-        """The newest state, on the host, and its number; `like` and 0 if there is none.
-
-        Args:
-          like: a pytree of arrays of the structure, shapes and dtypes of the states.
+        """Returns the newest state, on the host, and its number; `like`, a pytree of its kind, and 0 without any.
 
         Raises:
           ValueError: the newest one is damaged or of another structure; the message has its path.
         """
-        import orbax.checkpoint as ocp
-
         step = max(self._digests, default=0)
         for unfinished in [other for other in self._manager.all_steps() if other > step]:
             self._manager.delete(unfinished)
@@ -70,7 +62,7 @@ class Checkpoints:
             return like, 0
         path = self._folder / str(step)
         try:
-            state = jax.device_get(self._manager.restore(step, args=ocp.args.StandardRestore(like)))
+            state = jax.device_get(self._manager.restore(step, args=self._args.StandardRestore(like)))
         except Exception as error:  # Orbax has errors of many kinds
             what = " ".join(str(error).split())[:200]
             raise ValueError(f"{path} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
@@ -80,19 +72,10 @@ class Checkpoints:
 
     def save(self, step: int, state: Any) -> None:
         """Makes a state durable."""
-        import orbax.checkpoint as ocp
-
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._manager.save(step, args=self._args.StandardSave(state))
         sync_tree(self._folder)
         self._digests[step] = _digest_of_files(self._folder / str(step)), digest(state)
         self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
-
-    def _check_files(self, step: int) -> None:
-        path = self._folder / str(step)
-        if not path.is_dir():
-            raise ValueError(f"{path} is gone, which {self._list.name} names as the newest checkpoint. {_REMEDY}")
-        if self._digests[step][0] != _digest_of_files(path):
-            raise ValueError(f"{path} is damaged: its files are not those that were written. {_REMEDY}")
 
     def _listed(self) -> dict[int, tuple[str, str]]:
         """Digests of files and state by step."""

@@ -7,12 +7,9 @@ from jaxdp.privacy.accounting import Adjacency
 
 
 def claim(charge: DpEvent | Callable[[Account], None], *, adjacency: Adjacency, delta: float) -> float:
-    """Returns epsilon at `delta` of a data set that was charged for one release and nothing else.
+    """Returns epsilon at `delta`, in [0, 1), of a data set that was charged for one release and nothing else.
 
-    Args:
-      charge: the event; or `charge(account)`, which charges an account as the stage itself does.
-      adjacency: of the data set.
-      delta: of the claim, in [0, 1).
+    `charge` is the event; or `charge(account)`, which charges an account as the stage itself does.
     """
     with Ledger.in_memory() as ledger:
         ledger.register("audited", adjacency=adjacency, unit="record")

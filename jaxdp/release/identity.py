@@ -1,8 +1,8 @@
 """What determines the bits of a computation: programs, arrays, versions, flags, devices and the host.
 
-A release that is repeated under the same secret must repeat the same values bit for bit, or the difference of the two
-would have no noise in it. So the token of a release is a hash of everything here. A false difference costs a charge. A
-false agreement would cost the guarantee. Hence facts that seldom matter are included.
+A release that is repeated under the same secret must repeat the same bits, or the difference of the two values would
+have no noise in it. So the token of a release is a hash of everything here. A false difference costs a charge, a false
+agreement would cost the guarantee: facts that seldom matter are included.
 """
 
 import functools
@@ -41,12 +41,12 @@ def digest(tree: Any) -> str:
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and not _is_key(leaf):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if is_array and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             if array.dtype.hasobject:
                 raise TypeError(f"a fact at {name!r} is an array of Python objects; give arrays of numbers.")
-            found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            found.update(np.ascontiguousarray(array).tobytes())
+            found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
         elif isinstance(leaf, bool | int | float | complex | str | bytes):
             text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
             found.update(f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text)
@@ -57,16 +57,10 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def program(function: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a compiled function for these arguments: equal texts compute the same.
+    """Returns the text of a `jax.jit` function compiled for arrays or `jax.ShapeDtypeStruct`s; static arguments as is.
 
-    Args:
-      function: made by `jax.jit`.
-      args, kwargs: arrays, or `jax.ShapeDtypeStruct`s in their place; static arguments as they are.
+    Equal texts compute the same.
     """
     return function.lower(*args, **kwargs).as_text()
 
@@ -78,15 +72,12 @@ def calls_host(text: str) -> bool:
 
 
 def deterministic() -> bool:
-    """Returns whether this backend computes the same bits from the same program in another process.
-
-    XLA chooses among the algorithms of a GPU by their speed, unless `XLA_FLAGS` forbids it.
-    """
+    """Returns whether another process computes the same bits: XLA chooses the algorithms of a GPU by their speed."""
     return jax.default_backend() != "gpu" or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
 
 
 def environment() -> dict[str, Any]:
-    """Returns everything but program and data that decides about the last bits of a result."""
+    """Returns everything but program and data that decides on the last bits of a result."""
     devices = jax.devices()
     return {
         "library": [__version__, _library()],
@@ -100,10 +91,9 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> list[Any]:
-    """Returns what XLA compiles for on the host: its instructions, and the cores among which it splits its sums."""
+    """Returns what XLA compiles for on the host: instructions, and the cores that share its sums."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    linux = pathlib.Path("/proc/cpuinfo")
-    if not linux.exists():
+    if not (linux := pathlib.Path("/proc/cpuinfo")).exists():
         return [cores, platform.machine(), platform.processor()]
     fields = ("model name", "flags", "Features", "CPU part")
     return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]

@@ -14,22 +14,20 @@ _BYTES = 16
 
 
 def derive(seed: bytes, purpose: str) -> bytes:
-    """Returns 16 bytes for one purpose. They tell nothing about the seed or about other purposes."""
+    """Returns 16 bytes for one purpose, which tell nothing about the seed or other purposes."""
     return hmac.digest(seed, purpose.encode(), "sha256")[:_BYTES]
 
 
 def check_seed(seed: bytes | None) -> None:
-    """Raises TypeError or ValueError for what cannot be a secret seed; None, to draw one, can."""
-    if seed is None:
-        return
-    if not isinstance(seed, bytes):
+    """Raises TypeError or ValueError unless `seed` is a secret seed, or None."""
+    if seed is not None and not isinstance(seed, bytes):
         raise TypeError(f"seed must be {_BYTES} bytes, got {type(seed).__name__}; leave it out to draw them.")
-    if len(seed) != _BYTES:
+    if seed is not None and len(seed) != _BYTES:
         raise ValueError(f"seed must be {_BYTES} bytes, got {len(seed)}; leave it out to draw them.")
 
 
 def stored(path: pathlib.Path, seed: bytes | None = None) -> bytes:
-    """Returns the seed in a file that only its owner may read; a file that is not there yet gets `seed`, or a new one.
+    """Returns the seed in a file that only its owner may read; a new file gets `seed`, or a new one.
 
     Raises:
       ValueError: the file holds another seed than `seed`, or none.

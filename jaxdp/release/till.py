@@ -12,10 +12,9 @@ A `Release` says what it charges, what determines its bits, and how to compute i
 5. hands the value to `keep`, which makes it durable;
 6. deletes the seed.
 
-Hence a release that was interrupted after step 2 is found under its token when the same program runs again: the ledger
-does not charge it a second time, and the value is the same bit for bit. If anything is different, so is the token: the
-noise is fresh and the ledger charges again. Noise never falls on two different values, and never is less spent than was
-released.
+A release that was interrupted after step 2 has the same token when the same program runs again: it is not charged a
+second time, and its value is the same bit for bit. If anything is different, so is the token: the noise is fresh and
+the ledger charges again. So no two values share noise, and the ledger never shows less than was released.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ import os
 import pathlib
 import secrets as entropy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import jax
@@ -53,7 +51,7 @@ _DAMAGED = (
 
 
 class Payment(Protocol):
-    """What a release charges, where that is known only when it is reserved, as for a stream of visits."""
+    """What a release charges, where only the reservation knows it, as for a stream of visits."""
 
     def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
         """Reserves everything or nothing; yields what was charged, and commits when the body ends."""
@@ -66,18 +64,18 @@ class Release(Generic[T]):
     Attributes:
       label: for people who read the ledger. Never put data in it.
       charges: (account, event) pairs of one ledger, each account once; or a `Payment`. Empty for public data.
-      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. All randomness
-        comes from the secret, and everything else that the value depends on is in `facts` and `programs`.
-      facts: `facts() -> pytree` of arrays, numbers and text that determine the value. Asked for only where the release
+      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. The value depends
+        on the secret, `facts` and `programs` only.
+      facts: `facts() -> pytree` of arrays, numbers and text that determine the value; called only where the release
         might be repeated: with a workdir, or with a given seed.
       programs: `programs() -> texts` of what is compiled (`identity.program`). A program that calls back to Python
-        cannot be repeated: its release is charged again after a crash, and gets fresh noise.
-      keep: `keep(value)`, makes the value durable. The seed is deleted after it.
-      note: further fields for the row in the workdir's notes, read back by `Till.notes`.
-      deterministic: whether everything is compiled to give the same bits on every run, also on a GPU. By default what
-        the backend promises (`identity.deterministic`). A release that is not cannot be repeated.
+        cannot be repeated: its release is charged again after a crash, with fresh noise.
+      keep: `keep(value)` makes the value durable, before the seed is deleted.
+      note: further fields for the row in the workdir's notes, which `Till.notes` reads.
+      deterministic: whether all programs give the same bits on every run, by default what the backend promises
+        (`identity.deterministic`). Otherwise the release cannot be repeated.
       once_in: the name of what the payment counts in, where a charge depends on what was counted before it. The same
-        release is then free a second time in that count only, and another count pays for itself.
+        release is then free a second time in that count only.
     """
 
     label: str
@@ -92,12 +90,12 @@ class Release(Generic[T]):
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
-        """The texts of `programs`, which are asked for once."""
+        """The texts of `programs`."""
         return tuple(self.programs())
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of all that the release itself says of its bits; the facts are asked for and hashed once."""
+        """A hash of label, programs and facts."""
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
         return identity.digest([self.label, texts, self.facts()])
 
@@ -106,10 +104,9 @@ class Till:
     """The secret, the notes and the lock of one run.
 
     Args:
-      workdir: the run's folder, made if needed, for this run alone. It holds the secret seed while a paid release is
-        unfinished, and the notes. None keeps nothing: the seed lives in memory, and what is interrupted is paid again.
-      seed: 16 secret bytes, to reproduce a run in a test; by default they come from the operating system. The same
-        release under the same seed is the same release, and is paid once.
+      workdir: the run's own folder, made if needed, for the notes and for the secret seed while a paid release is
+        unfinished. None keeps the seed in memory: what is interrupted is paid again.
+      seed: 16 secret bytes, to reproduce a run in a test, where the same release is paid once; random by default.
       forget: when the seed is deleted: after each "release"; or at the end of the "run", where several releases share
         a secret (`stream`). An unfinished release keeps it.
 
@@ -133,20 +130,19 @@ class Till:
         self._environment: dict[str, Any] | None = None
         if self.workdir is None:
             return
+        self._secret, self._kept = self.workdir / secrets.FILE, self.workdir / _KEPT
         with contextlib.ExitStack() as opened:  # closes what is open if the rest fails
             opened.enter_context(alone(self.workdir))
-            if self._secret_path.exists() or seed is not None:
-                secrets.stored(self._secret_path, seed)  # raises now for a damaged one, or another one
+            if self._secret.exists() or seed is not None:
+                secrets.stored(self._secret, seed)  # raises now for a damaged one, or another one
             self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
             self._files = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(failed=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """Deletes the seed unless a paid release needs it, or the "run" failed; lets go of the workdir."""
@@ -156,7 +152,7 @@ class Till:
 
     @property
     def name(self) -> str | None:
-        """A name for the run that stays when it is resumed, for example of its hold; None without a workdir."""
+        """A name of the run that a resumed run has, too; None without a workdir."""
         return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
 
     # --- The protocol -------------------------------------------------------------------------------------------------
@@ -175,12 +171,12 @@ class Till:
 
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
-        """`release` for a value that comes bit by bit: pays, yields the secret, and ends the release with the body."""
+        """Does `release` for a value that comes bit by bit: pays, yields the secret, and ends with the body."""
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         token = self.token(what)
         paid = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex() if what.once_in else token
-        with _payment(what.charges).reserve(label=what.label, token=paid) as charged:
+        with _reserved(what, paid) as charged:
             self._unfinished = True
             if self.workdir is not None:
                 events = [[account.name, to_json(event)] for account, event in charged]
@@ -192,8 +188,9 @@ class Till:
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Names all that determines a release; keyed by the seed, so that it tells nothing about private data."""
-        if not (self._repeatable and what.deterministic) or any(map(identity.calls_host, what.texts)):
+        """Returns a hash of all that determines a release, keyed by the seed: it tells nothing about private data."""
+        used_once = self.workdir is None and self._given is None  # the seed
+        if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
         if self._environment is None:
             self._environment = identity.environment()
@@ -202,11 +199,7 @@ class Till:
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
-        """The key of a secret that several releases of the run share.
-
-        Raises:
-          ValueError: the seed is deleted after each release.
-        """
+        """Returns a key that several releases of the run share; ValueError if each release deletes the seed."""
         if self._forget != "run":
             raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
         return secrets.stream(self._seed(), purpose, impl=impl)
@@ -214,13 +207,7 @@ class Till:
     # --- A single release, kept by the till ---------------------------------------------------------------------------
 
     def once(self, what: Release[dict[str, Any]]) -> dict[str, Any]:
-        """A release whose arrays the till keeps: what is kept is returned, and neither made nor paid again.
-
-        Args:
-          what: its value is a flat dict of arrays.
-
-        Returns:
-          The arrays, as NumPy arrays.
+        """Returns the NumPy arrays of a release, a flat dict; those that the workdir keeps are not made or paid again.
 
         Raises:
           ValueError: the workdir keeps another release: of other data, settings or programs.
@@ -237,45 +224,42 @@ class Till:
         return kept
 
     def kept(self, what: Release[Any]) -> dict[str, np.ndarray] | None:
-        """The arrays of a release that the workdir keeps; None if it keeps none.
+        """Returns the arrays of a release that the workdir keeps, None without any; raises as `once`."""
+        from safetensors import safe_open
 
-        Raises:
-          ValueError: the workdir keeps another release: of other data, settings or programs.
-          BudgetExceeded: the account's ledger does not know of the charge, and has no room for it (`settle`).
-        """
-        path = self._kept_path
-        if path is None or not path.exists():
+        if self.workdir is None or not self._kept.exists():
             return None
-        salt, check = _metadata(path)
-        if _check(salt, what) != check:
+        with understood(self._kept, _DAMAGED), safe_open(self._kept, framework="numpy") as file:
+            found = {"salt": "", "check": "", **(file.metadata() or {})}
+            salt = bytes.fromhex(found["salt"])
+        if _check(salt, what) != found["check"]:
             raise ValueError(
                 f"{self.workdir} keeps another release: of other data, settings or programs. Its values are in "
-                f"{path.name}; use a new workdir for a new release."
+                f"{_KEPT}; use a new workdir for a new release."
             )
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
-        return load_arrays(path)
+        return load_arrays(self._kept)
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
-        """A function that makes arrays of a release durable, in place of those that it was given before."""
-        path = self._kept_path
-        if path is None:
+        """Returns a function that makes arrays of a release durable, in place of those that it was given before."""
+        if self.workdir is None:
             return lambda arrays: None
         salt = secrets.new_seed()
         metadata = {"salt": salt.hex(), "check": _check(salt, what)}
-        return lambda arrays: _save_arrays(path, arrays, metadata)
+        return lambda arrays: _save_arrays(self._kept, arrays, metadata)
 
     # --- Notes --------------------------------------------------------------------------------------------------------
 
     def notes(self) -> list[dict[str, Any]]:
-        """The rows that were noted in the workdir, one per release that was paid for, the oldest first."""
+        """Returns the workdir's rows, one per paid release, the oldest first."""
         return [] if self.workdir is None else notes(self.workdir)
 
     def settle(self, accounts: Sequence[Account]) -> None:
-        """Tells the accounts what the workdir was ever charged: free where it is known, so usually nothing.
+        """Charges the accounts what the workdir was ever charged and their ledger does not know.
 
-        A workdir that is resumed with another ledger, or with one that was restored from an older copy, charges that
-        one in full. So does a single account under a name that the workdir does not know.
+        Another ledger, or one restored from an older copy, is charged in full. So is a single account under a name that
+        the workdir does not know.
 
         Raises:
           BudgetExceeded: a ledger has no room for what was released.
@@ -292,23 +276,9 @@ class Till:
 
     # --- Inside -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _repeatable(self) -> bool:
-        """Whether this seed may ever be used again for the same release."""
-        return self.workdir is not None or self._given is not None
-
-    @property
-    def _secret_path(self) -> pathlib.Path:
-        assert self.workdir is not None
-        return self.workdir / secrets.FILE
-
-    @property
-    def _kept_path(self) -> pathlib.Path | None:
-        return None if self.workdir is None else self.workdir / _KEPT
-
     def _seed(self) -> bytes:
         if self.workdir is not None:
-            return secrets.stored(self._secret_path, self._given)
+            return secrets.stored(self._secret, self._given)
         if self._drawn is None:
             self._drawn = secrets.new_seed()
         return self._drawn
@@ -316,30 +286,20 @@ class Till:
     def _delete_seed(self) -> None:
         self._drawn = self._given
         if self.workdir is not None:
-            secrets.forget(self._secret_path)
-
-
-def release(what: Release[T], *, workdir: str | os.PathLike[str] | None = None, seed: bytes | None = None) -> T:
-    """Makes one release by a till of its own; `Till.release` and `Till` document it."""
-    with Till(workdir, seed=seed) as till:
-        return till.release(what)
+            secrets.forget(self._secret)
 
 
 def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The notes of a workdir, which needs no till for it: rows with "token" and "charges", (account, event) pairs."""
+    """Returns the notes of a workdir: rows with "token" and "charges", (account, event) pairs."""
     rows = read_metrics(workdir / _NOTES) if (workdir / _NOTES).exists() else []
     # The first release noted one event a row, and no account where there was only one.
     return [row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]} for row in rows]
 
 
 def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
-    """Charges what `notes` hold to accounts that do not know of it yet.
+    """Charges rows of `notes` to accounts that do not know of them; a last one that was only reserved is committed.
 
-    Only the last of them may have been reserved and not committed: charging it again, for nothing, commits it.
-
-    Args:
-      rows: of `notes`.
-      account_of: the account for a noted name, None to leave the charge out; "" is a charge of the first release.
+    `account_of` returns the account for a noted name, "" for a charge of the first release; None leaves the charge out.
 
     Raises:
       BudgetExceeded: an account has no room.
@@ -368,31 +328,24 @@ def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
             return
 
 
-@dataclasses.dataclass(frozen=True)
-class _Together:
-    """Accounts that all pay, or none."""
-
-    requests: Requests
-
-    @contextlib.contextmanager
-    def reserve(self, *, label: str, token: str) -> Iterator[Requests]:
-        ledgers = {id(account.ledger): account.ledger for account, _ in self.requests}
-        if len(ledgers) > 1:
-            raise ValueError("the accounts of one release must be of one ledger: two files cannot pay all or none.")
-        if not ledgers:
-            yield ()
-            return
-        (ledger,) = ledgers.values()
-        with ledger.spend_all(self.requests, label=label, token=token):
-            yield self.requests
-
-
-def _payment(charges: Requests | Payment) -> Payment:
-    return _Together(charges) if isinstance(charges, Sequence) else charges
+@contextlib.contextmanager
+def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
+    """Reserves all that a release charges or nothing; yields it, and commits when the body ends."""
+    if not isinstance(what.charges, Sequence):
+        with what.charges.reserve(label=what.label, token=token) as charged:
+            yield charged
+        return
+    ledgers = {account.ledger for account, _ in what.charges}
+    if len(ledgers) > 1:
+        raise ValueError("the accounts of one release must be of one ledger: two files cannot pay all or none.")
+    with contextlib.ExitStack() as paid:
+        for ledger in ledgers:
+            paid.enter_context(ledger.spend_all(what.charges, label=what.label, token=token))
+        yield what.charges
 
 
 def _check(salt: bytes, what: Release[Any]) -> str:
-    """Tells a release from others without a hash of private data that anybody could try guesses on."""
+    """Returns a salted hash: one of private data alone would let anybody try guesses."""
     return hmac.digest(salt, what.digest.encode(), "sha256").hex()
 
 
@@ -403,16 +356,8 @@ def _save_arrays(path: pathlib.Path, arrays: Mapping[str, Any], metadata: dict[s
 
 
 def load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """The arrays that `Till.once` kept in a workdir's file."""
+    """Returns the arrays that `Till.once` kept in a workdir's file."""
     from safetensors.numpy import load_file
 
     with understood(path, _DAMAGED):
         return load_file(path)
-
-
-def _metadata(path: pathlib.Path) -> tuple[bytes, str]:
-    from safetensors import safe_open
-
-    with understood(path, _DAMAGED), safe_open(path, framework="numpy") as file:
-        found = file.metadata() or {}
-        return bytes.fromhex(found.get("salt", "")), found.get("check", "")

@@ -62,6 +62,7 @@ import launch.split
 from jaxdp import data, finetune
 from jaxdp.files import write_json
 from jaxdp.privacy import Ledger
+from jaxdp.privacy.books import Spends
 from jaxdp.privacy.events import composition, to_json
 from jaxdp.privacy.ledger import Head, LedgerDamaged
 from jaxdp.privacy.store import _COUNTED, _head_of, _head_text
@@ -542,7 +543,7 @@ def _rolled_back() -> None:
                 db.execute("DELETE FROM spends WHERE id = ? AND id = (SELECT max(id) FROM spends)", (spend.id,))
             db.execute("DELETE FROM totals")
             db.execute(f"INSERT INTO totals {_COUNTED}")
-            self._accounts.clear()
+            self._spends = Spends()
             os.pwrite(self._store._head_file, _head_text(self._store._last()), 0)
 
     Ledger._finish = finish

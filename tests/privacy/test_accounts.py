@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting, budget
+from jaxdp.privacy import Account, BudgetExceeded, Hold, Ledger, accounting, books, budget
 from jaxdp.privacy import epsilon as epsilon_at
-from jaxdp.privacy import ledger as ledger_module
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     GaussianDpEvent,
@@ -54,7 +53,7 @@ def path(tmp_path):
 def clock(monkeypatch):
     """A clock that only moves when it is told to."""
     now = [1e9]
-    monkeypatch.setattr(ledger_module, "_clock", lambda: now[0])
+    monkeypatch.setattr(books, "clock", lambda: now[0])
     return now
 
 

@@ -57,8 +57,8 @@ path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
 if instant == "before the reservation commits":
-    insert = ledger._insert
-    ledger._insert = lambda *args: (insert(*args), die())
+    append = ledger._store.append
+    ledger._store.append = lambda *row: (append(*row), die())
 if instant == "before the head is written":
     ledger._store._write_head = die
 if instant == "before the commit is recorded":
@@ -96,9 +96,9 @@ from jaxdp.privacy import Ledger, PureDpEvent
 path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 ledger = Ledger(path)
-insert = ledger._insert
+append = ledger._store.append
 if instant == "between two reservations":
-    ledger._insert = lambda db, dataset, *rest: die() if dataset.name == "more" else insert(db, dataset, *rest)
+    ledger._store.append = lambda dataset, *row: die() if dataset == 2 else append(dataset, *row)
 if instant == "before the commit is recorded":
     ledger._finish = lambda *args: die()
 with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):
@@ -220,14 +220,14 @@ def test_a_race_near_a_pld_budget(path):
 
 HOLD = """
 import os, signal, sys
-from jaxdp.privacy import Ledger, PureDpEvent, SelfComposedDpEvent, ledger as module
+from jaxdp.privacy import Ledger, PureDpEvent, SelfComposedDpEvent, books
 path, instant = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 hold = Ledger(path).account("data").hold(SelfComposedDpEvent(PureDpEvent(1.0), 9), key="job")
 account = hold.account("data")
 if instant == "while it takes":
-    take = module._take
-    module._take = lambda *args: (take(*args), die())
+    take = books.take
+    books.take = lambda *args: (take(*args), die())
 for number in range(3):
     account.spend(PureDpEvent(1.0), token=f"step {number}")
 die()

@@ -190,6 +190,22 @@ def test_a_ledger_that_is_gone_is_no_new_one(path, what):
     assert sorted(path.parent.iterdir()) == before
 
 
+def test_a_ledger_that_another_process_makes_meanwhile_is_not_taken_for_a_lost_one(path, monkeypatch):
+    """Its database and its head appear just after this process found no database."""
+    original, made = pathlib.Path.exists, []
+
+    def exists(file):
+        found = original(file)
+        if file == path and not made:
+            made.append(file)
+            Ledger(path).close()
+        return found
+
+    monkeypatch.setattr(pathlib.Path, "exists", exists)
+    with Ledger(path) as ledger:
+        assert made and ledger.head.spend == 0
+
+
 # --- Reading, backing up, accepting -----------------------------------------------------------------------------------
 
 

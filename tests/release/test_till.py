@@ -210,7 +210,7 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
     ("place", "reserved"),
     [
         ((secrets, "stored"), 0),
-        ((Ledger, "_insert"), 0),
+        ((store.Store, "append"), 0),
         ((MetricsWriter, "write"), 1),
         ((module, "_save_arrays"), 1),
         ((Ledger, "_finish"), 1),
