@@ -19,7 +19,7 @@ from jaxdp import data
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, frame
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,6 +29,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapt")
     return root, frame.run(adapt.STUDY, tiny.adapt(), root)
+
+
+def test_what_no_noise_is_in_is_what_it_was(finished):
+    _, result = finished
+    assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) == []
+    result = json.loads(json.dumps(result))
+    result["cells"][0]["mean"] += 0.1
+    assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) != []
 
 
 def cell(result, method, setting):

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxdp.privacy import Ledger
 from launch import dpadapter, frame, results
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def finished(tmp_path_factory):
     config, root = tiny.dpadapter(), tmp_path_factory.mktemp("table")
     return config, root, frame.run(dpadapter.STUDY, config, root)
+
+
+def test_upstream_models_are_what_they_were(finished):
+    assert golden.differences("dpadapter", finished[2]) == []
 
 
 def rows_of(root):

@@ -22,7 +22,7 @@ from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
 from launch import frame
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -138,6 +138,7 @@ def test_references_have_a_ledger_of_their_own(tmp_path):
     assert {"private", "no privacy", "no pre-training"} <= set(result)
     assert all(0 <= result[name] <= 1 for name in ("private", "no privacy", "no pre-training"))
     assert "publishing them would cost" in process.stdout
+    assert golden.differences("finetune", result) == []
     assert sum(steps_charged(tmp_path / "run").values()) == 2
     assert sum(steps_charged(tmp_path / "run" / "references").values()) == 2
 

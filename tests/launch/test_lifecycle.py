@@ -26,7 +26,7 @@ from jaxdp.release import till as till_module
 from launch import data, frame
 from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -39,6 +39,13 @@ PAID = ("digits/private", "hospital 0", "hospital 1", "stream", "clinic")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("lifecycle") / "run"
     return root, life.run(tiny.lifecycle(), root)
+
+
+def test_what_no_noise_is_in_is_what_it_was(finished):
+    root, states = finished
+    folders = {name: root / states[name]["folder"] for name in ("pretrain", "finetune")}
+    found = {name: json.loads((folder / "stage.json").read_text())["result"] for name, folder in folders.items()}
+    assert golden.differences("lifecycle", found) == []
 
 
 @pytest.fixture

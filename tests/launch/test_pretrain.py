@@ -15,7 +15,7 @@ from jaxdp import data, models
 from jaxdp.pretrain import METHODS, robust_accuracy
 from jaxdp.report import read_metrics
 from launch import frame, pretrain
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,6 +38,10 @@ def finished(tmp_path_factory):
             frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
     assert (workdir / "config.json").exists() and not (workdir / "params.safetensors").exists()
     return workdir, frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
+
+
+def test_the_result_is_what_it_was(finished):
+    assert golden.differences("pretrain", finished[1]) == []
 
 
 def test_a_run_leaves_what_it_promises(finished):

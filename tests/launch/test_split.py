@@ -10,7 +10,7 @@ from configs.split import cifar10, deit_b, digits, swin_l, vit_l
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from launch import data, frame, split, split_runs
-from tests.launch import tiny
+from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def finished(tmp_path_factory, quick_compilation):
     root = tmp_path_factory.mktemp("split")
     return root, frame.run(split.STUDY, tiny.split(), root)
+
+
+def test_the_result_is_what_it_was(finished):
+    assert golden.differences("split", finished[1], tolerance=0.05) == []
 
 
 def folder(root, *cell):
