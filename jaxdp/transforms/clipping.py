@@ -575,7 +575,7 @@ def _components(
         return value, (aux, records)
 
     axes = shards.varying_axes(*moving)
-    taps = [shards.vary(jnp.zeros(s.tap_shape.shape, s.tap_shape.dtype), axes) for s in plan.sites]
+    taps = [shards.vary(jnp.zeros(s.tap.shape, s.tap.dtype), axes) for s in plan.sites]
     backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
     (losses, (aux, records)), cotangents = backward(taps, examples)
     records, cotangents = jax.tree.map(sites.settled, (records, cotangents))
@@ -720,7 +720,7 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     for site in component:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
-        activations += 4.0 * math.prod(site.tap_shape.shape)
+        activations += 4.0 * math.prod(site.tap.shape)
         if isinstance(rule, sites.OnWeight):  # the cotangent is dV: nothing to form, but to scale and sum
             contract += 8.0 * s * t * rule.cols
             continue

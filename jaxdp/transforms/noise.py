@@ -354,7 +354,7 @@ def privatize(
         return jax.tree.map(lambda leaf: leaf / divisor, total), PrivatizeState(state.key, state.step + 1)
 
     privatizer = Privatizer(init, update)
-    vars(privatizer).update(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
+    privatizer.__dict__.update(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
     return privatizer
 
 

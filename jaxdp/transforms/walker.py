@@ -301,10 +301,10 @@ def make_plan(
 
     def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
         """A meeting point of the weight `variable`, tapped at `out` by a rule or else at the weight itself."""
-        aval, value = variable.aval, look(variable)
-        tap = jax.ShapeDtypeStruct((out or variable).aval.shape, (out or variable).aval.dtype)
-        rule = rule or sites.OnWeight(math.prod(aval.shape))
-        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap, tuple(aval.shape))
+        value, place, shape = look(variable), (out or variable).aval, tuple(variable.aval.shape)
+        rule = rule or sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
+        tap = jax.ShapeDtypeStruct((*loops, *place.shape), place.dtype)
+        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap)
 
     for eqn in jaxpr.eqns:
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
