@@ -98,7 +98,7 @@ def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
     if eqn.name == "sort":
         if len(operands) > 1:
             raise NoRuleError("sorting several operands by an interval is not supported")
-        operands = (_without_nan(operands[0]),)
+        operands = (without_nan(operands[0]),)
     elif eqn.name in ("and", "or", "reduce_and", "reduce_or"):
         _check_boolean(operands[0])
     elif eqn.name == "select_n" and isinstance(operands[0], Interval):
@@ -461,7 +461,7 @@ def _reciprocal(x: Operand) -> Box:
     return Box(jnp.where(crosses, -jnp.inf, below), jnp.where(crosses, jnp.inf, above))
 
 
-def _without_nan(x: Operand) -> Operand:
+def without_nan(x: Operand) -> Operand:
     """NaN endpoints, where nothing is known, as infinite ones."""
     low, high = lower(x), upper(x)
     if not is_float(low):

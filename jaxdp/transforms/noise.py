@@ -214,17 +214,15 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         raise AttributeError(f"a Privatizer is frozen: build one with another {name}")
 
     @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise on the SUM, before the division; ValueError for a schedule."""
-        return self._constant_multiplier("noise_std") * self.clip_norm if self.noise_multiplier else 0.0
-
-    @property
     def event(self) -> dp_event.DpEvent:
-        """The event of one update, without sampling; ValueError for a schedule.
+        """The event of one update, without sampling; wrap it in `PoissonSampledDpEvent` for sampled batches.
 
-        Wrap it in `PoissonSampledDpEvent` for sampled batches.
+        Raises:
+            ValueError: the noise multiplier is a schedule.
         """
-        return _gaussian_event(self._constant_multiplier("event"))
+        if callable(self.noise_multiplier):
+            raise ValueError("event is not one value: noise_multiplier is a schedule; use event_at(step)")
+        return _gaussian_event(self.noise_multiplier)
 
     def event_at(self, step: int) -> dp_event.DpEvent:
         """The event of update number `step` (from 0), without sampling; works for constants and schedules.
@@ -238,11 +236,6 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
         _check_product(f"noise_multiplier({step})", value, self.clip_norm)
         return _gaussian_event(value)
-
-    def _constant_multiplier(self, what: str) -> float:
-        if callable(self.noise_multiplier):
-            raise ValueError(f"{what} is not one value: noise_multiplier is a schedule; use event_at(step)")
-        return self.noise_multiplier
 
 
 def privatize(
