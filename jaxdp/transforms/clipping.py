@@ -112,7 +112,7 @@ class ClippedGrad:
     def trainable_params(self, params: Any) -> Any:
         """`params` with None in place of frozen leaves: what an optimizer of `grads` is initialised with."""
         leaves, structure = jax.tree.flatten(params)
-        kept = [leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True)]
+        kept = (leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True))
         return jax.tree.unflatten(structure, kept)
 
     def per_example(
@@ -145,7 +145,7 @@ class ClippedGrad:
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
         """Checked arguments of the compiled functions: what is static first."""
-        size = self._check(batch, mask, key)
+        self._check(batch, mask, key)
         trainable = self._trainable(params)
         if not any(trainable):
             first = paths_of(params)[:3]
@@ -154,8 +154,7 @@ class ClippedGrad:
                 f"params has no trainable leaf of floating dtype, its first leaves are {kinds}. Python scalars are "
                 "settings: make parameters of them with jnp.asarray. `trainable` is called with these paths."
             )
-        if mask is None:
-            mask = jnp.ones(size, bool)
+        mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool) if mask is None else mask
         leaves, structure = jax.tree.flatten(params)
         arrays = [x if _is_array(x) else None for x in leaves]
         settings = tuple(None if _is_array(x) else x for x in leaves)
@@ -175,7 +174,7 @@ class ClippedGrad:
                 )
         return chosen
 
-    def _check(self, batch: Any, mask: Any, key: Any) -> int:
+    def _check(self, batch: Any, mask: Any, key: Any) -> None:
         lead = 2 if self.group else 1
         shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
         if not shapes or any(len(s) < lead for s in shapes) or len({s[:lead] for s in shapes}) != 1:
@@ -191,7 +190,6 @@ class ClippedGrad:
             raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
         if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
             raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {type(key).__name__}.")
-        return front[0]
 
 
 def clipped_grad(
@@ -215,14 +213,14 @@ def clipped_grad(
       engine: "auto", "bookkeeping" or "vmap"; equal results, different time and memory.
       clip_rule: a name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||); "automatic" by
         C/(||g|| + 0.01), which makes every example count alike (Bu et al. 2023, arXiv:2206.07136).
-      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen: no
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen: no
         gradient, no noise, no memory. Default: all leaves of floating or complex dtype; complex ones are refused.
       has_aux: `loss_fn` also returns auxiliary output.
-      group: clip groups (users, or views of one example) instead of examples: leaves of the batch are [B, G, ...], the
-        loss of a group is the mean of `loss_fn` over its members, and its gradient is what is clipped.
+      group: clip groups (users, or views of one example): leaves of the batch are [B, G, ...], and the loss of a group
+        is the mean of `loss_fn` over its members.
       microbatch_size: at most this many examples (groups) at a time, to save memory; results are equal up to the
-        order of float32 summation. A loop on the device: XLA on CPU runs convolutions in loops about three times
-        slower, so prefer smaller batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
+        order of float32 summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller
+        batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
 
     Returns:
       A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
@@ -258,13 +256,9 @@ def clipped_grad(
     | NaN or inf in an example or its gradient | contributes zero, counted in `nonfinite` |
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
-    | bf16 parameters or compute | norms, clipping and summation in float32; `grads` float32 |
-    | float16 parameters or compute | as bf16; what overflows float16 counts as non-finite |
+    | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
-    | complex leaves of params | TypeError, unless `trainable` freezes them |
-    | weights that become complex in the loss (Fourier layers) | their gradients per example are formed: B x P memory |
-    | weights that enter a `jax.custom_vjp` | likewise |
-    | `jax.lax.psum` and the like in the loss, inside `jax.shard_map` | ValueError |
+    | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
     | leaves of params that are no arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
@@ -368,7 +362,7 @@ def _folded(key: jax.Array, count: int) -> jax.Array:
 def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
     """The weights as values of this shard: the gradient of a weight that all shards share is summed before clipping."""
     program, (value, _) = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
-    if found := shards.collectives(program.jaxpr):
+    if found := shards.collectives(walker.every_equation(program.jaxpr)):
         raise ValueError(
             f"loss_fn calls {sorted(found)} on an axis of jax.shard_map: its value for one example then depends on the "
             "examples of other shards, and clipping would bound nothing. Return the loss of ONE example, and call "
@@ -606,9 +600,11 @@ class _Component:
 
     def _oriented_factors(self) -> list[Any]:
         """Factors of all sites, transposed where a site sees the weight the other way round."""
-        pairs = [(_axes(site), site.factors(record, g)) for site, record, g in self._columns]
-        first, _ = pairs[0]
-        return [(parts, w) if axes == first else ((w,), parts[0]) for axes, (parts, w) in pairs]
+        pairs = [site.factors(record, g) for site, record, g in self._columns]
+        if len(pairs) == 1:
+            return pairs
+        axes = [_axes(site) for site, _, _ in self._columns]
+        return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
     def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
         """J^T: from the gradients of V_j to those of the leaves."""
@@ -640,9 +636,8 @@ class _Component:
 
 def _has_low_precision(jaxpr: Any) -> bool:
     """Whether anything is computed in floats narrower than float32."""
-    floats = [v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    inner = [body for eqn in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(eqn.params)]
-    return any(kind.itemsize < 4 for kind in floats) or any(map(_has_low_precision, inner))
+    kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
+    return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
 
 
 def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
@@ -705,7 +700,7 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
 
 def _refuse_batch_norm(jaxpr: Any) -> None:
     """Raises ValueError if a jaxpr computes BatchNorm statistics (Flax Linen or NNX)."""
-    for eqn in jaxpr.eqns:
+    for eqn in walker.every_equation(jaxpr):
         traceback = eqn.source_info.traceback
         names = [frame.function_name for frame in traceback.frames] if traceback else []
         if any(a == "_compute_stats" and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
@@ -714,5 +709,3 @@ def _refuse_batch_norm(jaxpr: Any) -> None:
                 "per-example gradient does not exist and clipping would bound nothing. Use GroupNorm or LayerNorm, or "
                 "freeze the statistics (use_running_average=True)."
             )
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            _refuse_batch_norm(inner)

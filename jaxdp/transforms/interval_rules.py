@@ -55,30 +55,26 @@ class NoRuleError(Exception):
 
 # --- data movement and other operations without rounding -------------------------------------------------------------
 
+_SAME_SHAPE = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name")
 _MOVES = (
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "copy_p", "tile"),
-    *("concatenate", "stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice"),
-    *("scatter", "select_n"),
-    *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name"),
+    *_SAME_SHAPE,
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "tile", "concatenate"),
+    *("stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"),
+    "device_put",
 )
 _MONOTONE_EXACT = (
     *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
     *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
 )
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # Exact operands give exact results; anything else that makes floats goes through a rule.
-EXACT = frozenset(
-    {
-        *_MOVES,
-        *_MONOTONE_EXACT,
-        *_COMPARISONS,
-        *("neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k", "empty", "empty2"),
-        *("bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
-        *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
-        *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
-    }
-)
-_SAME_SHAPE = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name"})
+EXACT = {
+    *_MOVES,
+    *_MONOTONE_EXACT,
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k"),
+    *("empty", "empty2", "bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
+    *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
+    *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
+}
 
 
 def _check_positions(operands: Sequence[Operand]) -> None:
@@ -360,7 +356,7 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
         return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
 
-    ends = [eqn.bind(lower(x))[0], eqn.bind(upper(x))[0]]
+    ends = eqn.ends(x)
     bottom, top = widen(_least(ends), _most(ends), 16)
     error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
     bottom = jnp.where(reaches(shift + math.pi), -1, jnp.maximum(bottom - error, -1))
@@ -837,10 +833,9 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
 
 def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bounds of softmax(z) from upper bounds [..., j, c] of z_j - z_c: p_c = 1 / sum_j exp(z_j - z_c)."""
-    roundings = gaps.shape[-1] + 20
-    low = 1 / jnp.sum(jnp.exp(gaps), axis=-2)
-    high = 1 / jnp.sum(jnp.exp(-gaps), axis=-1)  # z_j - z_c >= -(upper bound of z_c - z_j)
-    low, high = widen(low, high, roundings)
+    # z_j - z_c >= -(upper bound of z_c - z_j)
+    low, high = 1 / jnp.sum(jnp.exp(gaps), axis=-2), 1 / jnp.sum(jnp.exp(-gaps), axis=-1)
+    low, high = widen(low, high, gaps.shape[-1] + 20)
     return jnp.maximum(low, 0), jnp.minimum(high, 1)
 
 

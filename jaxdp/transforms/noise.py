@@ -20,8 +20,8 @@ checked in the tests:
   least significant bits", CCS 2012). Every sample therefore combines two independent draws (Holohan and Braghin,
   "Secure random sampling in differential privacy", ESORICS 2021): about 2**46 combinations for 2**32 floats. Normals
   end at 7.7 standard deviations, and the delta of the ledger does not count the tail beyond. Laplace noise ends at
-  5678 scales; `log2_missing_mass` states the mass beyond, which a claim of delta = 0 leaves out. Cauchy noise ends
-  where its floats do.
+  5678 scales; a claim of delta = 0 leaves out the mass beyond, at most 2**-8190 per value. Cauchy noise ends where its
+  floats do.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et al.,
   "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and floating-point
   attacks", 2022). This is NOT mitigated: rounding values to a grid first, as a proof needs, raises the sensitivity with
@@ -135,7 +135,8 @@ def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
 
     Arguments, result and errors as in `gaussian`. Each value is the difference of two independent exponentials -log(u).
     The bits of the uniform u are drawn in words of 32 until one is not zero, and one more word follows. So its
-    precision is relative, and the tail ends at 5678 scales (`log2_missing_mass`).
+    precision is relative. Each exponential ends where 8192 bits in a row are zero: a mechanism that draws n values has
+    a delta of at most n 2**-8190 beside its pure epsilon, in exact arithmetic.
     """
     return _scaled(key, tree, "scale", scale, _standard_laplace)
 
@@ -175,21 +176,6 @@ def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
     return _scaled(key, tree, "scale", scale, _standard_cauchy)
 
 
-def log2_missing_mass(count: int) -> float:
-    """Log2 of a bound on the probability that any of `count` Laplace values lies outside of what can be drawn.
-
-    Holds for `laplace` and `discrete_laplace`, whose two exponentials each end where 8192 bits in a row are zero. A
-    mechanism of pure epsilon that draws `count` values has the delta 2**log2_missing_mass(count) beside it, in exact
-    arithmetic. As a float64 this delta is 0.
-
-    Raises:
-        ValueError: `count` is less than 1.
-    """
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1, the number of values drawn")
-    return 2 + math.log2(count) - 32 * _MOST_WORDS
-
-
 class PrivatizeState(NamedTuple):
     """State of `privatize`: the noise key of the run and the number of updates made (int32 scalar)."""
 
@@ -222,7 +208,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         """
         if callable(self.noise_multiplier):
             raise ValueError("event is not one value: noise_multiplier is a schedule; use event_at(step)")
-        return _gaussian_event(self.noise_multiplier)
+        return self.event_at(0)
 
     def event_at(self, step: int) -> dp_event.DpEvent:
         """The event of update number `step` (from 0), without sampling; works for constants and schedules.
@@ -235,7 +221,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         multiplier = self.noise_multiplier
         value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
         _check_product(f"noise_multiplier({step})", value, self.clip_norm)
-        return _gaussian_event(value)
+        return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
 
 
 def privatize(
@@ -351,12 +337,6 @@ def privatize(
     return privatizer
 
 
-def _gaussian_event(noise_multiplier: float) -> dp_event.DpEvent:
-    if noise_multiplier == 0:
-        return dp_event.NonPrivateDpEvent()
-    return dp_event.GaussianDpEvent(noise_multiplier)
-
-
 Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of (key, shape, dtype)
 
 
@@ -380,15 +360,13 @@ def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw
 
 
 def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = jax.random.split(key)
-    total = jax.random.normal(first, shape, dtype) + jax.random.normal(second, shape, dtype)
-    return total * math.sqrt(0.5)
+    first, second = (jax.random.normal(k, shape, dtype) for k in jax.random.split(key))
+    return (first + second) * math.sqrt(0.5)
 
 
 def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     first, second = (_exponential(k, shape, dtype) for k in jax.random.split(key))
-    blocks = (first[0] - second[0]).astype(dtype)
-    return blocks * _BLOCK + (first[1] - second[1])
+    return (first[0] - second[0]).astype(dtype) * _BLOCK + (first[1] - second[1])
 
 
 def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
@@ -401,8 +379,8 @@ def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array)
 
 
 def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = jax.random.split(key)
-    return _one_cauchy(first, shape, dtype) * 0.5 + _one_cauchy(second, shape, dtype) * 0.5
+    first, second = (_one_cauchy(k, shape, dtype) for k in jax.random.split(key))
+    return first * 0.5 + second * 0.5
 
 
 def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -19,7 +19,7 @@ linear: J^T of a sum would not be the sum of every example's J^T.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,9 +72,17 @@ def _is_complex(variable: Any) -> bool:
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
 
 
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from every_equation(inner)
+
+
 def _has_custom_vjp(eqn: Any) -> bool:
-    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in body.eqns)
-    return "custom_vjp" in eqn.primitive.name or any(map(_has_custom_vjp, inner))
+    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
+    return any("custom_vjp" in e.primitive.name for e in (eqn, *inner))
 
 
 def _needs_a_tap(eqn: Any) -> bool:

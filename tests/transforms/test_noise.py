@@ -357,14 +357,6 @@ def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
     assert p_value(values - middle, stats.laplace, unit) > ACCEPT
 
 
-def test_the_missing_mass_is_stated():
-    assert noise.log2_missing_mass(1) == 2 - 8192
-    assert noise.log2_missing_mass(2**20) == 22 - 8192
-    assert 2.0 ** noise.log2_missing_mass(10**9) == 0.0
-    with pytest.raises(ValueError, match="count=0"):
-        noise.log2_missing_mass(0)
-
-
 @pytest.mark.parametrize(("zeros", "magnitude"), [(0, 2.0**15), (1, 2.0**47), (3, 2.0**111), (4, math.inf)])
 def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, magnitude):
     """A uniform of 3 * 2**-16 behind `zeros` words of zeros, and the choice of 1 / tan."""
