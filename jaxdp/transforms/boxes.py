@@ -117,19 +117,13 @@ def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
 
 
 class Box(Interval):
-    """An `Interval` inside the interpreter, with facts that the construction of the function gives.
-
-    Attributes:
-      nonnegative: every point is >= 0.
-      zero_sum: the entries of every point sum to zero along the last axis.
-      differences: returns upper bounds [..., K, K] of z_j - z_c over all points z [..., K].
-    """
+    """An `Interval` inside the interpreter, with facts that the construction of the function gives."""
 
     __slots__ = ("differences", "nonnegative", "zero_sum")
 
-    nonnegative: bool
-    zero_sum: bool
-    differences: Callable[[], jax.Array] | None
+    nonnegative: bool  # every point is >= 0
+    zero_sum: bool  # the entries of every point sum to zero along the last axis
+    differences: Callable[[], jax.Array] | None  # upper bounds [..., K, K] of z_j - z_c over all points z [..., K]
 
     def __init__(self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False) -> None:
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
@@ -214,8 +208,8 @@ def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Ar
 def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
-    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies
-    outside of that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
+    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies outside of
+    that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
     """
     size = magnitude(x)
     # The second term is there if the first one underflows.
@@ -225,23 +219,14 @@ def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interva
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a jaxpr, as a rule sees it.
+    """One equation of a jaxpr, as a rule sees it."""
 
-    Attributes:
-      name: of the primitive.
-      params: its parameters.
-      outputs: `jax.ShapeDtypeStruct` of each result.
-      product: "tight" or "rump", the setting of `jaxdp.interval`.
-      bind: evaluates the primitive on arrays; returns a list.
-      evaluate: bounds an inner jaxpr, `evaluate(closed_jaxpr, operands)`; returns a list of operands.
-    """
-
-    name: str
+    name: str  # of the primitive
     params: dict[str, Any]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    product: str
-    bind: Callable[..., list[jax.Array]]
-    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]  # of each result
+    product: str  # "tight" or "rump", the setting of `jaxdp.interval`
+    bind: Callable[..., list[jax.Array]]  # evaluates the primitive on arrays
+    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]  # bounds an inner jaxpr: (closed jaxpr, operands)
 
     def ends(self, *operands: Operand) -> tuple[jax.Array, jax.Array]:
         """The one result of the primitive at all lower endpoints, and at all upper ones."""

@@ -613,7 +613,7 @@ class _Component:
             args: list[Any] = list(self._leaves)
             for i, value in zip(self._members, members, strict=True):
                 args[i] = value
-            found = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
+            found, _ = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
             return [found[j] for j in self._indices]
 
         values, pull = jax.vjp(weights, [self._leaves[i] for i in self._members])

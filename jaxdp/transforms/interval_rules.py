@@ -316,14 +316,9 @@ for _name, _rule in {
     register_rule(_name)(_rule)
 
 
-@register_rule("square")
-def _square(eqn: Equation, x: Operand) -> Operand:
-    return _power(x, 2)
-
-
-@register_rule("integer_pow")
+@register_rule("square", "integer_pow")
 def _integer_pow(eqn: Equation, x: Operand) -> Operand:
-    y = eqn.params["y"]
+    y = eqn.params.get("y", 2)
     if y == 0:
         return jnp.ones_like(lower(x))
     return _power(x, y) if y > 0 else _reciprocal(_power(x, -y))
@@ -879,8 +874,7 @@ def _log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
 def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     """sigmoid(z) - y."""
     low, high = widen(*both(jax.nn.sigmoid, logits), 16)
-    low, high = jnp.maximum(low, 0), jnp.minimum(high, 1)
-    return Box(*widen(low - upper(label), high - lower(label)))
+    return Box(*widen(jnp.maximum(low, 0) - upper(label), jnp.minimum(high, 1) - lower(label)))
 
 
 @register_rule("sigmoid_cross_entropy")

@@ -105,7 +105,11 @@ def bound(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, product: str = "tight"
 ) -> tuple[list[Operand], Any]:
     """Bounds `fun` and keeps what the interpreter knows: flat results, `Box`es or exact arrays, and their tree."""
-    args, kwargs = jax.tree.map(_expand, (tuple(args), kwargs or {}), is_leaf=_is_interval)
+
+    def expand(x: Any) -> Any:
+        return jax.tree.map(Box, x.lower, x.upper) if _is_interval(x) else x
+
+    args, kwargs = jax.tree.map(expand, (tuple(args), kwargs or {}), is_leaf=_is_interval)
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_interval)
 
     def flat(*points: Any) -> Any:
@@ -120,10 +124,6 @@ def bound(
 
 def _is_interval(x: Any) -> bool:
     return isinstance(x, Interval)
-
-
-def _expand(x: Any) -> Any:
-    return jax.tree.map(Box, x.lower, x.upper) if isinstance(x, Interval) else x
 
 
 def _plain(x: Operand) -> Interval:

@@ -184,17 +184,11 @@ class PrivatizeState(NamedTuple):
 
 
 class Privatizer(optax.GradientTransformationExtraArgs):
-    """What `privatize` returns: an (init, update) pair that knows its privacy event.
+    """What `privatize` returns: an (init, update) pair that knows its privacy event."""
 
-    Attributes:
-        clip_norm: L2 bound on one example's contribution to the sum.
-        noise_multiplier: noise standard deviation over the clip norm, or the public schedule of it.
-        divisor: the public number by which the noisy sum is divided.
-    """
-
-    clip_norm: float
-    noise_multiplier: float | Callable[[Any], Any]
-    divisor: float
+    clip_norm: float  # L2 bound on one example's contribution to the sum
+    noise_multiplier: float | Callable[[Any], Any]  # standard deviation over the clip norm, or its public schedule
+    divisor: float  # the public number by which the noisy sum is divided
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Privatizer is frozen: build one with another {name}")
@@ -276,8 +270,7 @@ def privatize(
         noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; where a
                                       schedule gives another product, `update` gives NaN
         inside `jax.shard_map`        ValueError unless sum and key vary over the same mesh axes: `jax.lax.psum` the
-                                      sum first, so that both vary over none. With `check_vma=False` JAX does not
-                                      know: then the caller must see to it that all devices have one sum and one key
+                                      sum first. With `check_vma=False` the caller must see to one sum and one key
         clip_norm infinite            ValueError, unless noise_multiplier == 0
         NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
         None or masked leaves         passed through untouched

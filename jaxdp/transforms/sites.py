@@ -44,23 +44,15 @@ Factor = Any  # jax.Array or OneHot
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The geometry of one meeting point; everything is for one example and one iteration of any loop.
-
-    Attributes:
-      weight_shape: shape of V.
-      positions: T, at which the weight is applied.
-      rows, cols: entries of u_t and of w_t.
-      groups: S independent blocks of the weight, each with its own u and w.
-      row_dims, col_dims: the weight's dimensions that make up u and w; () if they are no plain flattening.
-    """
+    """The geometry of one meeting point; everything is for one example and one iteration of any loop."""
 
     weight_shape: tuple[int, ...]
-    positions: int = 1
-    rows: int = 1
-    cols: int
-    groups: int = 1
-    row_dims: tuple[int, ...] = ()
-    col_dims: tuple[int, ...] = ()
+    positions: int = 1  # T, at which the weight is applied
+    rows: int = 1  # entries of u_t
+    cols: int  # entries of w_t
+    groups: int = 1  # S independent blocks of the weight, each with its own u and w
+    row_dims: tuple[int, ...] = ()  # the weight's dimensions that make up u; () if u is no plain flattening
+    col_dims: tuple[int, ...] = ()  # those of w
 
     def record(self, operands: Sequence[Any]) -> Any:
         """What to remember of the forward pass."""
@@ -331,23 +323,14 @@ class OnWeight(Rule):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """One meeting point of a weight and data.
-
-    Attributes:
-      rule: how they meet.
-      leaves: the trainable leaves behind the weight.
-      source: `walker.Value.source` of the weight.
-      lengths, sliced: of the enclosing scans, outermost first: number of iterations, and whether the weight changes
-        from one iteration to the next.
-      tap: shape and dtype of the tap, loop axes in front.
-    """
+    """One meeting point of a weight and data."""
 
     rule: Rule
-    leaves: frozenset[int]
-    source: tuple[int, ...] | None
-    lengths: tuple[int, ...]
-    sliced: tuple[bool, ...]
-    tap: jax.ShapeDtypeStruct
+    leaves: frozenset[int]  # trainable leaves behind the weight
+    source: tuple[int, ...] | None  # `walker.Value.source` of the weight
+    lengths: tuple[int, ...]  # of the enclosing scans, outermost first
+    sliced: tuple[bool, ...]  # for each of them, whether the weight changes from one iteration to the next
+    tap: jax.ShapeDtypeStruct  # loop axes in front
 
     @property
     def repeats(self) -> int:

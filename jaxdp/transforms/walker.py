@@ -41,20 +41,14 @@ _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What the walker knows of a variable.
+    """What the walker knows of a variable."""
 
-    Attributes:
-      data: it depends on the example.
-      leaves: indices of the trainable leaves it depends on; only tracked while `data` is False.
-      source: if it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or ()
-        once a reshape has mixed them; None if anything else happened to the leaf.
-      sliced: for each enclosing scan, outermost first, whether it changes from one iteration to the next.
-    """
-
-    data: bool
-    leaves: frozenset[int] = frozenset()
+    data: bool  # it depends on the example
+    leaves: frozenset[int] = frozenset()  # trainable leaves that it depends on; only tracked while `data` is False
+    # If it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or () once a
+    # reshape has mixed them. None if anything else happened to the leaf.
     source: tuple[int, ...] | None = None
-    sliced: tuple[bool, ...] = ()
+    sliced: tuple[bool, ...] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
 
     @property
     def is_weight(self) -> bool:
@@ -141,14 +135,11 @@ class Plan:
                 env[step.eqn.outvars[0]] = bind_equation(self.jaxpr, step.eqn, operands)[0] + next(pending)
                 continue
             for i in step.weights:
-                operands[i] = operands[i] + next(pending)
+                value, variable = operands[i] + next(pending), step.eqn.invars[i]
+                for j, v in enumerate(step.eqn.invars):  # an operand given twice is tapped once, in both places
+                    if j == i or (step.kind == "tap" and v is variable):
+                        operands[j] = value
                 records.append(())
-            if step.kind == "tap":  # an operand given twice is tapped once, in both places
-                tapped = {step.eqn.invars[i]: operands[i] for i in step.weights}
-                operands = [
-                    x if isinstance(v, jex.Literal) else tapped.get(v, x)
-                    for v, x in zip(step.eqn.invars, operands, strict=True)
-                ]
             if step.inner is not None:
                 inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
                 outs, inner_records = _forward_inner(step, step.inner, operands, inner_taps)
@@ -166,14 +157,11 @@ class Plan:
             records.append(())
         return outputs, jax.tree.map(lax.stop_gradient, records)
 
-    def weights(self, args: Sequence[Any]) -> list[Any]:
-        """The values V_j of all sites, in float32 or wider; entries of `args` that are data are ignored.
+    def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(values V_j of all sites, outputs) in float32 or wider; entries of `args` that are data are ignored.
 
         Low-precision casts of weights are skipped, so that J^T sums in float32 under bf16 compute.
         """
-        return self._weights(args)[0]
-
-    def _weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         env, found = self._bindings(args), list[Any]()
         for step in self.steps:
             operands = _read(env, step.eqn.invars)
@@ -183,7 +171,7 @@ class Plan:
             elif step.inner is not None and step.kind == "scan":
                 found += _weights_of_scan(step.eqn, step.inner, operands)
             elif step.inner is not None:
-                inner_found, outs = step.inner._weights(operands)
+                inner_found, outs = step.inner.weights(operands)
                 found += inner_found
                 env.update(zip(step.eqn.outvars, outs, strict=True))
         outputs = _read(env, self.jaxpr.outvars)
@@ -257,10 +245,10 @@ def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> lis
     operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
     in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
     if not inner.sites or all(axis is None for axis in in_axes):
-        return inner.weights(operands)
+        return inner.weights(operands)[0]
     depth = len(inner.loops) - 1
     out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
-    return jax.vmap(inner.weights, in_axes=(in_axes,), out_axes=out_axes)(operands)
+    return jax.vmap(lambda xs: inner.weights(xs)[0], in_axes=(in_axes,), out_axes=out_axes)(operands)
 
 
 def make_plan(
