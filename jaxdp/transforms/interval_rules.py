@@ -192,8 +192,7 @@ def _is_finite(eqn: Equation, x: Operand) -> Operand:
 @register_rule("argmax", "argmin")
 def _argmax(eqn: Equation, x: Operand) -> Operand:
     (axis,) = eqn.params["axes"]
-    sign = 1 if eqn.name == "argmax" else -1
-    low, high = (lower(x), upper(x)) if sign > 0 else (-upper(x), -lower(x))
+    low, high = (lower(x), upper(x)) if eqn.name == "argmax" else (-upper(x), -lower(x))
     possible = ~(high < jnp.max(low, axis, keepdims=True))
     first = jnp.argmax(possible, axis)
     last = x.shape[axis] - 1 - jnp.argmax(jnp.flip(possible, axis), axis)
