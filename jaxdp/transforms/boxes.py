@@ -15,14 +15,11 @@ from jax import lax
 class Interval:
     """The set of all x with lower <= x <= upper, entry by entry.
 
-    A pytree of its two endpoints, so it passes through `jax.jit`, `jax.vmap`, `jax.lax.scan` and `jax.tree.map`.
-
-    Attributes:
-      lower, upper: arrays of one shape and dtype; or two pytrees of such arrays, for a box of parameters.
+    A pytree of two endpoints: `lower` and `upper` are arrays of one shape and dtype, or two pytrees of such arrays.
 
     Raises:
-      ValueError: if structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere (traced
-        values are not checked).
+      ValueError: structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere. Traced values are
+        not checked.
     """
 
     __slots__ = ("lower", "upper")
@@ -40,7 +37,7 @@ class Interval:
 
     @classmethod
     def point(cls, value: Any) -> "Interval":
-        """Returns the interval that holds `value` (an array or pytree) alone."""
+        """The interval that holds `value` (an array or pytree) alone."""
         return cls(value, value)
 
     @property
@@ -64,12 +61,12 @@ class Interval:
         return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
 
     def contains(self, value: Any) -> Any:
-        """Returns a boolean [], whether `value` (like `lower`) lies inside in every entry."""
+        """A boolean []: whether every entry of `value` (like `lower`) lies inside."""
         inside = jax.tree.map(lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper)
         return jnp.all(jnp.stack(jax.tree.leaves(inside)))
 
     def __getitem__(self, index: Any) -> "Interval":
-        return unchecked(jax.tree.map(lambda x: x[index], self.lower), jax.tree.map(lambda x: x[index], self.upper))
+        return unchecked(*(jax.tree.map(lambda x: x[index], end) for end in (self.lower, self.upper)))
 
     def __repr__(self) -> str:
         return f"Interval(lower={self.lower}, upper={self.upper})"
@@ -93,13 +90,13 @@ def unchecked(lower: Any, upper: Any) -> Interval:
 
 
 def _outward(value: Any, direction: int) -> jax.Array:
-    """Returns `value` as an array, rounded outward if JAX's dtype is narrower than NumPy's."""
+    """`value` as an array, rounded outward if JAX's dtype is narrower than NumPy's."""
     array = jnp.asarray(value)
     if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(array.dtype, jnp.floating):
         rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
         inward = rounded > exact if direction < 0 else rounded < exact
-        moved = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
-        array = jnp.asarray(np.where(inward, moved, np.asarray(array)))
+        further = np.nextafter(np.asarray(array), np.asarray(direction * np.inf, array.dtype))
+        array = jnp.asarray(np.where(inward, further, np.asarray(array)))
     return array
 
 
@@ -120,19 +117,13 @@ def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
 
 
 class Box(Interval):
-    """An `Interval` inside the interpreter, with what is known about its points besides the endpoints.
-
-    Attributes:
-      nonnegative: every point is >= 0, by construction of the function (not by looking at the endpoints).
-      zero_sum: the entries of every point sum to zero along the last axis.
-      differences: returns upper bounds [..., K, K] of z_j - z_c over all points z [..., K].
-    """
+    """An `Interval` inside the interpreter, with facts that the construction of the function gives."""
 
     __slots__ = ("differences", "nonnegative", "zero_sum")
 
-    nonnegative: bool
-    zero_sum: bool
-    differences: Callable[[], jax.Array] | None
+    nonnegative: bool  # every point is >= 0
+    zero_sum: bool  # the entries of every point sum to zero along the last axis
+    differences: Callable[[], jax.Array] | None  # upper bounds [..., K, K] of z_j - z_c over all points z [..., K]
 
     def __init__(self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False) -> None:
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
@@ -158,6 +149,11 @@ def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, ja
     return f(lower(x)), f(upper(x))
 
 
+def moved(f: Callable[[jax.Array], jax.Array], x: Operand) -> Operand:
+    """`f`, which only moves, repeats or exactly converts entries, of an operand; a known sign stays known."""
+    return Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x)) if isinstance(x, Interval) else f(x)
+
+
 def magnitude(x: Operand) -> jax.Array:
     """The largest |x| in the interval."""
     return jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
@@ -181,8 +177,8 @@ def slack(dtype: Any, roundings: float) -> float:
     """A relative error above that of `roundings` operations rounded to nearest, each off by at most eps/2.
 
     n roundings change a result by a factor in 1 +- g, g = n u / (1 - n u), u = eps/2 (Higham 2002, Lemma 3.1). The
-    slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1, so it still covers the error of terms that it has made
-    larger itself. The additional two eps pay for applying the slack in the same arithmetic.
+    slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1: it covers the error of terms that it has enlarged itself. Two
+    more eps pay for applying the slack in the same arithmetic.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     if roundings * unit >= 0.25:
@@ -191,15 +187,12 @@ def slack(dtype: Any, roundings: float) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """The smallest normal number: an error above that of underflow, also where subnormals are flushed to zero."""
+    """The smallest normal number: above the error of underflow, also where subnormals are flushed to zero."""
     return float(jnp.finfo(dtype).tiny)
 
 
 def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
-    """Moves computed endpoints outward by the relative error of `roundings` operations, and by `tiny`.
-
-    Both results are monotone in their argument, also in floating point.
-    """
+    """Moves endpoints outward by the relative error of `roundings` operations and by `tiny`; monotone as computed."""
     error, least = slack(low.dtype, roundings), tiny(low.dtype)
     low = jnp.minimum(low * (1 - error), low * (1 + error)) - least
     high = jnp.maximum(high * (1 - error), high * (1 + error)) + least
@@ -207,42 +200,37 @@ def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Ar
 
 
 def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An endpoint that overflowed inward stands for a number beyond the largest one of its dtype."""
+    """The endpoints, the largest finite number in place of one that overflowed inward."""
     most = float(jnp.finfo(low.dtype).max)
     return jnp.minimum(low, most), jnp.maximum(high, -most)
 
 
-def inflate(x: Operand, roundings: float) -> Interval:
+def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
-    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies
-    outside of that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
+    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies outside of
+    that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
     """
     size = magnitude(x)
     # The second term is there if the first one underflows.
     reach = slack(x.dtype, roundings) * size + jnp.minimum(size, tiny(x.dtype))
-    return Box(lower(x) - reach, upper(x) + reach)
+    return Box(lower(x) - reach, upper(x) + reach, nonnegative=keep_sign and is_nonnegative(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a jaxpr, as a rule sees it.
+    """One equation of a jaxpr, as a rule sees it."""
 
-    Attributes:
-      name: of the primitive.
-      params: its parameters.
-      outputs: `jax.ShapeDtypeStruct` of each result.
-      product: "tight" or "rump", the setting of `jaxdp.interval`.
-      bind: evaluates the primitive on arrays; returns a list.
-      evaluate: bounds an inner jaxpr, `evaluate(closed_jaxpr, operands)`; returns a list of operands.
-    """
-
-    name: str
+    name: str  # of the primitive
     params: dict[str, Any]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    product: str
-    bind: Callable[..., list[jax.Array]]
-    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]  # of each result
+    product: str  # "tight" or "rump", the setting of `jaxdp.interval`
+    bind: Callable[..., list[jax.Array]]  # evaluates the primitive on arrays
+    evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]  # bounds an inner jaxpr: (closed jaxpr, operands)
+
+    def ends(self, *operands: Operand) -> tuple[jax.Array, jax.Array]:
+        """The one result of the primitive at all lower endpoints, and at all upper ones."""
+        return self.bind(*map(lower, operands))[0], self.bind(*map(upper, operands))[0]
 
 
 Rule = Callable[..., Operand | Sequence[Operand]]
@@ -255,17 +243,16 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
 
         @register_rule("erf_inv")
         def _erf_inv(eqn, x):
-            return Interval(*widen(*(eqn.bind(end(x))[0] for end in (lower, upper)), roundings=16))
+            return Interval(*widen(*eqn.ends(x), roundings=16))
 
     Args:
       primitive_names: names of primitives, as `jax.make_jaxpr` prints them.
 
     Returns:
-      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`; an operand is an array where the point is
-      known exactly, and an `Interval` otherwise (also where only the rounding is uncertain); the functions `lower` and
-      `upper` of this module take both. The rule returns the result, or a sequence of results. It must contain the
-      exact value at every point of the operands, and be inclusion-isotonic: smaller operands must not give a larger
-      result.
+      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if the point is known
+      exactly, else an `Interval`, also if only the rounding is uncertain; `lower` and `upper` take both. The rule
+      returns the result or a sequence of results. Results must contain the exact value at every point of the operands,
+      and be inclusion-isotonic: smaller operands must not give a larger result.
     """
 
     def register(rule: Rule) -> Rule:
@@ -278,7 +265,5 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
 def at_least_float32(x: Operand) -> Operand:
     """Converts low-precision floats, exactly."""
     if is_float(x) and jnp.finfo(x.dtype).bits < 32:
-        if isinstance(x, Interval):
-            return Box(x.lower.astype(jnp.float32), x.upper.astype(jnp.float32), nonnegative=is_nonnegative(x))
-        return lax.convert_element_type(x, jnp.float32)
+        return moved(lambda v: lax.convert_element_type(v, jnp.float32), x)
     return x

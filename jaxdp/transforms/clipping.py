@@ -11,6 +11,8 @@ Engines compute the same sum:
                  layer by layer, then one weighted weight gradient per layer; no B x P memory.
   "auto"         bookkeeping that keeps a layer's per-example gradients where, by counted operations and bytes, reusing
                  them is cheaper than a second contraction.
+
+`jaxdp.transforms.clip_rules` has the rules that scale, and says how to add one.
 """
 
 import collections
@@ -28,15 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.transforms import shards, sites, walker
+from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
+
+__all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "PerExampleGrads"]
+__all__ += ["check_clip_rule", "clipped_grad", "paths_of"]
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
-ClipRule = Literal["global", "automatic"]
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
-
-# Stability constant of automatic clipping (Bu et al. 2023, arXiv:2206.07136, their gamma).
-_AUTOMATIC_STABILITY = 0.01
-# Smaller gradient norms may be reported as 0, because their squares underflow float32.
-_SMALLEST_CLIP_NORM = 1e-12
+# A loss of one example: (trainable leaves, example, which members of a group are present, key) -> (value, aux).
+Loss = Callable[..., tuple[jax.Array, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +80,8 @@ class _PerExample(NamedTuple):
     losses: jax.Array
     aux: Any
     squared_norms: jax.Array
-    weighted_sum: Callable[
-        [jax.Array, jax.Array | None], list[jax.Array]
-    ]  # (factors [B], keep [B]) -> one sum per leaf
+    weighted_sum: Callable[[jax.Array, jax.Array | None], list[jax.Array]]  # (factors [B], keep [B]) -> sum per leaf
+    grads: list[jax.Array] | None  # [B, ...] per leaf, if all were formed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,22 +100,19 @@ class ClippedGrad:
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
         """L2 sensitivity of `grads` to one example (one group, with `group=True`).
 
-        Args:
-          adjacency: "add_remove" (an example appears or disappears), "zero_out" (it is replaced by one that
-            contributes nothing) or "replace_one" (it is replaced by any other).
-
-        Returns:
-          clip_norm, clip_norm and 2 * clip_norm.
+        It is `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic", if an example appears or
+        disappears ("add_remove") or is replaced by one that contributes nothing ("zero_out"), and twice that if it is
+        replaced by any other ("replace_one").
         """
         factors = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
         if adjacency not in factors:
             raise ValueError(f"adjacency must be one of {sorted(factors)}, got {adjacency!r}.")
-        return factors[adjacency] * self.clip_norm
+        return factors[adjacency] * self.clip_rule.bound(self.clip_norm)
 
     def trainable_params(self, params: Any) -> Any:
         """`params` with None in place of frozen leaves: what an optimizer of `grads` is initialised with."""
         leaves, structure = jax.tree.flatten(params)
-        kept = [leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True)]
+        kept = (leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True))
         return jax.tree.unflatten(structure, kept)
 
     def per_example(
@@ -124,7 +122,7 @@ class ClippedGrad:
 
         Arguments and errors are those of a call; `clip_rule` and `microbatch_size` do not apply.
         """
-        return _per_example_grads(self, *self._arguments(params, batch, mask, key))
+        return _per_example_grads(*self._arguments(params, batch, mask, key))
 
     def __call__(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
@@ -142,11 +140,12 @@ class ClippedGrad:
           ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
           TypeError: mask is not boolean, or key is not a typed key.
         """
-        return _clipped_sum(self, *self._arguments(params, batch, mask, key), self.clip_norm)
+        arguments = self._arguments(params, batch, mask, key)
+        return _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
         """Checked arguments of the compiled functions: what is static first."""
-        size = self._check(batch, mask, key)
+        self._check(batch, mask, key)
         trainable = self._trainable(params)
         if not any(trainable):
             first = paths_of(params)[:3]
@@ -155,12 +154,11 @@ class ClippedGrad:
                 f"params has no trainable leaf of floating dtype, its first leaves are {kinds}. Python scalars are "
                 "settings: make parameters of them with jnp.asarray. `trainable` is called with these paths."
             )
-        if mask is None:
-            mask = jnp.ones(size, bool)
+        mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool) if mask is None else mask
         leaves, structure = jax.tree.flatten(params)
         arrays = [x if _is_array(x) else None for x in leaves]
-        static = tuple(None if _is_array(x) else x for x in leaves)
-        return structure, static, tuple(trainable), arrays, batch, mask, key
+        settings = tuple(None if _is_array(x) else x for x in leaves)
+        return _Static(self, structure, settings, tuple(trainable)), arrays, batch, mask, key
 
     def _trainable(self, params: Any) -> list[bool]:
         predicate = self.trainable or (lambda path, leaf: True)
@@ -176,7 +174,7 @@ class ClippedGrad:
                 )
         return chosen
 
-    def _check(self, batch: Any, mask: Any, key: Any) -> int:
+    def _check(self, batch: Any, mask: Any, key: Any) -> None:
         lead = 2 if self.group else 1
         shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
         if not shapes or any(len(s) < lead for s in shapes) or len({s[:lead] for s in shapes}) != 1:
@@ -192,7 +190,6 @@ class ClippedGrad:
             raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
         if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
             raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {type(key).__name__}.")
-        return front[0]
 
 
 def clipped_grad(
@@ -200,7 +197,7 @@ def clipped_grad(
     *,
     clip_norm: Any,
     engine: Engine = "auto",
-    clip_rule: ClipRule = "global",
+    clip_rule: str | ClipRule = "global",
     trainable: Callable[[str, Any], bool] | None = None,
     has_aux: bool = False,
     group: bool = False,
@@ -214,16 +211,16 @@ def clipped_grad(
       clip_norm: C >= 0, in the units of the gradient; inf does not clip, 0 (and below 1e-12, where squares underflow)
         removes every gradient. May be traced: a negative or NaN traced value counts as 0.
       engine: "auto", "bookkeeping" or "vmap"; equal results, different time and memory.
-      clip_rule: "global" scales by min(1, C/||g||); "automatic" by C/(||g|| + 0.01), "normalisation" that makes every
-        example count alike (Bu et al. 2023, arXiv:2206.07136). Both bound every contribution by C.
-      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen: no
+      clip_rule: a name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||); "automatic" by
+        C/(||g|| + 0.01), which makes every example count alike (Bu et al. 2023, arXiv:2206.07136).
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen: no
         gradient, no noise, no memory. Default: all leaves of floating or complex dtype; complex ones are refused.
       has_aux: `loss_fn` also returns auxiliary output.
-      group: clip groups (users, or views of one example) instead of examples: leaves of the batch are [B, G, ...], the
-        loss of a group is the mean of `loss_fn` over its members, and its gradient is what is clipped.
+      group: clip groups (users, or views of one example): leaves of the batch are [B, G, ...], and the loss of a group
+        is the mean of `loss_fn` over its members.
       microbatch_size: at most this many examples (groups) at a time, to save memory; results are equal up to the
-        order of float32 summation. A loop on the device: XLA on CPU runs convolutions in loops about three times
-        slower, so prefer smaller batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
+        order of float32 summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller
+        batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
 
     Returns:
       A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
@@ -231,22 +228,24 @@ def clipped_grad(
     Raises:
       ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode, or mixes values
         of several devices inside `jax.shard_map`.
-      TypeError: clip_norm is no number, or (when called) loss_fn takes other arguments, or a trainable leaf is complex.
+      TypeError: clip_norm is no number or clip_rule no rule, or (when called) loss_fn takes other arguments, or a
+        trainable leaf is complex.
       NotImplementedError: (when called) the loss uses a mutable array (`jax.new_ref`), which engine "vmap" allows.
 
     Formal guarantees:
-      `grads` is a sum over unmasked examples of terms of L2 norm at most clip_norm (up to float32 rounding: a relative
-      1e-5 or so, percents at worst where the terms of one gradient were made to all but cancel), each a function of
-      params and its own example only; an example whose gradient is NaN or infinite contributes exactly zero. So adding,
-      removing or zeroing out one example moves `grads` by at most clip_norm and replacing it by at most 2 * clip_norm.
-      The sum is not divided: a divisor must be public, and is the caller's.
+      `grads` is a sum over unmasked examples of terms of L2 norm at most bound = `clip_rule.bound(clip_norm)`, which is
+      clip_norm for "global" and "automatic" (up to float32 rounding: a relative 1e-5 or so, percents at worst where the
+      terms of one gradient were made to all but cancel). Each is a function of params and its own example only. An
+      example whose gradient is NaN or infinite contributes exactly zero. A factor that would exceed the bound is cut to
+      bound/||g||. So adding, removing or zeroing out one example moves `grads` by at most bound, replacing it by at
+      most 2 * bound. The sum is not divided. The divisor must be public and is the caller's.
 
       The bound holds for parameters and compute in bfloat16 and float16, tied or not: norms are those of the values
       that are summed. Complex values that a loss computes from parameters carry gradients as they do for `jax.grad`. A
-      `jax.custom_vjp` is applied to each example by itself, so its backward pass need not be linear.
+      `jax.custom_vjp` is applied to each example by itself: its backward pass need not be linear.
 
       Inside `jax.shard_map`, `grads` is the sum over the examples of one shard. The caller sums it over the shards with
-      `jax.lax.psum`; then one example moves the total by at most clip_norm. Under `check_vma=True` parameters that all
+      `jax.lax.psum`; then one example moves the total by at most bound. Under `check_vma=True` parameters that all
       shards share are made to vary over the mesh axes of the data, so that JAX does not sum their gradients before the
       clipping. Under `check_vma=False` JAX sums nothing of its own. A loss that calls a collective on an axis of the
       `shard_map` is refused under both: its value for one example depends on other examples.
@@ -257,13 +256,9 @@ def clipped_grad(
     | NaN or inf in an example or its gradient | contributes zero, counted in `nonfinite` |
     | gradient norm 0 | contributes zero |
     | squared norm overflows float32 | counts as non-finite |
-    | bf16 parameters or compute | norms, clipping and summation in float32; `grads` float32 |
-    | float16 parameters or compute | as bf16; what overflows float16 counts as non-finite |
+    | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
-    | complex leaves of params | TypeError, unless `trainable` freezes them |
-    | weights that become complex in the loss (Fourier layers) | their gradients per example are formed: B x P memory |
-    | weights that enter a `jax.custom_vjp` | likewise |
-    | `jax.lax.psum` and the like in the loss, inside `jax.shard_map` | ValueError |
+    | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
     | leaves of params that are no arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
@@ -277,11 +272,9 @@ def clipped_grad(
         raise ValueError(f"clip_norm must be at least 0, got {clip_norm}; use float('inf') for no clipping.")
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
-    if clip_rule not in ("global", "automatic"):
-        raise ValueError(f"clip_rule must be 'global' or 'automatic', got {clip_rule!r}.")
     if microbatch_size is not None and microbatch_size < 1:
         raise ValueError(f"microbatch_size must be at least 1 or None, got {microbatch_size}.")
-    return ClippedGrad(loss_fn, clip_norm, engine, clip_rule, trainable, has_aux, group, microbatch_size)
+    return ClippedGrad(loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size)
 
 
 def paths_of(params: Any) -> list[tuple[str, Any]]:
@@ -295,66 +288,65 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+class _Static(NamedTuple):
+    """What a compiled function depends on besides arrays."""
+
+    f: ClippedGrad
+    structure: Any  # of params
+    settings: tuple[Any, ...]  # leaves of params that are no arrays
+    trainable: tuple[bool, ...]
+
+    def tree(self, values: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
+        """A tree like params from one value per trainable leaf; None, or those of all leaves in `others`, elsewhere."""
+        rest = iter(values)
+        others = others or (None,) * len(self.trainable)
+        leaves = [next(rest) if t else x for t, x in zip(self.trainable, others, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def _clipped_sum(
-    f: ClippedGrad,
-    structure: Any,
-    static: tuple[Any, ...],
-    trainable: tuple[bool, ...],
-    arrays: list[Any],
-    batch: Any,
-    mask: jax.Array,
-    key: jax.Array | None,
-    clip_norm: Any,
+    static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any, clip_norm: Any, bound: Any
 ) -> ClippedSum:
-    loss, moving, batch, unmasked = _prepared(f, structure, static, trainable, arrays, batch, mask, key)
-    size = len(unmasked)
-    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm)
-    if f.microbatch_size is None or f.microbatch_size >= size:
+    f = static.f
+    loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
+    step = functools.partial(_chunk_sum, f, loss, moving, clip_norm, bound)
+    if f.microbatch_size is None or f.microbatch_size >= len(unmasked):
         sums, per_example, nonfinite = step(batch, unmasked)
     else:
-        axes = shards.varying_axes(*jax.tree.leaves((moving, batch, unmasked, clip_norm)))
+        axes = shards.varying_axes(*jax.tree.leaves((moving, batch, unmasked, clip_norm, bound)))
         sums, per_example, nonfinite = _in_chunks(step, batch, unmasked, f.microbatch_size, axes)
-    norms, losses, aux = per_example
-    return ClippedSum(_restored(sums, structure, trainable), norms, losses, aux, nonfinite)
+    return ClippedSum(static.tree(sums), *per_example, nonfinite)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _per_example_grads(
-    f: ClippedGrad, structure: Any, static: tuple[Any, ...], trainable: tuple[bool, ...], *args: Any
-) -> PerExampleGrads:
-    loss, moving, batch, unmasked = _prepared(f, structure, static, trainable, *args)
-    if not len(unmasked):
-        grads = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving]
-    elif f.engine == "vmap":
-        _, _, grads = _stacked_grads(loss, moving, batch)
-    else:
-        grads = _formed_grads(loss, moving, batch)
-    finite = jnp.isfinite(_sum_of_squares(grads))
+@functools.partial(jax.jit, static_argnums=0)
+def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any) -> PerExampleGrads:
+    loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
+    grads, finite = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving], jnp.ones(0, bool)
+    if len(unmasked):
+        # Layer by layer is faster than `vmap` for convolutions.
+        engine = _vmap if static.f.engine == "vmap" else functools.partial(_bookkeeping, choose=lambda *_: "keep")
+        result = engine(loss, moving, batch)
+        assert result.grads is not None
+        grads, finite = result.grads, jnp.isfinite(result.squared_norms)
     grads = [_keep_rows(g, unmasked & finite) for g in grads]
-    return PerExampleGrads(_restored(grads, structure, trainable), (unmasked & ~finite).sum(dtype=jnp.int32))
+    return PerExampleGrads(static.tree(grads), (unmasked & ~finite).sum(dtype=jnp.int32))
 
 
 def _prepared(
-    f: ClippedGrad,
-    structure: Any,
-    static: tuple[Any, ...],
-    trainable: tuple[bool, ...],
-    arrays: list[Any],
-    batch: Any,
-    mask: jax.Array,
-    key: jax.Array | None,
-) -> tuple[Callable[..., Any], list[Any], Any, jax.Array]:
+    static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: jax.Array | None
+) -> tuple[Loss, list[Any], Any, jax.Array]:
     """(loss of one example as a function of the trainable leaves, these leaves, batch with keys, [B] mask)."""
-    leaves = [s if a is None else a for s, a in zip(static, arrays, strict=True)]
-    moving = [x for x, t in zip(leaves, trainable, strict=True) if t]
+    leaves = [s if a is None else a for s, a in zip(static.settings, arrays, strict=True)]
+    moving = [x for x, t in zip(leaves, static.trainable, strict=True) if t]
 
     def loss(moving: Sequence[Any], example: Any, present: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        rest = iter(moving)
-        params = jax.tree.unflatten(structure, [next(rest) if t else x for x, t in zip(leaves, trainable, strict=True)])
-        return _group_loss(f, params, example, present, key) if f.group else _loss(f, params, example, key)
+        params = static.tree(moving, leaves)
+        if static.f.group:
+            return _group_loss(static.f, params, example, present, key)
+        return _loss(static.f, params, example, key)
 
-    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(len(mask)))
+    keys = None if key is None else _folded(key, len(mask))
     unmasked = mask.any(1) if mask.ndim == 2 else mask
     batch = (batch, mask if mask.ndim == 2 else None, keys)
     if shards.manual_axes():
@@ -362,10 +354,15 @@ def _prepared(
     return loss, moving, batch, unmasked
 
 
-def _on_this_shard(loss: Callable[..., Any], moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
+def _folded(key: jax.Array, count: int) -> jax.Array:
+    """One key per example."""
+    return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
+
+
+def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
     """The weights as values of this shard: the gradient of a weight that all shards share is summed before clipping."""
     program, (value, _) = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
-    if found := shards.collectives(program.jaxpr):
+    if found := shards.collectives(walker.every_equation(program.jaxpr)):
         raise ValueError(
             f"loss_fn calls {sorted(found)} on an axis of jax.shard_map: its value for one example then depends on the "
             "examples of other shards, and clipping would bound nothing. Return the loss of ONE example, and call "
@@ -373,12 +370,6 @@ def _on_this_shard(loss: Callable[..., Any], moving: list[Any], batch: Any, axes
         )
     axes |= shards.varying_axes(value)  # loss_fn may close over values of this shard
     return [shards.vary(x, axes) for x in moving]
-
-
-def _restored(values: Sequence[Any], structure: Any, trainable: Sequence[bool]) -> Any:
-    """A tree like params from one value per trainable leaf; None at the others."""
-    rest = iter(values)
-    return jax.tree.unflatten(structure, [next(rest) if t else None for t in trainable])
 
 
 def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -414,7 +405,7 @@ def _check_signature(loss_fn: Callable[..., Any], *args: Any, **keys: Any) -> No
 
 def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None) -> Any:
     members = jnp.arange(len(jax.tree.leaves(group)[0]))
-    keys = None if key is None else jax.vmap(functools.partial(jax.random.fold_in, key))(members)
+    keys = None if key is None else _folded(key, len(members))
     if present is not None:  # the gradient at padding may be NaN, even times zero: look at a True member instead
         shown = jnp.where(present, members, jnp.argmax(present))
         group = jax.tree.map(lambda x: x[shown], group)
@@ -424,9 +415,12 @@ def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | No
     return jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1).astype(losses.dtype), aux
 
 
+Chunk = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]
+
+
 def _chunk_sum(
-    f: ClippedGrad, loss: Callable[..., Any], moving: list[Any], clip_norm: Any, batch: Any, unmasked: jax.Array
-) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
+    f: ClippedGrad, loss: Loss, moving: list[Any], clip_norm: Any, bound: Any, batch: Any, unmasked: jax.Array
+) -> Chunk:
     """(sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
     if len(unmasked) == 0:
         value, aux = jax.eval_shape(loss, moving, *_one_example(batch))
@@ -434,12 +428,14 @@ def _chunk_sum(
         sums = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in moving]
         per_example = (jnp.zeros(0, sites.wide_dtype(*moving)), jnp.zeros(0, value.dtype), empty)
         return sums, per_example, jnp.zeros((), jnp.int32)
-    engine = _vmap if f.engine == "vmap" else functools.partial(_bookkeeping, keep=f.engine == "auto")
-    result = engine(loss, moving, batch)
+    if f.engine == "vmap":
+        result = _vmap(loss, moving, batch)
+    else:
+        result = _bookkeeping(loss, moving, batch, lambda group, size: _choose(group, size, f.engine == "auto"))
     finite = jnp.isfinite(result.squared_norms)
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
-    factors = jnp.where(keep, _clip_factors(f.clip_rule, norms, clip_norm), 0)
+    factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
     # Zeroing what is left out costs a pass over all activations: only where a NaN would survive a factor of zero.
     everything = functools.partial(result.weighted_sum, factors, None)
     sums = jax.lax.cond(finite.all(), everything, functools.partial(result.weighted_sum, factors, keep))
@@ -447,19 +443,7 @@ def _chunk_sum(
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 
 
-def _clip_factors(rule: ClipRule, norms: jax.Array, clip_norm: Any) -> jax.Array:
-    """[B] factors with factor * norm <= clip_norm."""
-    bound = jnp.asarray(clip_norm, norms.dtype)
-    # Negative, NaN or below what norms resolve: release nothing rather than an unbounded sum.
-    bound = jnp.where(bound > _SMALLEST_CLIP_NORM, bound, 0)
-    if rule == "automatic":
-        return jnp.where(jnp.isinf(bound), 1, bound / (norms + _AUTOMATIC_STABILITY))
-    return jnp.where(norms > bound, bound / jnp.where(norms > 0, norms, 1), 1)
-
-
-def _in_chunks(
-    step: Callable[..., Any], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]
-) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]:
+def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Chunk:
     """`step` over chunks of the batch, one after the other; the last one padded with masked copies of example 0."""
     size = len(unmasked)
     n_chunks = math.ceil(size / chunk)
@@ -486,9 +470,14 @@ def _keep_rows(x: jax.Array, keep: jax.Array | None) -> jax.Array:
     return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
-def _contract_rows(x: jax.Array, factors: jax.Array, keep: jax.Array | None) -> jax.Array:
+def _contract_rows(xs: list[jax.Array], factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
+    """sum_b factors_b x_b of every array [B, ...]."""
+
     # One contraction: on CPU, multiplying and then reducing over the batch axis is many times slower.
-    return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep), precision=sites.PRECISION)
+    def contract(x: jax.Array) -> jax.Array:
+        return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep), precision=sites.PRECISION)
+
+    return [contract(x) for x in xs]
 
 
 def _total(terms: Sequence[jax.Array], kind: Any) -> jax.Array:
@@ -504,78 +493,46 @@ def _one_example(batch: Any) -> Any:
     """Shapes of one example of the batch."""
 
     def one(x: jax.Array) -> Any:
-        # What varies over a mesh axis says so in its type.
-        return (
-            jax.eval_shape(lambda x: x[0], x)
-            if shards.varying_axes(x) and len(x)
-            else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        )
+        if shards.varying_axes(x) and len(x):  # what varies over a mesh axis says so in its type
+            return jax.eval_shape(lambda x: x[0], x)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
     return jax.tree.map(one, batch)
 
 
-def _traced(loss: Callable[..., Any], moving: list[Any], batch: Any) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
+def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
     """(the program of the loss of one example, from weights and leaves to leaves; the shapes of what it returns)."""
     program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
-    refuse_batch_norm(program.jaxpr)
+    _refuse_batch_norm(program.jaxpr)
     return program, shapes
 
 
-def _stacked_grads(loss: Callable[..., Any], moving: list[Any], batch: Any) -> tuple[jax.Array, Any, list[jax.Array]]:
-    """(losses [B], aux, gradients [B, ...] per leaf), float32 or wider."""
+def _vmap(loss: Loss, moving: list[Any], batch: Any) -> _PerExample:
     _traced(loss, moving, batch)
     gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
     (losses, aux), grads = gradient(moving, *batch)
-    return losses, aux, [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
+    grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
+    return _PerExample(losses, aux, _sum_of_squares(grads), functools.partial(_contract_rows, grads), grads)
 
 
-def _vmap(loss: Callable[..., Any], moving: list[Any], batch: Any) -> _PerExample:
-    losses, aux, grads = _stacked_grads(loss, moving, batch)
-    return _PerExample(losses, aux, _sum_of_squares(grads), lambda c, keep: [_contract_rows(g, c, keep) for g in grads])
+# (sites of a component, entries of its leaves) -> "factors", "keep" or "drop".
+Choice = Callable[[list[sites.Site], int], str]
 
 
-def _bookkeeping(loss: Callable[..., Any], moving: list[Any], batch: Any, *, keep: bool) -> _PerExample:
-    losses, aux, components = _components(loss, moving, batch, lambda sites, leaf_size: _choose(sites, leaf_size, keep))
-    squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
-
-    def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
-        # a leaf that meets no data has no gradient
-        sums = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in moving]
-        for component in components:
-            for leaf, total in component.weighted_sum(factors, keep).items():
-                sums[leaf] = total
-        return sums
-
-    return _PerExample(losses, aux, squared, weighted_sum)
-
-
-def _formed_grads(loss: Callable[..., Any], moving: list[Any], batch: Any) -> list[jax.Array]:
-    """Gradients [B, ...] per leaf, float32 or wider; layer by layer, which is faster than `vmap` for convolutions."""
-    losses, _, components = _components(loss, moving, batch, lambda component, leaf_size: "keep")
-    grads = [jnp.zeros((len(losses), *x.shape), sites.wide_dtype(x)) for x in moving]
-    for component in components:
-        for leaf, grad in component.kept().items():
-            grads[leaf] = grad
-    return grads
-
-
-def _components(
-    loss: Callable[..., Any], moving: list[Any], batch: Any, choose: Callable[[list[sites.Site], int], str]
-) -> tuple[jax.Array, Any, list["_Component"]]:
-    """(losses [B], aux, what the gradients are made of) by one backward pass to the taps."""
+def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
+    """One backward pass to the taps."""
     closed, (_, aux_shape) = _traced(loss, moving, batch)
     weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
     examples = jax.tree.leaves(batch)
-    plan = walker.make_plan(
-        closed.jaxpr, closed.consts, weights + [walker.Value(data=True)] * len(examples), close=(0,)
-    )
+    inputs = weights + [walker.Value(data=True)] * len(examples)
+    plan = walker.make_plan(closed.jaxpr, closed.consts, inputs, close=(0,))
 
     def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
         (value, *aux), records = plan.forward([*moving, *example], taps)
         return value, (aux, records)
 
     axes = shards.varying_axes(*moving)
-    taps = [shards.vary(jnp.zeros(s.tap_shape.shape, s.tap_shape.dtype), axes) for s in plan.sites]
+    taps = [shards.vary(jnp.zeros(s.tap.shape, s.tap.dtype), axes) for s in plan.sites]
     backward = jax.vmap(jax.value_and_grad(tapped, has_aux=True), in_axes=(None, 0))
     (losses, (aux, records)), cotangents = backward(taps, examples)
     records, cotangents = jax.tree.map(sites.settled, (records, cotangents))
@@ -585,7 +542,19 @@ def _components(
         _Component(plan, wide, indices, [records[j] for j in indices], [cotangents[j] for j in indices], choose)
         for indices in _connected(plan.sites)
     ]
-    return losses, jax.tree.unflatten(jax.tree.structure(aux_shape), aux), components
+    squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
+
+    def by_leaf(found: list[dict[int, jax.Array]], lead: tuple[int, ...] = ()) -> list[jax.Array]:
+        # A leaf that meets no data has no gradient.
+        values = dict(pair for part in found for pair in part.items())
+        return [values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype) for i, x in enumerate(wide)]
+
+    def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
+        return by_leaf([c.weighted_sum(factors, keep) for c in components])
+
+    kept = [c.kept for c in components if c.kept is not None]
+    grads = by_leaf(kept, (len(losses),)) if len(kept) == len(components) else None
+    return _PerExample(losses, jax.tree.unflatten(jax.tree.structure(aux_shape), aux), squared, weighted_sum, grads)
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
@@ -602,46 +571,40 @@ def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
 
 
 class _Component:
-    """Leaves and sites that share a gradient: its squared norms, and its weighted sum once factors are known."""
+    """Leaves and sites that share a gradient.
 
-    def __init__(
-        self,
-        plan: walker.Plan,
-        leaves: list[Any],
-        indices: list[int],
-        records: Any,
-        gs: Any,
-        choose: Callable[[list[sites.Site], int], str],
-    ):
-        self._plan, self._leaves, self._indices, self._records, self._gs = plan, leaves, indices, records, gs
-        self._sites = [plan.sites[j] for j in indices]
-        self._members = sorted(frozenset[int]().union(*(s.leaves for s in self._sites)))
-        self._kept: list[jax.Array] | None = None
-        method = choose(self._sites, sum(leaves[i].size for i in self._members))
+    Attributes:
+      squared_norms: [B].
+      kept: per leaf the gradients [B, ...], if they are kept.
+    """
+
+    def __init__(self, plan: walker.Plan, leaves: list[Any], indices: list[int], records: Any, gs: Any, choose: Choice):
+        self._plan, self._leaves, self._indices = plan, leaves, indices
+        self._columns = list(zip([plan.sites[j] for j in indices], records, gs, strict=True))
+        self._members = sorted(frozenset[int]().union(*(site.leaves for site, _, _ in self._columns)))
+        self.kept: dict[int, jax.Array] | None = None
+        method = choose([site for site, _, _ in self._columns], sum(leaves[i].size for i in self._members))
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
-        columns = list(zip(self._sites, records, gs, strict=True))
-        dvs, pull = [site.per_example(r, g) for site, r, g in columns], self._pull_back()
+        dvs, pull = [site.per_example(r, g) for site, r, g in self._columns], self._pull_back()
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
         # Rounding the sum to bfloat16 is not bounded by any one example: there J^T goes before the clipping.
         if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(_one_example(dvs)).jaxpr):
-            self._kept = grads
+            self.kept = dict(zip(self._members, grads, strict=True))
         else:
-            floor = _total([site.reformed_norm(r, g) for site, r, g in columns], self.squared_norms.dtype)
-            self.squared_norms = jnp.maximum(
-                self.squared_norms, jnp.square(_gain(pull, dvs).astype(floor.dtype) * floor)
-            )
+            kind = self.squared_norms.dtype
+            floor = _total([site.reformed_norm(r, g) for site, r, g in self._columns], kind)
+            self.squared_norms = jnp.maximum(self.squared_norms, jnp.square(_gain(pull, dvs).astype(kind) * floor))
 
     def _oriented_factors(self) -> list[Any]:
         """Factors of all sites, transposed where a site sees the weight the other way round."""
-        columns = zip(self._sites, self._records, self._gs, strict=True)
-        pairs = [site.factors(record, g) for site, record, g in columns]
+        pairs = [site.factors(record, g) for site, record, g in self._columns]
         if len(pairs) == 1:
             return pairs
-        same = [_axes(site) == _axes(self._sites[0]) for site in self._sites]
-        return [(parts, w) if s else ((w,), parts[0]) for s, (parts, w) in zip(same, pairs, strict=True)]
+        axes = [_axes(site) for site, _, _ in self._columns]
+        return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
     def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
         """J^T: from the gradients of V_j to those of the leaves."""
@@ -650,25 +613,20 @@ class _Component:
             args: list[Any] = list(self._leaves)
             for i, value in zip(self._members, members, strict=True):
                 args[i] = value
-            found = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
+            found, _ = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
             return [found[j] for j in self._indices]
 
         values, pull = jax.vjp(weights, [self._leaves[i] for i in self._members])
         return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
 
-    def kept(self) -> dict[int, jax.Array]:
-        """Per leaf the gradients [B, ...], where the method is "keep"."""
-        assert self._kept is not None
-        return dict(zip(self._members, self._kept, strict=True))
-
     def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
-        if self._kept is not None:
-            sums = [_contract_rows(g, factors, keep) for g in self._kept]
+        """sum_b factors_b g_b of every leaf, without the examples that are not kept."""
+        if self.kept is not None:
+            sums = _contract_rows(list(self.kept.values()), factors, keep)
         else:
             dvs = []
-            for site, record, g in zip(self._sites, self._records, self._gs, strict=True):
-                rows = (-1, *(1,) * (g.ndim - 1))
-                kind = sites.wide_dtype(g)
+            for site, record, g in self._columns:
+                rows, kind = (-1, *(1,) * (g.ndim - 1)), sites.wide_dtype(g)
                 scaled = _keep_rows(g.astype(kind) * factors.astype(kind).reshape(rows), keep)
                 clean = jax.tree.map(functools.partial(_keep_rows, keep=keep), record)
                 dvs.append(site.contract(clean, scaled))
@@ -678,9 +636,8 @@ class _Component:
 
 def _has_low_precision(jaxpr: Any) -> bool:
     """Whether anything is computed in floats narrower than float32."""
-    floats = [v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    inner = [body for eqn in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(eqn.params)]
-    return any(kind.itemsize < 4 for kind in floats) or any(map(_has_low_precision, inner))
+    kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
+    return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
 
 
 def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
@@ -720,7 +677,7 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     for site in component:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
-        activations += 4.0 * math.prod(site.tap_shape.shape)
+        activations += 4.0 * math.prod(site.tap.shape)
         if isinstance(rule, sites.OnWeight):  # the cotangent is dV: nothing to form, but to scale and sum
             contract += 8.0 * s * t * rule.cols
             continue
@@ -741,9 +698,9 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     return min(options, key=lambda name: options[name])
 
 
-def refuse_batch_norm(jaxpr: Any) -> None:
+def _refuse_batch_norm(jaxpr: Any) -> None:
     """Raises ValueError if a jaxpr computes BatchNorm statistics (Flax Linen or NNX)."""
-    for eqn in jaxpr.eqns:
+    for eqn in walker.every_equation(jaxpr):
         traceback = eqn.source_info.traceback
         names = [frame.function_name for frame in traceback.frames] if traceback else []
         if any(a == "_compute_stats" and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
@@ -752,5 +709,3 @@ def refuse_batch_norm(jaxpr: Any) -> None:
                 "per-example gradient does not exist and clipping would bound nothing. Use GroupNorm or LayerNorm, or "
                 "freeze the statistics (use_running_average=True)."
             )
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            refuse_batch_norm(inner)

@@ -1,9 +1,10 @@
 """One rule per primitive for `jaxdp.interval`, simple ones first.
 
-Every rule is inclusion-isotonic: endpoints come from monotone formulas, and which formula is used depends on shapes
-and on how the function is built, never on endpoints. Labels T1..T3 are the derivations in BUILD_NOTES.md.
+Every rule is inclusion-isotonic: endpoints come from monotone formulas. The choice of a formula depends on shapes and
+on how the function is built, never on endpoints. T1..T3 are the derivations in BUILD_NOTES.md.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,18 +27,15 @@ from jaxdp.transforms.boxes import (
     is_nonnegative,
     lower,
     magnitude,
+    moved,
     register_rule,
     slack,
     tiny,
+    unchecked,
     upper,
     widen,
     without_overflow,
 )
-
-
-class NoRuleError(Exception):
-    """A rule does not cover such operands."""
-
 
 # Results are sums of at most this many products: bounded corner by corner, unrolled.
 _UNROLLED = 16
@@ -48,66 +46,63 @@ _PAIRWISE = 32
 # Longer sums of products are summed in blocks, whose rounding grows with the square root of the length.
 _LONG = 256
 
+Ends = tuple[jax.Array, jax.Array]  # (lower, upper)
+
+
+class NoRuleError(Exception):
+    """A rule does not cover such operands."""
+
+
 # --- data movement and other operations without rounding -------------------------------------------------------------
 
+_SAME_SHAPE = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name")
 _MOVES = (
-    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "copy", "copy_p", "tile"),
-    *("concatenate", "stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice"),
-    *("scatter", "select_n"),
-    *("stop_gradient", "optimization_barrier", "sharding_constraint", "device_put", "name"),
+    *_SAME_SHAPE,
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "rev", "tile", "concatenate"),
+    *("stack", "unstack", "pad", "split", "gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"),
+    "device_put",
 )
 _MONOTONE_EXACT = (
     *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
     *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
 )
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # Exact operands give exact results; anything else that makes floats goes through a rule.
-EXACT = frozenset(
-    {
-        *_MOVES,
-        *_MONOTONE_EXACT,
-        *_COMPARISONS,
-        *("neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k", "empty", "empty2"),
-        *("bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
-        *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
-        *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
-    }
-)
-_SAME_SHAPE = frozenset({"copy", "copy_p", "stop_gradient", "optimization_barrier", "sharding_constraint", "name"})
+EXACT = {
+    *_MOVES,
+    *_MONOTONE_EXACT,
+    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "not", "xor", "is_finite", "argmax", "argmin", "iota", "top_k"),
+    *("empty", "empty2", "bitcast_convert_type", "select_and_gather_add", "shift_left", "shift_right_logical"),
+    *("shift_right_arithmetic", "population_count", "nextafter", "random_bits", "random_wrap", "random_unwrap"),
+    *("random_seed", "random_fold_in", "random_split", "random_clone", "threefry2x32", "rng_bit_generator"),
+}
 
 
-def _ends(eqn: Equation, operands: Sequence[Operand]) -> tuple[list[jax.Array], list[jax.Array]]:
-    return eqn.bind(*map(lower, operands)), eqn.bind(*map(upper, operands))
+def _check_positions(operands: Sequence[Operand]) -> None:
+    if any(isinstance(x, Interval) for x in operands):
+        raise NoRuleError("its index or predicate depends on an interval")
 
 
-def _exact_position(eqn: Equation, operands: Sequence[Operand]) -> None:
-    for x in operands:
-        if isinstance(x, Interval):
-            raise NoRuleError("its index or predicate depends on an interval")
+def _check_boolean(x: Operand) -> None:
+    if x.dtype != jnp.bool_:
+        raise NoRuleError("bitwise operations on an interval of integers are not supported")
 
 
 @register_rule(*_MOVES, *_MONOTONE_EXACT)
 def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
-    if eqn.name in ("gather", "dynamic_slice"):
-        _exact_position(eqn, operands[1:])
-    elif eqn.name == "dynamic_update_slice":
-        _exact_position(eqn, operands[2:])
-    elif eqn.name == "scatter":
-        _exact_position(eqn, operands[1:2])
-    elif eqn.name == "sort" and len(operands) > 1:
-        raise NoRuleError("sorting several operands by an interval is not supported")
-    elif eqn.name == "sort":
-        operands = (_without_nan(operands[0]),)
-    elif eqn.name in ("and", "or", "reduce_and", "reduce_or") and operands[0].dtype != jnp.bool_:
-        raise NoRuleError("bitwise operations on an interval of integers are not supported")
-    if eqn.name == "select_n" and isinstance(operands[0], Interval):
+    first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1}.get(eqn.name, len(operands))
+    _check_positions(operands[first : 2 if eqn.name == "scatter" else None])
+    if eqn.name == "sort":
+        if len(operands) > 1:
+            raise NoRuleError("sorting several operands by an interval is not supported")
+        operands = (without_nan(operands[0]),)
+    elif eqn.name in ("and", "or", "reduce_and", "reduce_or"):
+        _check_boolean(operands[0])
+    elif eqn.name == "select_n" and isinstance(operands[0], Interval):
         return [_select_unknown(*operands)]
-    lows, highs = _ends(eqn, operands)
-    known = [is_nonnegative(x) for x in operands]
-    sign = any(known) if eqn.name == "max" else all(known[1:] if eqn.name == "select_n" else known)
-    if eqn.name in ("gather", "dynamic_slice"):
-        sign = known[0]
-    results = [Box(a, b, nonnegative=sign and is_float(a)) for a, b in zip(lows, highs, strict=True)]
+    values = {"select_n": operands[1:], "gather": operands[:1], "dynamic_slice": operands[:1]}.get(eqn.name, operands)
+    sign = (any if eqn.name == "max" else all)([is_nonnegative(x) for x in values])
+    ends = zip(eqn.bind(*map(lower, operands)), eqn.bind(*map(upper, operands)), strict=True)
+    results = [Box(low, high, nonnegative=sign and is_float(low)) for low, high in ends]
     if isinstance(operands[0], Box) and len(results) == 1:
         _pass_facts(eqn, operands[0], results[0])
     return list(results)
@@ -151,9 +146,8 @@ def _select_unknown(predicate: Operand, *cases: Operand) -> Box:
 
 @register_rule("neg", "not")
 def _antitone_exact(eqn: Equation, x: Operand) -> Operand:
-    result = Box(*(eqn.bind(end(x))[0] for end in (upper, lower)))
-    result.zero_sum = isinstance(x, Box) and x.zero_sum
-    return result
+    low, high = eqn.ends(x)
+    return Box(high, low, zero_sum=isinstance(x, Box) and x.zero_sum)
 
 
 @register_rule("abs")
@@ -162,14 +156,12 @@ def _abs(eqn: Equation, x: Operand) -> Operand:
 
 
 def _absolute(x: Operand) -> Box:
-    low = jnp.maximum(jnp.maximum(lower(x), -upper(x)), 0)
-    return Box(low, magnitude(x), nonnegative=True)
+    return Box(jnp.maximum(lower(x), -upper(x)), magnitude(x), nonnegative=True)
 
 
 @register_rule("xor")
 def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    if x.dtype != jnp.bool_:
-        raise NoRuleError("bitwise operations on an interval of integers are not supported")
+    _check_boolean(x)
     unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
     value = lower(x) ^ lower(y)
     return Box(value & ~unknown, value | unknown)
@@ -200,8 +192,7 @@ def _is_finite(eqn: Equation, x: Operand) -> Operand:
 @register_rule("argmax", "argmin")
 def _argmax(eqn: Equation, x: Operand) -> Operand:
     (axis,) = eqn.params["axes"]
-    sign = 1 if eqn.name == "argmax" else -1
-    low, high = (lower(x), upper(x)) if sign > 0 else (-upper(x), -lower(x))
+    low, high = (lower(x), upper(x)) if eqn.name == "argmax" else (-upper(x), -lower(x))
     possible = ~(high < jnp.max(low, axis, keepdims=True))
     first = jnp.argmax(possible, axis)
     last = x.shape[axis] - 1 - jnp.argmax(jnp.flip(possible, axis), axis)
@@ -210,7 +201,7 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("convert_element_type")
 def _convert(eqn: Equation, x: Operand) -> Operand:
-    low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
+    low, high = eqn.ends(x)
     source, target = jnp.dtype(x.dtype), jnp.dtype(eqn.outputs[0].dtype)
     known = is_nonnegative(x) or source == jnp.bool_ or bool(jnp.issubdtype(source, jnp.unsignedinteger))
     if not jnp.issubdtype(target, jnp.floating):
@@ -257,7 +248,7 @@ def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
 @register_rule("reduce_precision")
 def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
     """Contains both the rounded and the given value: it is a rounding on purpose."""
-    low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
+    low, high = eqn.ends(x)
     return Box(jnp.minimum(low, lower(x)), jnp.maximum(high, upper(x)), nonnegative=is_nonnegative(x))
 
 
@@ -272,82 +263,70 @@ def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box
     return Box(*without_overflow(low, high), **facts)
 
 
-def _monotone(
-    ulps: float, below: float = -math.inf, above: float = math.inf, *, inputs: float = 0, falls: bool = False
-) -> Callable[..., Operand]:
-    """A rule for an increasing (or falling) function with range [below, above].
+def _rounded(low: jax.Array, high: jax.Array, roundings: float = 1) -> Ends:
+    """`widen`; integers are exact."""
+    return widen(low, high, roundings) if is_float(low) else (low, high)
 
-    Its error is one of `ulps` units in the last place of the result and, where implementations round on the way to
-    exp, one of `inputs` roundings of the argument.
+
+def _monotone(
+    ulps: float,
+    below: float = -math.inf,
+    above: float = math.inf,
+    *,
+    start: float = -math.inf,
+    inputs: float = 0,
+    falls: bool = False,
+) -> Callable[..., Operand]:
+    """A rule for an increasing (or falling) function on [start, inf) with range [below, above].
+
+    Its error is `ulps` units in the last place of the result and, where implementations round on the way to exp,
+    `inputs` roundings of the argument.
     """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
         low, high = widen(lower(x), upper(x), inputs) if inputs else (lower(x), upper(x))
         if falls:
             low, high = high, low
+        if start > -math.inf:
+            low, high = jnp.maximum(low, start), jnp.maximum(high, start)
         low, high = widen(eqn.bind(low)[0], eqn.bind(high)[0], 2 * ulps)
         return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
 
     return rule
 
 
-register_rule("exp")(_monotone(8, below=0))
-register_rule("exp2")(_monotone(8, below=0, inputs=4))
-register_rule("erfc")(_monotone(16, 0, 2, inputs=4, falls=True))
-register_rule("sinh")(_monotone(8, inputs=4))
-for _name in ("expm1", "cbrt", "asinh", "atan"):
-    register_rule(_name)(_monotone(8))
-register_rule("tanh")(_monotone(8, -1, 1))
-register_rule("erf")(_monotone(16, -1, 1))
-register_rule("logistic")(_monotone(8, 0, 1))
+for _name, _rule in {
+    "exp": _monotone(8, below=0),
+    "exp2": _monotone(8, below=0, inputs=4),
+    "expm1": _monotone(8),
+    "log": _monotone(8, start=0),
+    "log1p": _monotone(8, start=-1),
+    "sqrt": _monotone(1, below=0, start=0),
+    "rsqrt": _monotone(4, below=0, start=0, falls=True),
+    "cbrt": _monotone(8),
+    "sinh": _monotone(8, inputs=4),
+    "asinh": _monotone(8),
+    "atan": _monotone(8),
+    "tanh": _monotone(8, -1, 1),
+    "logistic": _monotone(8, 0, 1),
+    "erf": _monotone(16, -1, 1),
+    "erfc": _monotone(16, 0, 2, inputs=4, falls=True),
+}.items():
+    register_rule(_name)(_rule)
 
 
-@register_rule("log", "log1p")
-def _log(eqn: Equation, x: Operand) -> Operand:
-    least = 0 if eqn.name == "log" else -1
-    low, high = (eqn.bind(jnp.maximum(end(x), least))[0] for end in (lower, upper))
-    return Box(*widen(low, high, 16))
-
-
-@register_rule("sqrt")
-def _sqrt(eqn: Equation, x: Operand) -> Operand:
-    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (lower, upper))
-    return Box(*widen(low, high, 2), nonnegative=True)
-
-
-@register_rule("rsqrt")
-def _rsqrt(eqn: Equation, x: Operand) -> Operand:
-    low, high = (eqn.bind(jnp.maximum(end(x), 0))[0] for end in (upper, lower))
-    return Box(*widen(low, high, 8), nonnegative=True)
-
-
-@register_rule("square")
-def _square(eqn: Equation, x: Operand) -> Operand:
-    return _even_power(x, 2)
-
-
-@register_rule("integer_pow")
+@register_rule("square", "integer_pow")
 def _integer_pow(eqn: Equation, x: Operand) -> Operand:
-    y = eqn.params["y"]
+    y = eqn.params.get("y", 2)
     if y == 0:
         return jnp.ones_like(lower(x))
-    power = _even_power(x, abs(y)) if y % 2 == 0 else _odd_power(x, abs(y))
-    return power if y > 0 else _reciprocal(power)
+    return _power(x, y) if y > 0 else _reciprocal(_power(x, -y))
 
 
-def _even_power(x: Operand, y: int) -> Box:
-    least = jnp.maximum(jnp.maximum(lower(x), -upper(x)), 0)
-    low, high = (lax.integer_pow(end, y) for end in (least, magnitude(x)))
-    if is_float(low):
-        low, high = widen(low, high, 2 * y)
-    return Box(low, high, nonnegative=True)
-
-
-def _odd_power(x: Operand, y: int) -> Box:
-    low, high = (lax.integer_pow(end(x), y) for end in (lower, upper))
-    if is_float(low):
-        low, high = widen(low, high, 2 * y)
-    return Box(low, high, nonnegative=is_nonnegative(x))
+def _power(x: Operand, y: int) -> Box:
+    base = x if y % 2 else _absolute(x)
+    low, high = both(lambda v: lax.integer_pow(v, y), base)
+    return Box(*_rounded(low, high, 2 * y), nonnegative=is_nonnegative(base))
 
 
 @register_rule("pow")
@@ -371,7 +350,7 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
         return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
 
-    ends = [eqn.bind(lower(x))[0], eqn.bind(upper(x))[0]]
+    ends = eqn.ends(x)
     bottom, top = widen(_least(ends), _most(ends), 16)
     error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
     bottom = jnp.where(reaches(shift + math.pi), -1, jnp.maximum(bottom - error, -1))
@@ -379,42 +358,30 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
 
 
 def _least(xs: Sequence[jax.Array]) -> jax.Array:
-    result = xs[0]
-    for x in xs[1:]:
-        result = jnp.minimum(result, x)
-    return result
+    return functools.reduce(jnp.minimum, xs)
 
 
 def _most(xs: Sequence[jax.Array]) -> jax.Array:
-    result = xs[0]
-    for x in xs[1:]:
-        result = jnp.maximum(result, x)
-    return result
+    return functools.reduce(jnp.maximum, xs)
 
 
 @register_rule("add", "add_any")
 def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    low, high = lower(x) + lower(y), upper(x) + upper(y)
-    if is_float(low):
-        low, high = widen(low, high)
-    result = Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    ends = _rounded(lower(x) + lower(y), upper(x) + upper(y))
+    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for a, b in ((x, y), (y, x)):
         same = a.shape == result.shape and np.shape(lower(b))[-1:] == a.shape[-1:]
         if isinstance(a, Box) and a.differences is not None and same:
-            result.differences = _shifted(a.differences, b)
+            result.differences = functools.partial(_shifted, a.differences, b)
             break
     return result
 
 
-def _shifted(differences: Callable[[], jax.Array], b: Operand) -> Callable[[], jax.Array]:
+def _shifted(differences: Callable[[], jax.Array], b: Operand) -> jax.Array:
     """Upper bounds of (z + b)_j - (z + b)_c."""
-
-    def shifted() -> jax.Array:
-        step = upper(b)[..., :, None] - lower(b)[..., None, :]
-        total = differences() + widen(step, step)[1]
-        return _off_diagonal(widen(total, total)[1])
-
-    return shifted
+    step = upper(b)[..., :, None] - lower(b)[..., None, :]
+    total = differences() + widen(step, step)[1]
+    return _off_diagonal(widen(total, total)[1])
 
 
 def _off_diagonal(x: jax.Array) -> jax.Array:
@@ -425,16 +392,12 @@ def _off_diagonal(x: jax.Array) -> jax.Array:
 
 @register_rule("sub")
 def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    low, high = lower(x) - upper(y), upper(x) - lower(y)
-    return Box(*widen(low, high)) if is_float(low) else Box(low, high)
+    return Box(*_rounded(lower(x) - upper(y), upper(x) - lower(y)))
 
 
 @register_rule("mul")
 def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    low, high = _corner_products(x, y)
-    if is_float(low):
-        low, high = widen(low, high)
-    result = Box(low, high, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+    result = Box(*_rounded(*_corner_products(x, y)), nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for a, b in ((x, y), (y, x)):
         # The same factor for all entries keeps their sum zero.
         if isinstance(a, Box) and a.zero_sum and np.shape(lower(b))[-1:] in ((), (1,)):
@@ -449,22 +412,20 @@ def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
     return Box(*widen(*_corner_products(x, Box(low, high, nonnegative=is_nonnegative(y)))))
 
 
-def _corner_products(x: Operand, y: Operand) -> tuple[jax.Array, jax.Array]:
+def _corner_products(x: Operand, y: Operand) -> Ends:
     """The smallest and largest of the products of endpoints, without those that cannot be extreme."""
     if is_nonnegative(x) and is_nonnegative(y):
         return lower(x) * lower(y), upper(x) * upper(y)
     if not isinstance(x, Interval) or is_nonnegative(y):
         x, y = y, x
     if not isinstance(y, Interval):
-        if is_nonnegative(y):
-            return lower(x) * y, upper(x) * y
-        ends = [lower(x) * y, upper(x) * y]
-        return _least(ends), _most(ends)
+        low, high = lower(x) * y, upper(x) * y
+        return (low, high) if is_nonnegative(y) else (jnp.minimum(low, high), jnp.maximum(low, high))
     if is_nonnegative(x):
-        low, high = [lower(y) * lower(x), lower(y) * upper(x)], [upper(y) * lower(x), upper(y) * upper(x)]
-        return _least(low), _most(high)
-    ends = [end(x) * other(y) for end in (lower, upper) for other in (lower, upper)]
-    return _least(ends), _most(ends)
+        ends = lower(x), upper(x)
+        return _least([lower(y) * end for end in ends]), _most([upper(y) * end for end in ends])
+    products = [end(x) * other(y) for end in (lower, upper) for other in (lower, upper)]
+    return _least(products), _most(products)
 
 
 @register_rule("div")
@@ -472,13 +433,12 @@ def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
     if not is_float(y):
         raise NoRuleError("integer division by or of an interval is not supported")
     if not isinstance(y, Interval):
-        ends = [lower(x) / y, upper(x) / y]
-        known = is_nonnegative(x) and is_nonnegative(y)
-        return Box(*widen(_least(ends), _most(ends), 2), nonnegative=known)
-    inverse = _reciprocal(y)
-    low, high = _corner_products(x, inverse)
-    low, high = widen(low, high, 2)
-    return Box(low, high, nonnegative=is_nonnegative(x) and inverse.nonnegative)
+        low, high = lower(x) / y, upper(x) / y
+        low, high, positive = jnp.minimum(low, high), jnp.maximum(low, high), is_nonnegative(y)
+    else:
+        inverse = _reciprocal(y)
+        (low, high), positive = _corner_products(x, inverse), inverse.nonnegative
+    return Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and positive)
 
 
 def _reciprocal(x: Operand) -> Box:
@@ -491,7 +451,7 @@ def _reciprocal(x: Operand) -> Box:
     return Box(jnp.where(crosses, -jnp.inf, below), jnp.where(crosses, jnp.inf, above))
 
 
-def _without_nan(x: Operand) -> Operand:
+def without_nan(x: Operand) -> Operand:
     """NaN endpoints, where nothing is known, as infinite ones."""
     low, high = lower(x), upper(x)
     if not is_float(low):
@@ -529,29 +489,19 @@ def _others(e: jax.Array) -> jax.Array:
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
-def _summed(eqn: Equation, x: Operand, terms: int) -> Operand:
-    """Sums of `terms` entries, some of them twice; integers are exact."""
+@register_rule("reduce_sum", "cumsum", "reduce_window_sum")
+def _sum(eqn: Equation, x: Operand) -> Operand:
+    """Sums of entries, some of them twice; integers are exact."""
     if not is_float(x):
-        return Box(*(eqn.bind(end(x))[0] for end in (lower, upper)))
-    wide = inflate(at_least_float32(x), terms + 2)
-    least = (terms + 1) * tiny(wide.dtype)
-    low, high = (eqn.bind(end)[0] for end in (wide.lower, wide.upper))
+        return Box(*eqn.ends(x))
+    p = eqn.params
+    if eqn.name == "reduce_window_sum":
+        terms = math.prod(p["window_dimensions"])
+    else:
+        terms = math.prod(x.shape[a] for a in (p["axes"] if eqn.name == "reduce_sum" else [p["axis"]]))
+    low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
+    least = (terms + 1) * tiny(low.dtype)
     return _narrow(eqn, low - least, high + least, nonnegative=is_nonnegative(x))
-
-
-@register_rule("reduce_sum")
-def _reduce_sum(eqn: Equation, x: Operand) -> Operand:
-    return _summed(eqn, x, math.prod(x.shape[a] for a in eqn.params["axes"]))
-
-
-@register_rule("cumsum")
-def _cumsum(eqn: Equation, x: Operand) -> Operand:
-    return _summed(eqn, x, x.shape[eqn.params["axis"]])
-
-
-@register_rule("reduce_window_sum")
-def _reduce_window_sum(eqn: Equation, x: Operand) -> Operand:
-    return _summed(eqn, x, math.prod(eqn.params["window_dimensions"]))
 
 
 @register_rule("reduce_prod")
@@ -560,27 +510,24 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     if not is_float(x):
         raise NoRuleError("products over an interval of integers are not supported")
     known = is_nonnegative(x)
-    low, high = both(lambda v: v, _last(at_least_float32(x), eqn.params["axes"]))
-    while (size := low.shape[-1]) > 1:
-        rest = Box(low[..., size // 2 * 2 :], high[..., size // 2 * 2 :])
-        first, second = (
-            Box(low[..., part], high[..., part], nonnegative=known)
-            for part in (slice(size // 2), slice(size // 2, size // 2 * 2))
-        )
-        ends = widen(*_corner_products(first, second))
-        low, high = (jnp.concatenate([a, b], -1) for a, b in zip(ends, (rest.lower, rest.upper), strict=True))
+    x = _last(at_least_float32(x), eqn.params["axes"])
+    low, high = lower(x), upper(x)
+    while (half := low.shape[-1] // 2) > 0:
+        parts = slice(half), slice(half, 2 * half)
+        ends = widen(*_corner_products(*(Box(low[..., p], high[..., p], nonnegative=known) for p in parts)))
+        low, high = (jnp.concatenate([a, b[..., 2 * half :]], -1) for a, b in zip(ends, (low, high), strict=True))
     return _narrow(eqn, low[..., 0], high[..., 0], nonnegative=known)
 
 
 @register_rule("scatter-add")
 def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) -> Operand:
-    _exact_position(eqn, [indices])
+    _check_positions([indices])
     if not is_float(x):
-        return Box(*(eqn.bind(end(x), indices, end(updates))[0] for end in (lower, upper)))
+        return Box(*eqn.ends(x, indices, updates))
     # An entry receives at most one update per index.
     terms = math.prod(indices.shape[:-1]) + 1
     x, updates = (inflate(at_least_float32(v), terms + 1) for v in (x, updates))
-    low, high = (eqn.bind(end(x), indices, end(updates))[0] for end in (lower, upper))
+    low, high = eqn.ends(x, indices, updates)
     least = terms * tiny(low.dtype)
     return _narrow(eqn, low - least, high + least)
 
@@ -604,16 +551,15 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
     lows, highs = ([patch(end, o) for o in offsets] for end in padded)
     low, high = (jnp.zeros_like(padded[0]) for _ in range(2))
     wide = inflate(source, len(offsets) + 1)
+    nothing = jnp.full_like(lows[0], -jnp.inf)
     for i, offset in enumerate(offsets):
-        rivals_low = _most([v for j, v in enumerate(lows) if j != i] or [jnp.full_like(lows[0], -jnp.inf)])
-        rivals_high = _most([v for j, v in enumerate(highs) if j != i] or [jnp.full_like(lows[0], -jnp.inf)])
-        # With ties the first entry of the window is selected.
-        certain = (lows[i] > rivals_high) | jnp.isneginf(rivals_high)
-        if not isinstance(x, Interval):
-            earlier = _most([jnp.full_like(lows[0], -jnp.inf), *lows[:i]])
-            later = _most([jnp.full_like(lows[0], -jnp.inf), *lows[i + 1 :]])
-            certain = (lows[i] > earlier) & (lows[i] >= later)
-        possible = certain if not isinstance(x, Interval) else ~(highs[i] < rivals_low)
+        earlier, later = (_most([nothing, *ends]) for ends in (lows[:i], lows[i + 1 :]))
+        if isinstance(x, Interval):
+            rivals = _most([nothing, *highs[:i], *highs[i + 1 :]])
+            certain = (lows[i] > rivals) | jnp.isneginf(rivals)
+            possible = ~(highs[i] < jnp.maximum(earlier, later))
+        else:  # With ties the first entry of the window is selected.
+            certain = possible = (lows[i] > earlier) & (lows[i] >= later)
         part_low = jnp.where(certain, wide.lower, jnp.where(possible, jnp.minimum(wide.lower, 0), 0))
         part_high = jnp.where(certain, wide.upper, jnp.where(possible, jnp.maximum(wide.upper, 0), 0))
         config = [
@@ -629,35 +575,31 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _bilinear(
-    eqn: Equation, multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Operand, b: Operand, terms: int
-) -> tuple[jax.Array, jax.Array]:
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _bilinear(eqn: Equation, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
     """Bounds of sums of `terms` products by a few evaluations at endpoints (T1).
 
     Exact where the sign of a factor is known, or one of them is a point. Otherwise a = a+ - a-, both of known sign and
     bounded apart: exact for entries of either factor that do not cross zero, and at most twice too wide for the rest.
     """
-    swapped = not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval))
-    if swapped:
+    if not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval)):
         straight = multiply
         multiply, a, b = (lambda x, y: straight(y, x)), b, a
     if eqn.product == "rump":
         return _midpoint_radius(multiply, a, b, terms)
-    known = is_nonnegative(a)
     if not isinstance(b, Interval) and not isinstance(a, Interval):  # two points: only rounding is uncertain
         value, error = multiply(a, b), slack(b.dtype, terms + 2) * multiply(jnp.abs(a), jnp.abs(b))
         return value - error, value + error
     b = inflate(b, terms + 6)
+    known = is_nonnegative(a)
     if not isinstance(a, Interval):
         plus, minus = jnp.maximum(a, 0), jnp.maximum(-a, 0)
-        if known:
-            return multiply(plus, b.lower), multiply(plus, b.upper)
-        return (
-            multiply(plus, b.lower) - multiply(minus, b.upper),
-            multiply(plus, b.upper) - multiply(minus, b.lower),
-        )
-    low_plus, low_minus = jnp.maximum(b.lower, 0), jnp.minimum(b.lower, 0)
-    high_plus, high_minus = jnp.maximum(b.upper, 0), jnp.minimum(b.upper, 0)
+        low, high = multiply(plus, b.lower), multiply(plus, b.upper)
+        return (low, high) if known else (low - multiply(minus, b.upper), high - multiply(minus, b.lower))
+    low_plus, high_plus = jnp.maximum(b.lower, 0), jnp.maximum(b.upper, 0)
+    low_minus, high_minus = jnp.minimum(b.lower, 0), jnp.minimum(b.upper, 0)
     p_low, p_high = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)
     low = multiply(p_low, low_plus) + multiply(p_high, low_minus)
     high = multiply(p_high, high_plus) + multiply(p_low, high_minus)
@@ -670,9 +612,7 @@ def _bilinear(
     )
 
 
-def _midpoint_radius(
-    multiply: Callable[[jax.Array, jax.Array], jax.Array], a: Operand, b: Operand, terms: int
-) -> tuple[jax.Array, jax.Array]:
+def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
     """Rump (1999): |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r)."""
     b_mid = (lower(b) + upper(b)) / 2
     # The second term pays for the rounding of the midpoints, the products and their sums.
@@ -696,13 +636,13 @@ def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.conv_general_dilated(x, y, **params, precision=lax.Precision.HIGHEST)
 
-    low, high = _bilinear(eqn, multiply, at_least_float32(a), at_least_float32(b), terms)
-    return _product_result(eqn, low, high, terms, is_nonnegative(a) and is_nonnegative(b))
+    ends = _bilinear(eqn, multiply, at_least_float32(a), at_least_float32(b), terms)
+    return _product_result(eqn, ends, a, b, terms)
 
 
-def _product_result(eqn: Equation, low: jax.Array, high: jax.Array, terms: int, known: bool) -> Box:
-    least = (8 * terms + 8) * tiny(low.dtype)
-    return _narrow(eqn, low - least, high + least, nonnegative=known)
+def _product_result(eqn: Equation, ends: Ends, a: Operand, b: Operand, terms: int) -> Box:
+    least = (8 * terms + 8) * tiny(ends[0].dtype)
+    return _narrow(eqn, ends[0] - least, ends[1] + least, nonnegative=is_nonnegative(a) and is_nonnegative(b))
 
 
 @register_rule("dot_general")
@@ -711,18 +651,17 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
     dims = eqn.params["dimension_numbers"]
     (a_contract, _), (a_batch, _) = dims
     terms = math.prod(a.shape[d] for d in a_contract)
-    known = is_nonnegative(a) and is_nonnegative(b)
-    tight, both = eqn.product == "tight", isinstance(a, Interval) and isinstance(b, Interval)
-    signed = is_nonnegative(a) or is_nonnegative(b)
-    if tight and terms == 1 and not a_batch:
-        low, high = _outer(a, b, dims)
-    elif tight and both and not signed and terms <= _UNROLLED and not a_batch:
-        low, high = _corner_sum(a, b, dims)
+    tight = eqn.product == "tight" and not a_batch
+    unsigned = not (is_nonnegative(a) or is_nonnegative(b)) and isinstance(a, Interval) and isinstance(b, Interval)
+    if tight and terms == 1:
+        ends = _outer(a, b, dims)
+    elif tight and unsigned and terms <= _UNROLLED:
+        ends = _corner_sum(a, b, dims)
     else:
         length, multiply = _dot(dims, terms)
-        low, high = _bilinear(eqn, multiply, a, b, length)
-    result = _product_result(eqn, low, high, terms, known)
-    if tight and not a_batch:
+        ends = _bilinear(eqn, multiply, a, b, length)
+    result = _product_result(eqn, ends, a, b, terms)
+    if tight:
         _use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
     return result
@@ -770,70 +709,45 @@ def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], 
 def _last(x: Operand, axes: Sequence[int]) -> Operand:
     """Moves contracted axes to the end and merges them."""
     kept = [d for d in range(len(x.shape)) if d not in axes]
-
-    def move(v: jax.Array) -> jax.Array:
-        return jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[d] for d in kept), -1)
-
-    if not isinstance(x, Interval):
-        return move(x)
-    return Box(move(x.lower), move(x.upper), nonnegative=is_nonnegative(x))
+    return moved(lambda v: jnp.transpose(v, (*kept, *axes)).reshape(*(v.shape[d] for d in kept), -1), x)
 
 
-def _spread(x: Operand, right: int, kept: int = 0) -> Operand:
-    """Inserts `right` axes of length one before the last `kept` axes."""
-
-    def spread(v: jax.Array) -> jax.Array:
-        place = v.ndim - kept
-        return v.reshape(*v.shape[:place], *(1,) * right, *v.shape[place:])
-
-    if not isinstance(x, Interval):
-        return spread(x)
-    return Box(spread(x.lower), spread(x.upper), nonnegative=is_nonnegative(x))
+def _index(x: Operand, i: int) -> Operand:
+    return moved(lambda v: v[..., i], x)
 
 
-def _align(x: Operand, left: int) -> Operand:
-    return _spread(x, left, kept=len(x.shape))
+def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
+    """`_corner_products` of every entry of x with every entry of y, entry by entry along the last `shared` axes."""
+
+    def spread(v: Operand, new: int, kept: int) -> Operand:
+        place = len(v.shape) - kept
+        return moved(lambda end: end.reshape(*end.shape[:place], *(1,) * new, *end.shape[place:]), v)
+
+    left, right = len(x.shape) - shared, len(y.shape)
+    return _corner_products(spread(x, right - shared, shared), spread(y, left, right))
 
 
-def _outer(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Array]:
+def _outer(a: Operand, b: Operand, dims: Dims) -> Ends:
     """One product per entry: exact. The rounding is paid by the smaller operand, not entry by entry."""
     (a_contract, b_contract), _ = dims
     if a_contract:
         a, b = (_index(_last(x, axes), 0) for x, axes in ((a, a_contract), (b, b_contract)))
-    known = is_nonnegative(a), is_nonnegative(b)
     if isinstance(a, Interval):
-        a = _keep_sign(inflate(a, 2), known[0])
-    else:
-        b = _keep_sign(inflate(b, 2), known[1])
-    return _corner_products(_spread(a, len(b.shape)), _align(b, len(a.shape)))
+        return _all_products(inflate(a, 2, keep_sign=True), b)
+    return _all_products(a, inflate(b, 2, keep_sign=True))
 
 
-def _keep_sign(x: Interval, known: bool) -> Box:
-    return Box(x.lower, x.upper, nonnegative=known)
-
-
-def _index(x: Operand, i: int) -> Operand:
-    if not isinstance(x, Interval):
-        return x[..., i]
-    return Box(x.lower[..., i], x.upper[..., i], nonnegative=is_nonnegative(x))
-
-
-def _corner_sum(a: Operand, b: Operand, dims: Dims) -> tuple[jax.Array, jax.Array]:
+def _corner_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
     """A short sum of products, each of them exact."""
     (a_contract, b_contract), _ = dims
     a, b = _last(a, a_contract), _last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
     if math.prod(a.shape) > terms and math.prod(b.shape) > terms:  # two matrices: slower to compute, faster to compile
-        ends = _corner_products(_spread(a, len(b.shape) - 1, kept=1), _align(b, len(a.shape) - 1))
-        low, high = (jnp.sum(end, axis=-1) for end in ends)
-        return low, high
-    pairs = ((_index(a, i), _index(b, i)) for i in range(terms))
-    products = [_corner_products(_spread(x, len(y.shape)), _align(y, len(x.shape))) for x, y in pairs]
-    low, high = products[0]
-    for p, q in products[1:]:
-        low, high = low + p, high + q
-    return low, high
+        low, high = _all_products(a, b, shared=1)
+        return jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
+    lows, highs = zip(*(_all_products(_index(a, i), _index(b, i)) for i in range(terms)), strict=True)
+    return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
 
 
 def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
@@ -847,13 +761,13 @@ def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims
         rows = _last(w, [w_axis])
         size = rows.shape[-1]
         for c in range(size):
-            low, high = lower(rows) - upper(rows)[..., c : c + 1], upper(rows) - lower(rows)[..., c : c + 1]
-            itself = (np.arange(size) == c).reshape(*(1,) * (low.ndim - 1), size)
-            centred = Box(*(jnp.where(itself, 0, end) for end in widen(low, high)))
-            last = (low.ndim - 1,)
+            ends = widen(lower(rows) - upper(rows)[..., c : c + 1], upper(rows) - lower(rows)[..., c : c + 1])
+            itself = (np.arange(size) == c).reshape(*(1,) * (len(rows.shape) - 1), size)
+            centred = Box(*(jnp.where(itself, 0, end) for end in ends))
+            last = (centred.ndim - 1,)
             pair, places = ((d, centred), ((d_axis,), last)) if d is a else ((centred, d), (last, (d_axis,)))
             below, above = _corner_sum(*pair, (places, ((), ())))
-            least = 8 * size * tiny(low.dtype)
+            least = 8 * size * tiny(below.dtype)
             bounds = _narrow(eqn, below - least, above + least)
             result.lower = jnp.maximum(result.lower, bounds.lower)
             result.upper = jnp.minimum(result.upper, bounds.upper)
@@ -865,22 +779,17 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
         return
-    if len(b.shape) == 2:
-        h, w, h_axis, w_axis = a, b, a_contract[0], b_contract[0]
-    elif len(b.shape) == 1 and len(a.shape) == 2:
-        h, w, h_axis, w_axis = b, a, b_contract[0], a_contract[0]
-    else:
-        return
-    classes = w.shape[1 - w_axis]
-    if not 1 < classes <= _PAIRWISE:
+    h, w, h_axis, w_axis = a, b, a_contract[0], b_contract[0]
+    if len(b.shape) == 1 and len(a.shape) == 2:
+        h, w, h_axis, w_axis = b, a, w_axis, h_axis
+    if len(w.shape) != 2 or not 1 < w.shape[1 - w_axis] <= _PAIRWISE:
         return
 
     def differences() -> jax.Array:
         low, high = (jnp.moveaxis(end(w), w_axis, 0) for end in (lower, upper))  # [n, K]
         ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
         gap = Box(*map(_off_diagonal, ends))  # [n, K, K]
-        pair_dims = (((h_axis,), (0,)), ((), ()))
-        length, multiply = _dot(pair_dims, h.shape[h_axis])
+        length, multiply = _dot((((h_axis,), (0,)), ((), ())), h.shape[h_axis])
         tight = Equation("dot_general", {}, (), "tight", lambda: [], lambda c, x: [])
         _, top = _bilinear(tight, multiply, h, gap, length)
         return _off_diagonal(top + 8 * h.shape[h_axis] * tiny(top.dtype))
@@ -918,10 +827,9 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
 
 def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Bounds of softmax(z) from upper bounds [..., j, c] of z_j - z_c: p_c = 1 / sum_j exp(z_j - z_c)."""
-    roundings = gaps.shape[-1] + 20
-    low = 1 / jnp.sum(jnp.exp(gaps), axis=-2)
-    high = 1 / jnp.sum(jnp.exp(-gaps), axis=-1)  # z_j - z_c >= -(upper bound of z_c - z_j)
-    low, high = widen(low, high, roundings)
+    # z_j - z_c >= -(upper bound of z_c - z_j)
+    low, high = 1 / jnp.sum(jnp.exp(gaps), axis=-2), 1 / jnp.sum(jnp.exp(-gaps), axis=-1)
+    low, high = widen(low, high, gaps.shape[-1] + 20)
     return jnp.maximum(low, 0), jnp.minimum(high, 1)
 
 
@@ -934,28 +842,22 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
         error = slack(low.dtype, low.shape[-1] + 4)  # the others sum to at most 1 at any point
         above, below = above + error, below - error * jnp.maximum(1, _others(high))
         low, high = jnp.maximum(low, below), jnp.minimum(high, above)
-    p = Box(low, high, nonnegative=True)
-    wide = inflate(weights, low.shape[-1])
-    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), wide))
-    low, high = widen(*_corner_products(p, total))
-    low, high = widen(low - upper(weights), high - lower(weights))
-    return Box(low, high, zero_sum=True)
+    total = Box(*both(lambda v: jnp.sum(v, axis=-1, keepdims=True), inflate(weights, low.shape[-1])))
+    low, high = widen(*_corner_products(Box(low, high, nonnegative=True), total))
+    return Box(*widen(low - upper(weights), high - lower(weights)), zero_sum=True)
 
 
 @register_rule("softmax_cross_entropy")
 def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
     """sum_k y_k log sum_j exp(z_j - z_k)."""
     gaps = pairwise_gaps(logits, eqn.product)
-    roundings = gaps.shape[-1] + 24
-    high = _log_sum_exp(gaps, axis=-2)
-    low = _log_sum_exp(-gaps, axis=-1)
-    error = slack(low.dtype, roundings)
+    low, high = _log_sum_exp(-gaps, axis=-1), _log_sum_exp(gaps, axis=-2)
+    error = slack(low.dtype, gaps.shape[-1] + 24)
     low, high = low - error * (1 + jnp.abs(low)), high + error * (1 + jnp.abs(high))
-    per_class = Box(jnp.maximum(low, 0), high, nonnegative=True)
-    low, high = _corner_products(weights, per_class)
+    ends = widen(*_corner_products(weights, Box(low, high, nonnegative=True)))
     # A class without weight adds nothing even if its loss is unbounded.
     absent = (lower(weights) == 0) & (upper(weights) == 0)
-    low, high = (jnp.where(absent, 0, end) for end in widen(low, high))
+    low, high = (jnp.where(absent, 0, end) for end in ends)
     scale = slack(low.dtype, low.shape[-1] + 2)
     low, high = (jnp.sum(end, axis=-1) for end in (low - scale * jnp.abs(low), high + scale * jnp.abs(high)))
     return Box(*widen(low, high))
@@ -971,8 +873,7 @@ def _log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
 def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
     """sigmoid(z) - y."""
     low, high = widen(*both(jax.nn.sigmoid, logits), 16)
-    low, high = jnp.maximum(low, 0), jnp.minimum(high, 1)
-    return Box(*widen(low - upper(label), high - lower(label)))
+    return Box(*widen(jnp.maximum(low, 0) - upper(label), jnp.minimum(high, 1) - lower(label)))
 
 
 @register_rule("sigmoid_cross_entropy")
@@ -991,8 +892,7 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
         # A little beside the turning point costs the square of the distance: far below the slack.
         bottoms.append(_least([*ends, value(turn, y)]))
     error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
-    bottom, top = _least(bottoms) - error, _most(tops) + error
-    return Box(bottom, top)
+    return Box(_least(bottoms) - error, _most(tops) + error)
 
 
 @register_rule("binary_hinge", "binary_hinge_gradient")
@@ -1015,27 +915,23 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
     true = jnp.argmax(weights, axis=-1)
     is_true = jax.nn.one_hot(true, weights.shape[-1], dtype=jnp.bool_)
     gaps = pairwise_gaps(logits, eqn.product)
-    index = true[..., None, None]
-    above = jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-1], 1)), axis=-1)[..., 0]  # z_k - z_y <=
-    below = -jnp.take_along_axis(gaps, jnp.broadcast_to(index, (*gaps.shape[:-2], 1, gaps.shape[-1])), axis=-2)[
-        ..., 0, :
-    ]
+    # Bounds of z_k - z_y for every class k.
+    above = jnp.take_along_axis(gaps, true[..., None, None], axis=-1)[..., 0]
+    below = -jnp.take_along_axis(gaps, true[..., None, None], axis=-2)[..., 0, :]
     above, below = (jnp.where(is_true, -jnp.inf, v) for v in (above, below))
-    low, high = widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1))
     nan = jnp.isnan(weights).any(axis=-1)
-    low, high = jnp.where(nan, jnp.nan, low), jnp.where(nan, jnp.nan, high)
+    low, high = (jnp.where(nan, jnp.nan, v) for v in widen(1 + jnp.max(below, axis=-1), 1 + jnp.max(above, axis=-1)))
     if eqn.name == "multiclass_hinge":
         return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
-    certain, possible = low > 0, ~(high <= 0)
+    certain, possible = (low > 0)[..., None], ~(high <= 0)[..., None]
     # Class k can be the rival unless some other class is certainly above it.
     beaten = (jnp.where(is_true[..., :, None], jnp.inf, gaps) < 0) & ~is_true[..., None, :]  # [k, j]: z_k < z_j
     may_rival = ~jnp.any(beaten, axis=-1) & ~is_true
     surely = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
     dtype = low.dtype
-    rival_low = (surely & certain[..., None]).astype(dtype)
-    rival_high = (may_rival & possible[..., None]).astype(dtype)
-    true_low, true_high = -possible.astype(dtype)[..., None], -certain.astype(dtype)[..., None]
-    return Box(jnp.where(is_true, true_low, rival_low), jnp.where(is_true, true_high, rival_high), zero_sum=True)
+    low = jnp.where(is_true, -possible.astype(dtype), (surely & certain).astype(dtype))
+    high = jnp.where(is_true, -certain.astype(dtype), (may_rival & possible).astype(dtype))
+    return Box(low, high, zero_sum=True)
 
 
 # --- control flow ----------------------------------------------------------------------------------------------------
@@ -1049,34 +945,21 @@ def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
     return eqn.evaluate(closed, operands)
 
 
-def _as_intervals(xs: Sequence[Operand], wanted: Sequence[bool]) -> list[Operand]:
-    """Plain intervals where wanted, so that a loop carries one kind of value."""
-    return [Box(lower(x), upper(x)) if w else x for x, w in zip(xs, wanted, strict=True)]
-
-
-def _pairs(xs: Sequence[Operand]) -> list[Any]:
-    return [(x.lower, x.upper) if isinstance(x, Interval) else (x,) for x in xs]
-
-
-def _unpairs(xs: Sequence[Any]) -> list[Operand]:
-    return [Box(*x) if len(x) == 2 else x[0] for x in xs]
+def _plain(xs: Sequence[Operand], wanted: Sequence[bool] | None = None) -> list[Any]:
+    """Intervals without facts, which loops can carry as pytrees; points become intervals where wanted."""
+    wanted = [isinstance(x, Interval) for x in xs] if wanted is None else wanted
+    return [unchecked(lower(x), upper(x)) if w else x for x, w in zip(xs, wanted, strict=True)]
 
 
 def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]) -> tuple[list[bool], list[Any]]:
-    """Which entries of a loop's state become intervals, and the state to start from, in pairs."""
+    """(which entries of a loop's state become intervals, the state to start from)."""
     kinds = [isinstance(x, Interval) for x in init]
     while True:
-        found: list[bool] = []
-
-        def probe(state: Any, found: list[bool] = found) -> Any:
-            outs = body(_unpairs(state))
-            found[:] = [isinstance(x, Interval) for x in outs[: len(init)]]
-            return _pairs(outs)
-
-        jax.eval_shape(probe, _pairs(_as_intervals(init, kinds)))
-        grown = [a or b for a, b in zip(kinds, found, strict=True)]
+        state = _plain(init, kinds)
+        outs = jax.eval_shape(lambda state: _plain(body(state)), state)
+        grown = [k or isinstance(x, Interval) for k, x in zip(kinds, outs[: len(init)], strict=True)]
         if grown == kinds:
-            return kinds, jax.tree.map(jnp.asarray, _pairs(_as_intervals(init, kinds)))
+            return kinds, jax.tree.map(jnp.asarray, state)
         kinds = grown
 
 
@@ -1084,52 +967,47 @@ def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Oper
 def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     p, closed = eqn.params, eqn.params["jaxpr"]
     n_consts, n_carry = p["num_consts"], p["num_carry"]
-    consts, init = list(operands[:n_consts]), list(operands[n_consts : n_consts + n_carry])
-    xs = _pairs(operands[n_consts + n_carry :])
+    consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+    xs = _plain(operands[n_consts + n_carry :])
     first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
-    kinds, start = _carried(lambda state: eqn.evaluate(closed, [*consts, *state, *_unpairs(first)]), init)
+    kinds, start = _carried(lambda state: eqn.evaluate(closed, [*consts, *state, *first]), init)
 
     def body(state: Any, x: Any) -> Any:
-        outs = eqn.evaluate(closed, [*consts, *_unpairs(state), *_unpairs(x)])
-        return _pairs(_as_intervals(outs[:n_carry], kinds)), _pairs(outs[n_carry:])
+        outs = eqn.evaluate(closed, [*consts, *state, *x])
+        return _plain(outs[:n_carry], kinds), _plain(outs[n_carry:])
 
     final, stacked = lax.scan(body, start, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1))
-    return [*_unpairs(final), *_unpairs(stacked)]
+    return [*final, *stacked]
 
 
 @register_rule("while")
 def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
     p = eqn.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
-    cond_consts, body_consts = list(operands[:n_cond]), list(operands[n_cond : n_cond + n_body])
-    init = list(operands[n_cond + n_body :])
-    kinds, start = _carried(lambda state: eqn.evaluate(p["body_jaxpr"], [*body_consts, *state]), init)
+    cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
+
+    def step(state: Sequence[Operand]) -> list[Operand]:
+        return eqn.evaluate(p["body_jaxpr"], [*body_consts, *state])
 
     def condition(state: Any) -> jax.Array:
-        (result,) = eqn.evaluate(p["cond_jaxpr"], [*cond_consts, *_unpairs(state)])
+        (result,) = eqn.evaluate(p["cond_jaxpr"], [*cond_consts, *state])
         if isinstance(result, Interval):
             raise NoRuleError("the condition of a while loop depends on an interval")
         return result
 
-    def body(state: Any) -> Any:
-        return _pairs(_as_intervals(eqn.evaluate(p["body_jaxpr"], [*body_consts, *_unpairs(state)]), kinds))
-
-    return _unpairs(lax.while_loop(condition, body, start))
+    kinds, start = _carried(step, operands[n_cond + n_body :])
+    return lax.while_loop(condition, lambda state: _plain(step(state), kinds), start)
 
 
 @register_rule("cond")
 def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
     branches = eqn.params["branches"]
     if not isinstance(index, Interval):
-        kinds: list[bool] = []
-
-        def probe(xs: Any) -> Any:
-            results = [eqn.evaluate(b, _unpairs(xs)) for b in branches]
-            kinds[:] = [any(isinstance(x, Interval) for x in cases) for cases in zip(*results, strict=True)]
-            return [_pairs(outs) for outs in results]
-
-        jax.eval_shape(probe, _pairs(operands))
-        functions = [lambda xs, b=b: _pairs(_as_intervals(eqn.evaluate(b, _unpairs(xs)), kinds)) for b in branches]
-        return _unpairs(lax.switch(jnp.asarray(index, jnp.int32), functions, _pairs(operands)))
+        functions = [lambda xs, b=b: eqn.evaluate(b, xs) for b in branches]
+        xs = _plain(operands)
+        shapes = [jax.eval_shape(lambda xs, f=f: _plain(f(xs)), xs) for f in functions]
+        kinds = [any(isinstance(x, Interval) for x in cases) for cases in zip(*shapes, strict=True)]
+        alike = [lambda xs, f=f: _plain(f(xs), kinds) for f in functions]
+        return lax.switch(jnp.asarray(index, jnp.int32), alike, xs)
     results = [eqn.evaluate(b, operands) for b in branches]
     return [_select_unknown(index, *cases) for cases in zip(*results, strict=True)]

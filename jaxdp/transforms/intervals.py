@@ -48,21 +48,19 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
         bounds = jaxdp.interval(fun)(box, x)  # bounds.lower <= fun(p, x) <= bounds.upper for every p in the box
         gradients = jaxdp.interval(jax.grad(loss_fn))(box, example)  # of every parameter vector in the box
 
-    It composes with `jax.jit`, `jax.vmap` and `jax.lax.scan` around it and inside `fun`, and with `jax.grad` inside.
-    Control flow must not depend on an interval, except `lax.cond` and `lax.switch`, which return the hull of
-    their branches.
+    It composes with `jax.jit`, `jax.vmap` and `jax.lax.scan` around it and inside `fun`, and with `jax.grad` inside. No
+    control flow may depend on an interval but `lax.cond` and `lax.switch`, which return the hull of their branches.
 
     Args:
-      fun: any JAX function of arrays; what its primitives are is checked when the result is called.
-      product: how dot products and convolutions of two intervals are bounded. "tight": exactly if the sign of
-        one operand is known or few terms are summed, else within a factor of two in width. "rump": midpoint and
-        radius (Rump 1999), one and a half times the exact width at worst; what published implementations of
-        interval training use, with losses bounded logit by logit.
+      fun: any JAX function of arrays; its primitives are checked when the result is called.
+      product: how dot products and convolutions of two intervals are bounded. "tight": exactly if the sign of one
+        operand is known or few terms are summed, else within a factor of two in width. "rump": midpoint and radius
+        (Rump 1999), one and a half times the exact width at worst, and losses bounded logit by logit, as in published
+        implementations of interval training.
 
     Returns:
-      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, or an `Interval` may
-      stand for a whole pytree; other leaves are exactly known points. It returns the result of `fun` with an
-      `Interval` for each array.
+      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, or an `Interval` may stand
+      for a whole pytree; other leaves are exactly known. It returns the result of `fun`, an `Interval` for each array.
 
     Formal guarantees:
       *Soundness.* For every point of the arguments the value of `fun` in real arithmetic lies inside. Endpoints are
@@ -71,7 +69,7 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       rounding of + - * / sqrt, sums in any order (on a GPU: no Winograd or FFT convolutions), elementary functions
       within 8 units in the last place (16 for erf).
 
-      *Isotonicity.* Smaller arguments give a result that is contained in that of larger ones. No rule looks at
+      *Isotonicity.* Smaller arguments give a result that is contained in that of larger ones: no rule looks at
       endpoints to choose a formula. It holds in floating point too, except for `product="rump"`, softmax inside a
       network, values (not gradients) of the cross-entropies, and what elementary functions lack in monotonicity (on
       XLA's CPU 10 units in the last place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic).
@@ -89,8 +87,8 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       =============================  ========================================================================
 
     Raises:
-      UnsupportedPrimitive: when called, naming the primitive, where it arose, and the remedy.
-      ValueError: if `product` is unknown.
+      UnsupportedPrimitive: when called; it names the primitive, where it arose, and the remedy.
+      ValueError: `product` is unknown.
     """
     if product not in ("tight", "rump"):
         raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
@@ -107,7 +105,11 @@ def bound(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, product: str = "tight"
 ) -> tuple[list[Operand], Any]:
     """Bounds `fun` and keeps what the interpreter knows: flat results, `Box`es or exact arrays, and their tree."""
-    args, kwargs = jax.tree.map(_expand, (tuple(args), kwargs or {}), is_leaf=_is_interval)
+
+    def expand(x: Any) -> Any:
+        return jax.tree.map(Box, x.lower, x.upper) if _is_interval(x) else x
+
+    args, kwargs = jax.tree.map(expand, (tuple(args), kwargs or {}), is_leaf=_is_interval)
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_interval)
 
     def flat(*points: Any) -> Any:
@@ -124,16 +126,10 @@ def _is_interval(x: Any) -> bool:
     return isinstance(x, Interval)
 
 
-def _expand(x: Any) -> Any:
-    return jax.tree.map(Box, x.lower, x.upper) if isinstance(x, Interval) else x
-
-
 def _plain(x: Operand) -> Interval:
     """The result as the user sees it: no facts, NaN endpoints infinite."""
-    low, high = jnp.asarray(lower(x)), jnp.asarray(upper(x))
-    if is_float(low):
-        low, high = jnp.where(jnp.isnan(low), -jnp.inf, low), jnp.where(jnp.isnan(high), jnp.inf, high)
-    return unchecked(low, high)
+    x = interval_rules.without_nan(x)
+    return unchecked(jnp.asarray(lower(x)), jnp.asarray(upper(x)))
 
 
 def stage(
@@ -143,14 +139,13 @@ def stage(
 
     Args:
       fun: a function of two pytrees that returns a pytree of arrays.
-      moving: pytree of arrays or shapes; will be intervals.
-      fixed: pytree of arrays or shapes; known points.
+      moving, fixed: pytrees of arrays or shapes; will be intervals, and known points.
 
     Returns:
       `first(fixed) -> kept`: what does not depend on `moving`. `second(moving, kept) -> factors`: everything but the
-      outer products that results end with, the per-example gradients of dense layers. `third(factors)`: those;
-      a list of (lower, upper) for each array of the result. What passes between them are pytrees of arrays for
-      `jax.vmap` and `jax.lax.map`. The parts must be traced in this order.
+      outer products that results end with, the per-example gradients of dense layers. `third(factors)`: those; a list
+      of (lower, upper) for each array of the result. `kept` and `factors` are pytrees of arrays for `jax.vmap` and
+      `jax.lax.map`. The parts must be traced in this order.
     """
     moving_leaves, fixed_leaves = jax.tree.leaves(moving), jax.tree.leaves(fixed)
     trees = jax.tree.structure(moving), jax.tree.structure(fixed)
@@ -158,9 +153,8 @@ def stage(
     def flat(moving: Sequence[Any], fixed: Sequence[Any]) -> Any:
         return jax.tree.leaves(fun(*map(jax.tree.unflatten, trees, (moving, fixed))))
 
-    closed = jax.make_jaxpr(flat)(
-        *([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (moving_leaves, fixed_leaves))
-    )
+    shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (moving_leaves, fixed_leaves)]
+    closed = jax.make_jaxpr(flat)(*shapes)
     jaxpr = closed.jaxpr
     inputs, points = jaxpr.invars[: len(moving_leaves)], jaxpr.invars[len(moving_leaves) :]
     live = _live(jaxpr)
@@ -186,11 +180,14 @@ def stage(
 
     def hand_over(values: dict[Any, Any], names: Sequence[Any]) -> list[Any]:
         signs.update({v: is_nonnegative(values[v]) for v in names})
-        return [(lower(x), upper(x)) if _is_interval(x) else (x,) for x in (values[v] for v in names)]
+        return [unchecked(x.lower, x.upper) if _is_interval(x) else x for x in (values[v] for v in names)]
 
     def take_over(names: Sequence[Any], handed: Sequence[Any]) -> dict[Any, Any]:
-        parts = zip(names, handed, strict=True)
-        return consts | {v: Box(*x, nonnegative=signs[v]) if len(x) == 2 else x[0] for v, x in parts}
+        found = {
+            v: Box(x.lower, x.upper, nonnegative=signs[v]) if _is_interval(x) else x
+            for v, x in zip(names, handed, strict=True)
+        }
+        return consts | found
 
     def first(fixed: Any) -> Any:
         values = consts | dict(zip(points, jax.tree.leaves(fixed), strict=True))
@@ -260,27 +257,22 @@ def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dic
 
 
 def _read(values: dict[Any, Any], atom: Any) -> Any:
-    if not isinstance(atom, jex.Literal):
-        return values[atom]
-    aval: Any = atom.aval
-    return np.asarray(atom.val, aval.dtype)
+    return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else values[atom]  # type: ignore[attr-defined]
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    needed = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
-    kept = []
+    needed, kept = set(_variables(jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             kept.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            needed.update(_variables(eqn.invars))
     return kept[::-1]
 
 
 def _is_exact(eqn: Any) -> bool:
     """Whether the equation makes exact results of exact operands."""
-    if any(True for _ in jex.jaxprs_in_params(eqn.params)) and eqn.primitive.name not in interval_rules.EXACT:
-        return False
-    return eqn.primitive.name in interval_rules.EXACT or not any(is_float(v.aval) for v in eqn.outvars)
+    plain = not [*jex.jaxprs_in_params(eqn.params)] and not any(is_float(v.aval) for v in eqn.outvars)
+    return plain or eqn.primitive.name in interval_rules.EXACT
 
 
 def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
@@ -320,29 +312,32 @@ def _user_line(eqn: Any) -> str:
 
 
 def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
-    """Returns the rule to apply and its operands; patterns in which a quantity meets itself get rules of their own."""
+    """The rule to apply and its operands; patterns in which a quantity meets itself get rules of their own."""
     name, atoms = eqn.primitive.name, eqn.invars
-    if name == "eq":
-        # The derivative of max(x, y) asks whether x == max(x, y): as intervals the two sides look independent.
-        for x, y in (atoms, atoms[::-1]):
-            made = _producer(y, producers)
-            if made and made.primitive.name in ("max", "min"):
-                for one, other in (made.invars, made.invars[::-1]):
-                    if _same(x, one):
-                        return ("ge" if made.primitive.name == "max" else "le"), (x, other)
+    # The derivative of max(x, y) asks whether x == max(x, y): as intervals the two sides look independent.
+    if name == "eq" and (found := _meets_itself(atoms, producers, "max", "min")):
+        return ("ge" if found[0] == "max" else "le"), found[1:]
     if name == "mul" and _same(atoms[0], atoms[1]):
         return "square", atoms[:1]
+    # The derivative of tanh is computed as x + x y with x = g (1 - y).
     if name in ("add", "add_any") and is_float(eqn.outvars[0].aval):
-        # The derivative of tanh is computed as x + x y with x = g (1 - y).
-        for x, y in (atoms, atoms[::-1]):
-            made = _producer(y, producers)
-            if made and made.primitive.name == "mul" and not isinstance(x, jex.Literal):
-                for one, other in (made.invars, made.invars[::-1]):
-                    if x is one:
-                        return "x_plus_xy", (x, other)
-    if name == "div" and (found := _softmax(atoms[0], atoms[1], producers)):
-        return "softmax", found
+        found = _meets_itself(atoms, producers, "mul")
+        if found and not isinstance(found[1], jex.Literal):
+            return "x_plus_xy", found[1:]
+    if name == "div" and (operands := _softmax(atoms[0], atoms[1], producers)):
+        return "softmax", operands
     return name, atoms
+
+
+def _meets_itself(atoms: Sequence[Any], producers: dict[Any, Any], *names: str) -> tuple[str, Any, Any] | None:
+    """(name, x, z) if the atoms are x and y = name(x, z), in any order."""
+    for x, y in (atoms, atoms[::-1]):
+        made = _producer(y, producers)
+        if made and made.primitive.name in names:
+            for one, other in (made.invars, made.invars[::-1]):
+                if _same(x, one):
+                    return made.primitive.name, x, other
+    return None
 
 
 def _producer(atom: Any, producers: dict[Any, Any]) -> Any:

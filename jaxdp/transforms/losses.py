@@ -1,16 +1,14 @@
 """Losses of ONE example, with closed-form gradients.
 
-Every function takes the logits and the label of one example and returns a scalar; `jax.vmap` gives a batch of
-them. Logits of any real dtype are read in float32 (float64 stays float64), so bfloat16 models lose nothing in
-the loss, and the gradient comes back in the dtype of the logits.
+Every function takes the logits and the label of one example and returns a scalar, float32 (float64 for float64 logits):
+bfloat16 logits are read in float32, and their gradient comes back in bfloat16. `jax.vmap` gives a batch.
 
-Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring instead of what
-differentiation of the forward pass would give; it is stable for any finite logits. Values and gradients are
-primitives named after the loss ("softmax_cross_entropy_gradient"), so that transformations which rewrite jaxprs
-recognise them (`jaxdp.interval` bounds them in closed form). The price: reverse mode only, once (`jax.grad`,
-`jax.vjp`, `jax.jacrev`; not `jax.jvp` or `jax.hessian`).
+Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring, stable for any finite logits.
+Values and gradients are primitives named after the loss ("softmax_cross_entropy_gradient"), which `jaxdp.interval`
+bounds in closed form. Only one reverse-mode derivative is supported (`jax.grad`, `jax.vjp`, `jax.jacrev`; not `jax.jvp`
+or `jax.hessian`).
 
-NaN logits or labels give a NaN loss and a NaN gradient, never a plausible number.
+NaN logits or labels give a NaN loss and a NaN gradient.
 """
 
 from collections.abc import Callable
@@ -34,13 +32,11 @@ def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
 
     Args:
         logits: [K] with K >= 1.
-        label: an integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed).
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits); NaN for an integer class outside 0..K-1.
+        label: an integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed). An integer class outside
+            0..K-1 gives NaN.
 
     Raises:
-        ValueError: if `logits` is not a vector or `label` fits neither form.
+        ValueError: `logits` is not a vector or `label` fits neither form.
     """
     logits = _at_least_float32(logits)
     return _softmax_cross_entropy(logits, _class_weights(logits, label))
@@ -56,18 +52,15 @@ def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
         logits: [] or [1] for one binary decision, [K] for K of them.
         label: the probability of the positive class, 0 or 1 or between; shaped like `logits`, or [] for [1].
 
-    Returns:
-        A scalar, float32 (float64 for float64 logits).
-
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: the shapes do not fit.
     """
     logits = _at_least_float32(logits)
     return _sigmoid_cross_entropy(logits, _like(label, logits))
 
 
 def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Squared Euclidean distance between a prediction and its target.
+    """Squared Euclidean distance between a prediction and its target: a sum, no mean, without a factor 1/2.
 
         loss = sum_k (z_k - y_k)**2,     dloss/dz = 2 (z - y) = -dloss/dy
 
@@ -75,11 +68,8 @@ def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
         logits: the prediction, of any shape.
         label: the target, of the same shape, or [] for a prediction of one element.
 
-    Returns:
-        A scalar, float32 (float64 for float64 logits): the sum, without a factor 1/2 and not the mean.
-
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: the shapes do not fit.
     """
     logits = _at_least_float32(logits)
     return _squared_error(logits, _like(label, logits))
@@ -91,20 +81,16 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
         one logit:      loss = max(0, 1 - s z),                       dloss/dz = -s [loss > 0]
         K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),    dloss/dz = (e_j - e_y) [loss > 0]
 
-    where s is 1 if label > 0 and -1 otherwise, j the first of the classes other than y with the largest
-    logit, and e_k a unit vector. On the kinks this is one of the subgradients.
+    where s is 1 if label > 0 and -1 otherwise, j the first of the classes other than y with the largest logit, and e_k
+    a unit vector. On the kinks this is one of the subgradients. The label has no gradient.
 
     Args:
         logits: [] or [1] (binary), or [K] (multi-class).
-        label: binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or
-            a one-hot vector [K], of which the largest entry counts.
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits); NaN for an integer class outside 0..K-1. The label has
-        no gradient.
+        label: binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or a one-hot
+            vector [K], of which the largest entry counts. An integer class outside 0..K-1 gives NaN.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: the shapes do not fit.
     """
     logits = _at_least_float32(logits)
     if logits.size == 1:
@@ -122,12 +108,20 @@ def _softmax_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(weights, axis=-1, keepdims=True) * jax.nn.softmax(logits, axis=-1) - weights
 
 
+def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits) - logits
+
+
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jnp.maximum(logits, 0) - label * logits + jnp.log1p(jnp.exp(-jnp.abs(logits)))
 
 
 def _sigmoid_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(logits) - label
+
+
+def _sigmoid_label_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return -logits
 
 
 def _binary_hinge_value(logits: jax.Array, sign: jax.Array) -> jax.Array:
@@ -148,7 +142,7 @@ def _multiclass_hinge_gradient(logits: jax.Array, weights: jax.Array) -> jax.Arr
 
 
 def _multiclass_hinge_parts(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the loss [...] and e_j - e_y [..., K]."""
+    """(the loss [...], e_j - e_y [..., K])."""
     classes = logits.shape[-1]
     true = jax.nn.one_hot(jnp.argmax(weights, axis=-1), classes, dtype=logits.dtype)
     others = jnp.where(true > 0, -jnp.inf, logits)
@@ -164,11 +158,7 @@ def _active(loss: jax.Array) -> jax.Array:
 
 
 def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
-    """Make a function of (logits [..., K], label [..., K]) a primitive.
-
-    Its name in a jaxpr is how other transformations (`jaxdp.interval`) recognise it under `jax.grad`, `jax.vmap`
-    and `jax.jit`.
-    """
+    """A function of (logits [..., K], label [..., K]) as a primitive, which other transformations know by its name."""
     primitive = jex.Primitive(name)
 
     def batch(operands: Any, axes: Any) -> tuple[jax.Array, int]:
@@ -193,49 +183,39 @@ def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
     return primitive
 
 
-_softmax_value_p = _primitive("softmax_cross_entropy", _softmax_value)
-_softmax_gradient_p = _primitive("softmax_cross_entropy_gradient", _softmax_gradient)
-_sigmoid_value_p = _primitive("sigmoid_cross_entropy", _sigmoid_value)
-_sigmoid_gradient_p = _primitive("sigmoid_cross_entropy_gradient", _sigmoid_gradient)
-_binary_hinge_value_p = _primitive("binary_hinge", _binary_hinge_value)
-_binary_hinge_gradient_p = _primitive("binary_hinge_gradient", _binary_hinge_gradient)
-_multiclass_hinge_value_p = _primitive("multiclass_hinge", _multiclass_hinge_value)
-_multiclass_hinge_gradient_p = _primitive("multiclass_hinge_gradient", _multiclass_hinge_gradient)
+def _loss(
+    name: str,
+    value: Callable[..., jax.Array],
+    gradient: Callable[..., jax.Array],
+    label_gradient: Callable[..., jax.Array] | None = None,
+    *,
+    elementwise: bool = False,
+) -> Callable[..., jax.Array]:
+    """The loss (logits, label) -> scalar of these parts; an elementwise value is summed."""
+    value_p, gradient_p = _primitive(name, value), _primitive(f"{name}_gradient", gradient)
+
+    @jax.custom_vjp
+    def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
+        values = value_p.bind(logits, label)
+        return jnp.sum(values) if elementwise else values
+
+    def forward(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
+        return loss(logits, label), (logits, label)
+
+    def backward(operands: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        d_label = None if label_gradient is None else cotangent * label_gradient(*operands)
+        return cotangent * gradient_p.bind(*operands), d_label
+
+    loss.defvjp(forward, backward)
+    return loss
 
 
-@jax.custom_vjp
-def _softmax_cross_entropy(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _softmax_value_p.bind(logits, weights)
-
-
-def _softmax_cross_entropy_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-    return _softmax_cross_entropy(logits, weights), (logits, weights)
-
-
-def _softmax_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits, weights = residuals
-    d_logits = _softmax_gradient_p.bind(logits, weights)
-    return cotangent * d_logits, cotangent * (jax.nn.logsumexp(logits) - logits)
-
-
-_softmax_cross_entropy.defvjp(_softmax_cross_entropy_fwd, _softmax_cross_entropy_bwd)
-
-
-@jax.custom_vjp
-def _sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.sum(_sigmoid_value_p.bind(logits, label))
-
-
-def _sigmoid_cross_entropy_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, Any]:
-    return _sigmoid_cross_entropy(logits, label), (logits, label)
-
-
-def _sigmoid_cross_entropy_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits, label = residuals
-    return cotangent * _sigmoid_gradient_p.bind(logits, label), cotangent * -logits
-
-
-_sigmoid_cross_entropy.defvjp(_sigmoid_cross_entropy_fwd, _sigmoid_cross_entropy_bwd)
+_softmax_cross_entropy = _loss("softmax_cross_entropy", _softmax_value, _softmax_gradient, _softmax_label_gradient)
+_sigmoid_cross_entropy = _loss(
+    "sigmoid_cross_entropy", _sigmoid_value, _sigmoid_gradient, _sigmoid_label_gradient, elementwise=True
+)
+_binary_hinge = _loss("binary_hinge", _binary_hinge_value, _binary_hinge_gradient, elementwise=True)
+_multiclass_hinge = _loss("multiclass_hinge", _multiclass_hinge_value, _multiclass_hinge_gradient)
 
 
 @jax.custom_vjp
@@ -247,44 +227,12 @@ def _squared_error_fwd(logits: jax.Array, label: jax.Array) -> tuple[jax.Array, 
     return _squared_error(logits, label), logits - label
 
 
-def _squared_error_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    d_logits = cotangent * 2 * residuals
+def _squared_error_bwd(difference: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d_logits = cotangent * 2 * difference
     return d_logits, -d_logits
 
 
 _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
-
-
-@jax.custom_vjp
-def _binary_hinge(logits: jax.Array, sign: jax.Array) -> jax.Array:
-    return jnp.sum(_binary_hinge_value_p.bind(logits, sign))
-
-
-def _binary_hinge_fwd(logits: jax.Array, sign: jax.Array) -> tuple[jax.Array, Any]:
-    return _binary_hinge(logits, sign), (logits, sign)
-
-
-def _binary_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return cotangent * _binary_hinge_gradient_p.bind(*residuals), None
-
-
-_binary_hinge.defvjp(_binary_hinge_fwd, _binary_hinge_bwd)
-
-
-@jax.custom_vjp
-def _multiclass_hinge(logits: jax.Array, weights: jax.Array) -> jax.Array:
-    return _multiclass_hinge_value_p.bind(logits, weights)
-
-
-def _multiclass_hinge_fwd(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-    return _multiclass_hinge(logits, weights), (logits, weights)
-
-
-def _multiclass_hinge_bwd(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return cotangent * _multiclass_hinge_gradient_p.bind(*residuals), None
-
-
-_multiclass_hinge.defvjp(_multiclass_hinge_fwd, _multiclass_hinge_bwd)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
@@ -298,7 +246,7 @@ def _at_least_float32(logits: jax.Array) -> jax.Array:
 
 
 def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Return the label as weights [K]; NaN for an integer class that does not exist."""
+    """The label as weights [K]; NaN for an integer class that does not exist."""
     label = jnp.asarray(label)
     if logits.ndim != 1:
         raise ValueError(f"logits must be the vector [K] of one example, got {logits.shape}; use jax.vmap")

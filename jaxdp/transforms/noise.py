@@ -1,43 +1,40 @@
 """Secrets, noise on pytrees, and `privatize`: the Gaussian mechanism as an optax transformation.
 
-**Keys.** All randomness that a guarantee rests on starts from 128 bits of operating-system entropy
-(`new_seed`); `stream` derives one key per purpose from it. Noise keys are "rbg" keys, four 32-bit words
-that carry all 128 bits. Three facts about them, each checked in the tests:
+**Keys.** All randomness that a guarantee rests on starts from 128 bits of operating-system entropy (`new_seed`);
+`stream` derives one key per purpose from it. Noise keys are "rbg" keys, four 32-bit words. Three facts about them, each
+checked in the tests:
 
-* With the default Philox generator words 0-1 are the cipher key and words 2-3 the starting counter. Keys that
-  share words 0-1 and lie close in words 2-3 give shifted copies of ONE stream, so never write key words by
-  hand: derive them with `stream`, `jax.random.split` and `jax.random.fold_in`, which hash.
-* Under `jax.vmap` the bits of the whole batch depend on the FIRST key of the batch only. Two batches that
-  share their first key share all their noise. Nothing here maps over noise keys and callers must not either;
-  per-example keys (augmentation, dropout) are "threefry2x32" keys, which are independent under `vmap`.
+* With the default Philox generator words 0-1 are the cipher key and words 2-3 the starting counter. Keys that share
+  words 0-1 and lie close in words 2-3 give shifted copies of ONE stream. So never write key words by hand: derive them
+  with `stream`, `jax.random.split` and `jax.random.fold_in`, which hash.
+* Under `jax.vmap` the bits of the whole batch depend on the FIRST key of the batch only. Nothing here maps over noise
+  keys, and callers must not either. Per-example keys (augmentation, dropout) are "threefry2x32" keys, which are
+  independent under `vmap`.
 * The bits are a deterministic function of the key for one backend, JAX version and sharding, not across them.
 
-**Threat model.** Philox passes statistical tests but has no proof against cryptanalysis, and jaxdp's noise is
-computed in floating point. Both are outside what the (epsilon, delta) of the ledger covers:
+**Threat model.** Philox has no proof against cryptanalysis, and noise is computed in floating point. The
+(epsilon, delta) of the ledger covers neither:
 
-* *Sampling.* A float32 normal made from one uniform takes at most 2**23 values and stops at 5.4 standard
-  deviations, so an output can be impossible under one data set and possible under its neighbour (Mironov,
-  "On significance of the least significant bits", CCS 2012), and over millions of coordinates the missing
-  tail is no longer negligible beside delta. Every sample below therefore combines two independent draws
-  (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021): about 2**46
-  combinations for 2**32 floats, and tails that fade out smoothly. The price is one more draw per value.
-  The normals still end at 7.7 standard deviations, and the delta of the ledger does not count the tail beyond.
-  The bits of Laplace noise are drawn until one is set, at most 8192 of them: `log2_missing_mass` states the mass of
-  the tail beyond, which a claim of delta = 0 leaves out. Cauchy noise ends only where its floats do.
-* *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et
-  al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and
-  floating-point attacks", 2022). This is NOT mitigated: rounding values to a grid before the noise, as a proof
-  needs, raises the sensitivity with the square root of the number of parameters. Publish at reduced precision
-  if the adversary reads raw bits. `discrete_laplace` is the exception: integers added to integers.
-* *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when
-  one example changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
-* *Time.* Noise takes the same operations for every key, but for one more draw when 32 bits of a Laplace or Cauchy
-  value are all zero; nothing else about timing is promised.
+* *Sampling.* A float32 normal made from one uniform takes at most 2**23 values and stops at 5.4 standard deviations, so
+  an output can be impossible under one data set and possible under its neighbour (Mironov, "On significance of the
+  least significant bits", CCS 2012). Every sample therefore combines two independent draws (Holohan and Braghin,
+  "Secure random sampling in differential privacy", ESORICS 2021): about 2**46 combinations for 2**32 floats. Normals
+  end at 7.7 standard deviations, and the delta of the ledger does not count the tail beyond. Laplace noise ends at
+  5678 scales; a claim of delta = 0 leaves out the mass beyond, at most 2**-8190 per value. Cauchy noise ends where its
+  floats do.
+* *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et al.,
+  "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and floating-point
+  attacks", 2022). This is NOT mitigated: rounding values to a grid first, as a proof needs, raises the sensitivity with
+  the square root of the number of parameters. Publish at reduced precision if the adversary reads raw bits.
+  `discrete_laplace` is the exception: integers added to integers.
+* *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when one example
+  changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
+* *Time.* Noise takes the same operations for every key, but for one more draw when 32 bits of a Laplace or Cauchy value
+  are all zero; nothing else about timing is promised.
 
 **Shards.** Inside `jax.shard_map` a key that all devices share gives all of them the same noise. That is right for a
-sum that they share too, such as the result of `jax.lax.psum`. Under `check_vma=True`, its default, JAX knows which
-values vary over which mesh axes, and noise that is equal on devices whose values differ is refused. With
-`check_vma=False` nothing is known, and the caller must see to it.
+sum that they share too, such as the result of `jax.lax.psum`. Under `check_vma=True`, its default, noise that is equal
+on devices whose values differ is refused. With `check_vma=False` JAX does not know, and the caller must see to it.
 """
 
 import functools
@@ -71,11 +68,11 @@ class HasSensitivity(Protocol):
     """Anything that knows its own L2 sensitivity, such as `jaxdp.clipped_grad(...)`."""
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> Any:
-        """Return the L2 sensitivity under `adjacency`."""
+        """The L2 sensitivity under `adjacency`."""
 
 
 def new_seed() -> bytes:
-    """Return 16 bytes (128 bits) from the operating system's entropy pool.
+    """16 bytes (128 bits) from the operating system's entropy pool.
 
     Whoever learns the seed can subtract the noise: store it no more openly than the private data itself.
     """
@@ -83,25 +80,21 @@ def new_seed() -> bytes:
 
 
 def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
-    """Derive the key of one purpose from a seed.
+    """The typed key [] of one purpose, derived from a seed.
 
-    The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose), which is one block of
-    HKDF-Expand (RFC 5869) with the seed as its pseudo-random key. For a seed of `new_seed`, streams of
-    different purposes are independent as far as HMAC-SHA256 is a pseudo-random function, and one key tells
-    nothing about another or about the seed.
+    The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose): one block of HKDF-Expand
+    (RFC 5869) with the seed as its pseudo-random key. For a seed of `new_seed`, streams of different purposes are
+    independent as far as HMAC-SHA256 is a pseudo-random function, and one key tells nothing about another or the seed.
 
     Args:
-        seed: at least 16 bytes, of full entropy; see `new_seed`.
+        seed: at least 16 bytes of full entropy; see `new_seed`.
         purpose: what the stream is for, e.g. "gradient noise"; one purpose per use.
-        impl: "rbg" (128 bits, for noise; never under `jax.vmap`) or "threefry2x32" (64 bits, independent
-            under `jax.vmap`, for per-example augmentation and dropout).
-
-    Returns:
-        A typed key of shape ().
+        impl: "rbg" (128 bits, for noise; never under `jax.vmap`) or "threefry2x32" (64 bits, independent under
+            `jax.vmap`, for per-example augmentation and dropout).
 
     Raises:
-        TypeError: if `seed` is not bytes or `purpose` not a string.
-        ValueError: if `seed` is short, `purpose` empty, or `impl` unknown.
+        TypeError: `seed` is not bytes or `purpose` not a string.
+        ValueError: `seed` is short, `purpose` empty, or `impl` unknown.
     """
     if not isinstance(seed, bytes):
         raise TypeError(f"seed must be bytes, got {type(seed).__name__}; use jaxdp.transforms.noise.new_seed()")
@@ -119,7 +112,7 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
 
 
 def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
-    """Draw N(0, std**2) noise shaped like `tree`.
+    """Noise N(0, std**2) shaped like `tree`; each value is the sum of two independent normals over sqrt(2).
 
     Args:
         key: typed key of shape (); not batched by `jax.vmap` (module docstring).
@@ -127,81 +120,60 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
         std: standard deviation, a non-negative finite scalar, may be traced (then unchecked).
 
     Returns:
-        A pytree like `tree`, each leaf drawn with its own subkey (folded from the leaf's index), in float32,
-        or in float64 for float64 leaves. Each value is the sum of two independent normals over sqrt(2).
+        A pytree like `tree` in float32, float64 for float64 leaves. Each leaf has its own subkey, by its index.
 
     Raises:
-        TypeError: if `key` is an old-style uint32 key or a leaf is not real.
-        ValueError: if `key` or `std` is not a scalar, or `std` is negative, NaN or infinite; or if, inside
-            `jax.shard_map`, a leaf varies over a mesh axis and `key` does not.
+        TypeError: `key` is an old-style uint32 key or a leaf is not real.
+        ValueError: `key` or `std` is not a scalar; `std` is negative, NaN or infinite; or, inside `jax.shard_map`, a
+            leaf varies over a mesh axis and `key` does not.
     """
-    return _noise_like(key, tree, "std", std, _standard_normal)
+    return _scaled(key, tree, "std", std, _standard_normal)
 
 
 def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Draw Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
+    """Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
 
-    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent exponentials.
-    An exponential of scale 1 is -log(u). The bits of the uniform u are drawn in words of 32 until one is not zero, and
-    one more word follows. So its precision is relative, and the tail ends at 5678 scales (`log2_missing_mass`).
+    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent exponentials -log(u).
+    The bits of the uniform u are drawn in words of 32 until one is not zero, and one more word follows. So its
+    precision is relative. Each exponential ends where 8192 bits in a row are zero: a mechanism that draws n values has
+    a delta of at most n 2**-8190 beside its pure epsilon, in exact arithmetic.
     """
-    return _noise_like(key, tree, "scale", scale, _standard_laplace)
+    return _scaled(key, tree, "scale", scale, _standard_laplace)
 
 
 def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Draw integer noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`.
+    """Integer noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`, in int32.
 
-    Added to integers that differ by at most s it is (s / scale)-DP, and unlike floating-point Laplace noise it leaves
-    no trace of the exact value in the last digits (Mironov 2012; Ghosh, Roughgarden, Sundararajan 2009).
+    Added to integers that differ by at most s it is (s / scale)-DP. Unlike floating-point Laplace noise it leaves no
+    trace of the exact value in the last digits (Mironov 2012; Ghosh, Roughgarden, Sundararajan 2009). Each value is the
+    difference of two independent geometrics, the integer parts of exponentials as in `laplace`.
 
     Args:
         key, tree: as in `gaussian`.
         scale: positive, at most `LARGEST_DISCRETE_SCALE`, so that every integer within 22 scales is a float32 and every
             geometric an int32.
 
-    Returns:
-        int32 leaves. Each value is the difference of two independent geometrics, each the integer part of an
-        exponential such as `laplace` draws; the tail ends where its tail does.
-
     Raises:
         TypeError, ValueError: as `gaussian`, and for a scale outside its range.
     """
-    check_key(key)
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}")
 
-    leaves, treedef = jax.tree.flatten(tree)
-    draws = []
-    for index, leaf in enumerate(leaves):
-        _check_shards(key, leaf)
-        first, second = jax.random.split(jax.random.fold_in(key, index))
-        draws.append(_geometric(first, jnp.shape(leaf), scale) - _geometric(second, jnp.shape(leaf), scale))
-    return jax.tree.unflatten(treedef, draws)
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        first, second = jax.random.split(key)
+        return _geometric(first, shape, scale) - _geometric(second, shape, scale)
+
+    return _per_leaf(key, tree, draw)
 
 
 def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Draw Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
+    """Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
 
-    Arguments, result and errors as in `gaussian`. Each value is the mean of two independent Cauchy draws,
-    which is Cauchy again (a 1-stable law); `scale` is half of the interquartile range, the variance is
-    infinite. Values reach as far as floats do: what would be larger is infinite.
+    Arguments, result and errors as in `gaussian`. Each value is the mean of two independent Cauchy draws, which is
+    Cauchy again (a 1-stable law). `scale` is half of the interquartile range; the variance is infinite. What would be
+    larger than the largest float is infinite.
     """
-    return _noise_like(key, tree, "scale", scale, _standard_cauchy)
-
-
-def log2_missing_mass(count: int) -> float:
-    """Log2 of a bound on the probability that any of `count` Laplace values lies outside of what can be drawn.
-
-    Holds for `laplace` and `discrete_laplace`, whose two exponentials each end where 8192 bits in a row are zero. A
-    mechanism of pure epsilon that draws `count` values has the delta 2**log2_missing_mass(count) beside it, in exact
-    arithmetic. As a float64 this delta is 0.
-
-    Raises:
-        ValueError: if `count` is less than 1.
-    """
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1, the number of values drawn")
-    return 2 + math.log2(count) - 32 * _MOST_WORDS
+    return _scaled(key, tree, "scale", scale, _standard_cauchy)
 
 
 class PrivatizeState(NamedTuple):
@@ -214,58 +186,36 @@ class PrivatizeState(NamedTuple):
 class Privatizer(optax.GradientTransformationExtraArgs):
     """What `privatize` returns: an (init, update) pair that knows its privacy event."""
 
-    _mechanism: "_GaussianMechanism"
+    clip_norm: float  # L2 bound on one example's contribution to the sum
+    noise_multiplier: float | Callable[[Any], Any]  # standard deviation over the clip norm, or its public schedule
+    divisor: float  # the public number by which the noisy sum is divided
 
-    @property
-    def noise_multiplier(self) -> float | Callable[[Any], Any]:
-        """Noise standard deviation over the clip norm, or the public schedule of it."""
-        return self._mechanism.noise_multiplier
-
-    @property
-    def clip_norm(self) -> float:
-        """L2 bound on one example's contribution to the sum."""
-        return self._mechanism.clip_norm
-
-    @property
-    def divisor(self) -> float:
-        """The public number by which the noisy sum is divided."""
-        return self._mechanism.divisor
-
-    @property
-    def noise_std(self) -> float:
-        """Standard deviation of the noise on the SUM, before the division.
-
-        Raises:
-            ValueError: if the noise multiplier is a schedule.
-        """
-        return self._constant_multiplier("noise_std") * self.clip_norm if self.noise_multiplier else 0.0
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Privatizer is frozen: build one with another {name}")
 
     @property
     def event(self) -> dp_event.DpEvent:
         """The event of one update, without sampling; wrap it in `PoissonSampledDpEvent` for sampled batches.
 
         Raises:
-            ValueError: if the noise multiplier is a schedule.
+            ValueError: the noise multiplier is a schedule.
         """
-        return _gaussian_event(self._constant_multiplier("event"))
+        if callable(self.noise_multiplier):
+            raise ValueError("event is not one value: noise_multiplier is a schedule; use event_at(step)")
+        return self.event_at(0)
 
     def event_at(self, step: int) -> dp_event.DpEvent:
         """The event of update number `step` (from 0), without sampling; works for constants and schedules.
 
         Raises:
-            ValueError: if `step` is negative or the schedule gives a negative or non-finite multiplier there.
+            ValueError: `step` is negative or the schedule gives a negative or non-finite multiplier there.
         """
         if step < 0:
             raise ValueError(f"step={step} is negative; updates are numbered from 0")
         multiplier = self.noise_multiplier
         value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
         _check_product(f"noise_multiplier({step})", value, self.clip_norm)
-        return _gaussian_event(value)
-
-    def _constant_multiplier(self, what: str) -> float:
-        if callable(self.noise_multiplier):
-            raise ValueError(f"{what} is not one value: noise_multiplier is a schedule; use event_at(step)")
-        return self.noise_multiplier
+        return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
 
 
 def privatize(
@@ -275,14 +225,14 @@ def privatize(
     divisor: float,
     key: jax.Array | None = None,
 ) -> Privatizer:
-    """Add Gaussian noise to a clipped SUM of gradients and divide by a public number, in optax form.
+    """Adds Gaussian noise to a clipped SUM of gradients and divides by a public number, in optax form.
 
     One update maps the sum `g` over the batch to
 
         (g + noise_multiplier * clip_norm * N(0, I)) / divisor
 
-    which is DP-SGD's step (Abadi et al. 2016, Algorithm 1) with the division by the expected batch size made
-    explicit. In `optax.chain(privatize(...), optax.adam(1e-3))` everything after it is post-processing.
+    the step of DP-SGD (Abadi et al. 2016, Algorithm 1) with an explicit division by the expected batch size. In
+    `optax.chain(privatize(...), optax.adam(1e-3))` everything after it is post-processing.
 
         grad_fn = jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
         privatizer = jaxdp.privatize(grad_fn, noise_multiplier=1.1, divisor=expected_batch_size)
@@ -290,31 +240,27 @@ def privatize(
         updates, state = optimizer.update(grad_fn(params, batch).grads, state, params)
 
     Args:
-        clipped_or_sensitivity: a `jaxdp.clipped_grad(...)`, or any object whose `sensitivity("add_remove")`
-            is the L2 bound on what one example adds to the sum; or that bound itself.
-        noise_multiplier: noise standard deviation over the clip norm; or a PUBLIC schedule from the step (an
-            int32 scalar, traced under jit) to it. A schedule that reads private data has no guarantee. It must agree
-            in float32 and in Python to a relative 2**-17, by which the noise is larger than what is charged.
-        divisor: public, positive; normally the expected batch size. Never the size of a Poisson-sampled
-            batch.
+        clipped_or_sensitivity: a `jaxdp.clipped_grad(...)`, or any object whose `sensitivity("add_remove")` is the L2
+            bound on what one example adds to the sum; or that bound itself.
+        noise_multiplier: noise standard deviation over the clip norm; or a PUBLIC schedule from the step (an int32
+            scalar, traced under jit) to it. A schedule that reads private data has no guarantee. It must agree in
+            float32 and in Python to a relative 2**-17, by which the noise is larger than what is charged.
+        divisor: public, positive; normally the expected batch size. Never the size of a Poisson-sampled batch.
         key: typed noise key. None draws 128 bits of OS entropy in `init`. Give one to reproduce a run
-            (`stream(seed, "gradient noise")`); two runs on different gradients must never share it, because
-            the difference of their outputs then has no noise in it. `jax.random.key(0)` can be guessed by
-            anyone.
+            (`stream(seed, "gradient noise")`). Two runs on different gradients must never share it: the difference of
+            their outputs has no noise in it. Anyone can guess `jax.random.key(0)`.
 
     Returns:
-        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step
-        counter, and step t uses `fold_in(key, t)`, so no two steps of a run share noise. Restoring a
-        checkpoint replays the noise of the steps after it: the replay must see the same gradients bit for
-        bit, or start from a new key and pay again. Updates come out in float32 (float64 for float64 sums)
-        whatever the dtype of the sum.
+        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step counter,
+        and step t uses `fold_in(key, t)`, so no two steps of a run share noise. A run from a restored checkpoint
+        replays the noise of the steps after it. It must see the same gradients bit for bit, or start from a new key and
+        pay again. Updates come out in float32 (float64 for float64 sums) whatever the dtype of the sum.
 
     Formal guarantees:
-        If one example changes the sum by at most `clip_norm` in L2 norm, update t satisfies `event_at(t)`,
-        the Gaussian mechanism of that noise multiplier (Dwork and Roth 2014, appendix A; exact trade-off
-        curve in Balle and Wang 2018), up to the floating-point limits in the module docstring. The noise is
-        `noise_multiplier * clip_norm` under EVERY adjacency: that replacing a record moves the sum by up to
-        `2 * clip_norm` is the accountant's business, which knows the adjacency of the data set.
+        If one example changes the sum by at most `clip_norm` in L2 norm, update t satisfies `event_at(t)`, the Gaussian
+        mechanism of that noise multiplier (Dwork and Roth 2014, appendix A; exact trade-off curve in Balle and Wang
+        2018), up to the floating-point limits in the module docstring. The noise is `noise_multiplier * clip_norm`
+        under EVERY adjacency: the accountant knows that replacing a record moves the sum by up to `2 * clip_norm`.
 
         ============================  ==================================================================
         case                          behaviour
@@ -324,8 +270,7 @@ def privatize(
         noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; where a
                                       schedule gives another product, `update` gives NaN
         inside `jax.shard_map`        ValueError unless sum and key vary over the same mesh axes: `jax.lax.psum` the
-                                      sum first, so that both vary over none. With `check_vma=False` JAX does not
-                                      know: then the caller must see to it that all devices have one sum and one key
+                                      sum first. With `check_vma=False` the caller must see to one sum and one key
         clip_norm infinite            ValueError, unless noise_multiplier == 0
         NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
         None or masked leaves         passed through untouched
@@ -333,9 +278,8 @@ def privatize(
         ============================  ==================================================================
 
     Raises:
-        TypeError: if `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or
-            not real.
-        ValueError: if one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for a clip norm
+        TypeError: `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or not real.
+        ValueError: one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for a clip norm
             that is infinite or leaves no noise in float32.
     """
     if isinstance(clipped_or_sensitivity, HasSensitivity):
@@ -353,93 +297,69 @@ def privatize(
         _check_product("noise_multiplier", noise_multiplier, clip_norm)
     if key is not None:
         check_key(key)
-    mechanism = _GaussianMechanism(clip_norm, noise_multiplier, divisor, key)
-    privatizer = Privatizer(mechanism.init, mechanism.update)
-    privatizer._mechanism = mechanism
+
+    def init(params: Any) -> PrivatizeState:
+        if key is None and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+            raise ValueError(
+                "privatize.init draws its key from the operating system, tracing would bake that key into"
+                " the program; call init outside jit, or pass key=stream(seed, 'gradient noise')"
+            )
+        own = stream(new_seed(), "gradient noise") if key is None else key
+        return PrivatizeState(own, jnp.zeros((), jnp.int32))
+
+    def std_at(step: jax.Array) -> Any:
+        if not callable(noise_multiplier):
+            return noise_multiplier * clip_norm
+        given = noise_multiplier(step)
+        std = jnp.asarray(given * _ROUNDED_UP * clip_norm)
+        lost = (given != 0) & (clip_norm != 0) & ~((std >= _SMALLEST_STD) & (std <= _LARGEST_STD))
+        return jnp.where(lost, jnp.nan, std)
+
+    def update(updates: Any, state: PrivatizeState, params: Any = None, **extra_args: Any) -> Any:
+        check_key(state.key)
+        total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
+        if callable(noise_multiplier) or noise_multiplier > 0:
+            for leaf in jax.tree.leaves(total):
+                _check_shards(state.key, leaf, shared=True)
+            noise = gaussian(jax.random.fold_in(state.key, state.step), total, std_at(state.step))
+            total = jax.tree.map(jnp.add, total, noise)
+        return jax.tree.map(lambda leaf: leaf / divisor, total), PrivatizeState(state.key, state.step + 1)
+
+    privatizer = Privatizer(init, update)
+    privatizer.__dict__.update(clip_norm=clip_norm, noise_multiplier=noise_multiplier, divisor=divisor)
     return privatizer
 
 
-class _GaussianMechanism(NamedTuple):
-    """Checked configuration of `privatize` with its two pure functions."""
-
-    clip_norm: float
-    noise_multiplier: float | Callable[[Any], Any]
-    divisor: float
-    key: jax.Array | None
-
-    def init(self, params: Any) -> PrivatizeState:
-        key = self.key
-        if key is None:
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-                raise ValueError(
-                    "privatize.init draws its key from the operating system, tracing would bake that key into"
-                    " the program; call init outside jit, or pass key=stream(seed, 'gradient noise')"
-                )
-            key = stream(new_seed(), "gradient noise")
-        return PrivatizeState(key, jnp.zeros((), jnp.int32))
-
-    def update(
-        self, updates: Any, state: PrivatizeState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, PrivatizeState]:
-        del params, extra_args
-        check_key(state.key)
-        total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
-        multiplier = self.noise_multiplier
-        if callable(multiplier) or multiplier > 0:
-            for leaf in jax.tree.leaves(total):
-                _check_shards(state.key, leaf, shared=True)
-            if callable(multiplier):
-                given = multiplier(state.step)
-                std: Any = jnp.asarray(given * _ROUNDED_UP * self.clip_norm)
-                lost = (given != 0) & (self.clip_norm != 0) & ~((std >= _SMALLEST_STD) & (std <= _LARGEST_STD))
-                std = jnp.where(lost, jnp.nan, std)
-            else:
-                std = multiplier * self.clip_norm
-            total = jax.tree.map(jnp.add, total, gaussian(jax.random.fold_in(state.key, state.step), total, std))
-        return (
-            jax.tree.map(lambda leaf: leaf / self.divisor, total),
-            PrivatizeState(state.key, state.step + 1),
-        )
+Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of (key, shape, dtype)
 
 
-def _gaussian_event(noise_multiplier: float) -> dp_event.DpEvent:
-    if noise_multiplier == 0:
-        return dp_event.NonPrivateDpEvent()
-    return dp_event.GaussianDpEvent(noise_multiplier)
+def _per_leaf(key: jax.Array, tree: Any, draw: Draw) -> Any:
+    check_key(key)
+    leaves, treedef = jax.tree.flatten(tree)
+    draws = []
+    for index, leaf in enumerate(leaves):
+        _check_shards(key, leaf)
+        draws.append(draw(jax.random.fold_in(key, index), jnp.shape(leaf), _noise_dtype(leaf)))
+    return jax.tree.unflatten(treedef, draws)
 
 
-def _noise_like(
-    key: jax.Array,
-    tree: Any,
-    name: str,
-    scale: float | jax.Array,
-    draw: Callable[[jax.Array, tuple[int, ...], Any], jax.Array],
-) -> Any:
+def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
     check_key(key)
     if jnp.ndim(scale) != 0:
         raise ValueError(f"{name} has shape {jnp.shape(scale)}, needs one scalar for the whole tree")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
-    leaves, treedef = jax.tree.flatten(tree)
-    noise = []
-    for index, leaf in enumerate(leaves):
-        dtype = _noise_dtype(leaf)
-        _check_shards(key, leaf)
-        sample = draw(jax.random.fold_in(key, index), jnp.shape(leaf), dtype)
-        noise.append(sample * jnp.asarray(scale, dtype))
-    return jax.tree.unflatten(treedef, noise)
+    return _per_leaf(key, tree, lambda k, shape, dtype: draw(k, shape, dtype) * jnp.asarray(scale, dtype))
 
 
 def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = jax.random.split(key)
-    total = jax.random.normal(first, shape, dtype) + jax.random.normal(second, shape, dtype)
-    return total * math.sqrt(0.5)
+    first, second = (jax.random.normal(k, shape, dtype) for k in jax.random.split(key))
+    return (first + second) * math.sqrt(0.5)
 
 
 def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     first, second = (_exponential(k, shape, dtype) for k in jax.random.split(key))
-    blocks = (first[0] - second[0]).astype(dtype)
-    return blocks * _BLOCK + (first[1] - second[1])
+    return (first[0] - second[0]).astype(dtype) * _BLOCK + (first[1] - second[1])
 
 
 def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
@@ -452,8 +372,8 @@ def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array)
 
 
 def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = jax.random.split(key)
-    return _one_cauchy(first, shape, dtype) * 0.5 + _one_cauchy(second, shape, dtype) * 0.5
+    first, second = (_one_cauchy(k, shape, dtype) for k in jax.random.split(key))
+    return first * 0.5 + second * 0.5
 
 
 def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -500,7 +420,7 @@ def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ja
 
 
 def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
-    """Map 64 bits to (0, 1], never to zero, with the full relative precision of a float near zero."""
+    """Maps 64 bits to (0, 1], never to zero, with the full relative precision of a float near zero."""
     return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
 
 
@@ -532,7 +452,7 @@ def _check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Raise TypeError if `key` is not a typed key, ValueError if it is not one key of shape ()."""
+    """Raises TypeError if `key` is not a typed key, ValueError if it is not one key of shape ()."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             "key must be a typed key: an old-style uint32 key does not record which generator it belongs to;"

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.extend.core
 from jax import lax
 
 # Primitives that name a mesh axis and move nothing between devices.
@@ -36,14 +35,12 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def collectives(jaxpr: Any) -> set[str]:
-    """The primitives of a jaxpr, inner programs included, that combine values of several devices of a mesh axis."""
+def collectives(eqns: Iterable[Any]) -> set[str]:
+    """The primitives among equations that combine values of several devices of a mesh axis."""
     axes, found = manual_axes(), set()
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         named = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]
         flat = {axis for names in named for axis in (names if isinstance(names, (tuple, list)) else (names,))}
         if eqn.primitive.name not in _LOCAL and any(isinstance(axis, str) and axis in axes for axis in flat):
             found.add(eqn.primitive.name)
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            found |= collectives(inner)
     return found

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,24 +42,29 @@ class OneHot:
 Factor = Any  # jax.Array or OneHot
 
 
-class Rule(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
     """The geometry of one meeting point; everything is for one example and one iteration of any loop."""
 
-    positions: int  # T, at which the weight is applied
-    rows: int  # entries of u_t
+    weight_shape: tuple[int, ...]
+    positions: int = 1  # T, at which the weight is applied
+    rows: int = 1  # entries of u_t
     cols: int  # entries of w_t
-    groups: int  # S independent blocks of the weight, each with its own u and w
-    row_dims: tuple[int, ...]  # the weight's dimensions that make up u; () if u is not a plain flattening
-    col_dims: tuple[int, ...]
+    groups: int = 1  # S independent blocks of the weight, each with its own u and w
+    row_dims: tuple[int, ...] = ()  # the weight's dimensions that make up u; () if u is no plain flattening
+    col_dims: tuple[int, ...] = ()  # those of w
 
     def record(self, operands: Sequence[Any]) -> Any:
         """What to remember of the forward pass."""
+        raise NotImplementedError
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
         """(parts of u, w): parts are [S, T, rows_k], whose inner products add up; w is [S, T, cols]."""
+        raise NotImplementedError
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         """dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
+        raise NotImplementedError
 
 
 def wide_dtype(*xs: Any) -> Any:
@@ -100,80 +105,62 @@ def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
     return _einsum("nstp,nstq->spq", u, w)
 
 
-@dataclasses.dataclass(frozen=True)
-class Dot:
+def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod(shape[d] for d in dims)
+
+
+def _transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """The array whose transpose by `order` is `x`."""
+    return x.transpose([order.index(d) for d in range(len(order))])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dot(Rule):
     """`dot_general` of data with a weight on either side; batch dimensions of the weight are groups."""
 
     weight_operand: int
-    data_axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # batch, free, contracted
-    weight_axes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    data_shape: tuple[int, ...]
-    weight_shape: tuple[int, ...]
+    data_order: tuple[int, ...]  # batch, free and contracted dimensions
+    weight_order: tuple[int, ...]  # batch, contracted and free dimensions
+    out_order: tuple[int, ...]  # dimensions of batch, data and weight
 
     @classmethod
     def of(cls, eqn: Any, weight_operand: int) -> "Dot":
         """Reads the geometry off a `dot_general` equation."""
+        w, x = weight_operand, 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
-        axes, shapes = [], []
-        for i, operand in enumerate(eqn.invars):
-            c, b = tuple(contracted[i]), tuple(batch[i])
-            shapes.append(tuple(operand.aval.shape))
-            axes.append((b, tuple(d for d in range(operand.aval.ndim) if d not in b + c), c))
-        w = weight_operand
-        return cls(w, axes[1 - w], axes[w], shapes[1 - w], shapes[w])
-
-    def _size(self, shape: tuple[int, ...], dims: tuple[int, ...]) -> int:
-        return math.prod(shape[d] for d in dims)
-
-    @property
-    def positions(self) -> int:
-        return self._size(self.data_shape, self.data_axes[1])
-
-    @property
-    def rows(self) -> int:
-        return self._size(self.weight_shape, self.weight_axes[2])
-
-    @property
-    def cols(self) -> int:
-        return self._size(self.weight_shape, self.weight_axes[1])
-
-    @property
-    def groups(self) -> int:
-        return self._size(self.weight_shape, self.weight_axes[0])
-
-    @property
-    def row_dims(self) -> tuple[int, ...]:
-        return self.weight_axes[2]
-
-    @property
-    def col_dims(self) -> tuple[int, ...]:
-        return self.weight_axes[1]
+        shapes = [tuple(v.aval.shape) for v in eqn.invars]
+        free = [tuple(d for d in range(len(shapes[i])) if d not in (*contracted[i], *batch[i])) for i in (0, 1)]
+        n_batch, n_left, n_out = len(batch[w]), len(batch[w]) + len(free[0]), eqn.outvars[0].aval.ndim
+        left, right = range(n_batch, n_left), range(n_left, n_out)
+        return cls(
+            weight_shape=shapes[w],
+            positions=_prod(shapes[x], free[x]),
+            rows=_prod(shapes[w], contracted[w]),
+            cols=_prod(shapes[w], free[w]),
+            groups=_prod(shapes[w], batch[w]),
+            row_dims=tuple(contracted[w]),
+            col_dims=free[w],
+            weight_operand=w,
+            data_order=(*batch[x], *free[x], *contracted[x]),
+            weight_order=(*batch[w], *contracted[w], *free[w]),
+            out_order=(*range(n_batch), *((*right, *left) if w == 0 else (*left, *right))),
+        )
 
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[1 - self.weight_operand]
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        batch, free, contracted = self.data_axes
-        u = record.transpose(batch + free + contracted).reshape(self.groups, self.positions, self.rows)
-        n_batch, n_free = len(batch), len(free)
-        if self.weight_operand == 0:  # output dimensions: batch, weight's free, data's free
-            n_cols = len(self.weight_axes[1])
-            order = (*range(n_batch), *range(n_batch + n_cols, g.ndim), *range(n_batch, n_batch + n_cols))
-            assert len(order) == n_batch + n_cols + n_free
-            g = g.transpose(order)
-        return (u,), g.reshape(self.groups, self.positions, self.cols)
+        u = record.transpose(self.data_order).reshape(self.groups, self.positions, self.rows)
+        return (u,), g.transpose(self.out_order).reshape(self.groups, self.positions, self.cols)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         (u,), w = jax.vmap(self.factors)(record, g)
-        grad = _outer_sum(u, w)
-        batch, free, contracted = self.weight_axes
-        order = batch + contracted + free
-        grad = grad.reshape([self.weight_shape[d] for d in order])
-        return grad.transpose([order.index(d) for d in range(len(order))])
+        grad = _outer_sum(u, w).reshape([self.weight_shape[d] for d in self.weight_order])
+        return _transposed_back(grad, self.weight_order)
 
 
-@dataclasses.dataclass(frozen=True)
-class Conv:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conv(Rule):
     """`conv_general_dilated` of data (lhs) with a kernel (rhs): any rank, stride, dilation, padding and groups."""
 
     numbers: Any  # ConvDimensionNumbers: lhs, rhs and output layouts
@@ -181,47 +168,34 @@ class Conv:
     padding: tuple[tuple[int, int], ...]
     data_dilation: tuple[int, ...]
     kernel_dilation: tuple[int, ...]
-    groups: int
-    data_shape: tuple[int, ...]
-    kernel_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    row_dims: tuple[int, ...] = ()
-    col_dims: tuple[int, ...] = ()
+    window: tuple[int, ...]  # of the kernel
+    out_window: tuple[int, ...]
 
     @classmethod
     def of(cls, eqn: Any) -> "Conv":
         """Reads the geometry off a `conv_general_dilated` equation."""
-        p = eqn.params
+        p, kernel, out = eqn.params, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+        numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+        out_feature, in_feature, *spatial = numbers.rhs_spec
+        batch, _, *out_spatial = numbers.out_spec
         return cls(
-            p["dimension_numbers"],
-            tuple(p["window_strides"]),
-            tuple(p["padding"]),
-            tuple(p["lhs_dilation"]),
-            tuple(p["rhs_dilation"]),
-            p["feature_group_count"],
-            *(tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)),
+            weight_shape=tuple(kernel),
+            positions=_prod(out, (batch, *out_spatial)),
+            rows=_prod(kernel, (*spatial, in_feature)),
+            cols=kernel[out_feature] // groups,
+            groups=groups,
+            numbers=numbers,
+            strides=tuple(p["window_strides"]),
+            padding=tuple(p["padding"]),
+            data_dilation=tuple(p["lhs_dilation"]),
+            kernel_dilation=tuple(p["rhs_dilation"]),
+            window=tuple(kernel[d] for d in spatial),
+            out_window=tuple(out[d] for d in out_spatial),
         )
 
     @property
-    def _window(self) -> tuple[int, ...]:
-        return tuple(self.kernel_shape[d] for d in self.numbers.rhs_spec[2:])
-
-    @property
     def _offsets(self) -> list[tuple[int, ...]]:
-        return list(itertools.product(*map(range, self._window)))
-
-    @property
-    def positions(self) -> int:
-        out = self.numbers.out_spec
-        return self.out_shape[out[0]] * math.prod(self.out_shape[d] for d in out[2:])
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self._window) * self.kernel_shape[self.numbers.rhs_spec[1]]
-
-    @property
-    def cols(self) -> int:
-        return self.kernel_shape[self.numbers.rhs_spec[0]] // self.groups
+        return list(itertools.product(*map(range, self.window)))
 
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
@@ -238,9 +212,8 @@ class Conv:
 
         Patch-extraction convolutions would be many times slower.
         """
-        out_spatial = [self.out_shape[d] for d in self.numbers.out_spec[2:]]
         start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
-        span = [(n - 1) * k + 1 for n, k in zip(out_spatial, self.strides, strict=True)]
+        span = [(n - 1) * k + 1 for n, k in zip(self.out_window, self.strides, strict=True)]
         seen = lax.dynamic_slice(x, (0, *start, 0), (x.shape[0], *span, x.shape[-1]))
         return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, [1, *self.strides, 1]))
 
@@ -263,78 +236,59 @@ class Conv:
 
         # One kernel position after the other: gathering all patches first takes more memory, and time.
         grad = lax.map(at, jnp.asarray(self._offsets, jnp.int32))
-        grad = grad.reshape(*self._window, -1, self.groups * self.cols)  # [*window, in, out]
+        grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
-        order = (*spatial, in_feature, out_feature)
-        return grad.transpose([order.index(d) for d in range(len(order))])
+        return _transposed_back(grad, (*spatial, in_feature, out_feature))
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
         """`weight_grad` as the primitive's own transpose: one convolution for the whole batch."""
         record, g = _wide(record), _wide(g)
 
-        def apply(kernel: jax.Array) -> jax.Array:
-            return jax.vmap(
-                lambda x: lax.conv_general_dilated(
-                    x,
-                    kernel,
-                    self.strides,
-                    self.padding,
-                    lhs_dilation=self.data_dilation,
-                    rhs_dilation=self.kernel_dilation,
-                    dimension_numbers=self.numbers,
-                    feature_group_count=self.groups,
-                    precision=PRECISION,
-                )
-            )(record)
+        def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return lax.conv_general_dilated(
+                x,
+                kernel,
+                self.strides,
+                self.padding,
+                lhs_dilation=self.data_dilation,
+                rhs_dilation=self.kernel_dilation,
+                dimension_numbers=self.numbers,
+                feature_group_count=self.groups,
+                precision=PRECISION,
+            )
 
-        kernel = jax.ShapeDtypeStruct(self.kernel_shape, g.dtype)
-        return jax.linear_transpose(apply, kernel)(g)[0]
+        kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
+        return jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Lookup:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lookup(Rule):
     """`gather` of whole rows of a table: an embedding."""
 
-    table_shape: tuple[int, ...]
-    index_shape: tuple[int, ...]
     clip: bool  # out-of-range indices are clipped; otherwise they contribute nothing
-    groups: int = 1
 
     @classmethod
     def of(cls, eqn: Any) -> "Lookup | None":
         """The rule for an embedding lookup, or None if the equation gathers anything else."""
-        numbers, table = eqn.params["dimension_numbers"], eqn.invars[0].aval
-        index = tuple(eqn.invars[1].aval.shape)
-        n = len(index) - 1
-        rows = (
+        numbers, table = eqn.params["dimension_numbers"], tuple(eqn.invars[0].aval.shape)
+        index = eqn.invars[1].aval.shape[:-1]
+        whole_rows = (
             tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (0,)
             and not numbers.operand_batching_dims
-            and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
-            and tuple(numbers.offset_dims) == tuple(range(n, n + table.ndim - 1))
+            and tuple(eqn.params["slice_sizes"]) == (1, *table[1:])
+            and tuple(numbers.offset_dims) == tuple(range(len(index), len(index) + len(table) - 1))
         )
-        if not rows:
+        if not whole_rows:
             return None
-        return cls(tuple(table.shape), index, eqn.params["mode"] == lax.GatherScatterMode.CLIP)
-
-    @property
-    def positions(self) -> int:
-        return math.prod(self.index_shape)
-
-    @property
-    def rows(self) -> int:
-        return self.table_shape[0]
-
-    @property
-    def cols(self) -> int:
-        return math.prod(self.table_shape[1:])
-
-    @property
-    def row_dims(self) -> tuple[int, ...]:
-        return (0,)
-
-    @property
-    def col_dims(self) -> tuple[int, ...]:
-        return tuple(range(1, len(self.table_shape)))
+        return cls(
+            weight_shape=table,
+            positions=math.prod(index),
+            rows=table[0],
+            cols=math.prod(table[1:]),
+            row_dims=(0,),
+            col_dims=tuple(range(1, len(table))),
+            clip=eqn.params["mode"] == lax.GatherScatterMode.CLIP,
+        )
 
     def record(self, operands: Sequence[Any]) -> Any:
         index = operands[1][..., 0]
@@ -348,26 +302,14 @@ class Lookup:
         return (OneHot(record.reshape(1, -1)),), g.reshape(1, -1, self.cols)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        index, g = record.reshape(-1), _wide(g).reshape(-1, *self.table_shape[1:])
+        index, g = record.reshape(-1), _wide(g).reshape(-1, *self.weight_shape[1:])
         # A negative index would wrap around: send it out of range, where it is dropped.
         index = jnp.where(index < 0, self.rows, index)
-        return jnp.zeros(self.table_shape, g.dtype).at[index].add(g, mode="drop")
+        return jnp.zeros(self.weight_shape, g.dtype).at[index].add(g, mode="drop")
 
 
-@dataclasses.dataclass(frozen=True)
-class OnWeight:
+class OnWeight(Rule):
     """The tap sits on the weight itself, its cotangent is dV: broadcast scales and biases, and where no rule fits."""
-
-    size: int
-    positions: int = 1
-    groups: int = 1
-    rows: int = 1
-    row_dims: tuple[int, ...] = ()
-    col_dims: tuple[int, ...] = ()
-
-    @property
-    def cols(self) -> int:
-        return self.size
 
     def record(self, operands: Sequence[Any]) -> Any:
         return ()
@@ -381,30 +323,14 @@ class OnWeight:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """One meeting point of a weight and data.
+    """One meeting point of a weight and data."""
 
-    Attributes:
-      rule: how they meet.
-      leaves: the trainable leaves behind the weight.
-      source: `walker.Value.source` of the weight.
-      lengths, sliced: of the enclosing scans, outermost first: number of iterations, and whether the weight changes
-        from one iteration to the next.
-      tap: shape and dtype of the tap, without loop axes.
-      weight_shape: shape of the weight, without loop axes.
-    """
-
-    rule: Any
-    leaves: frozenset[int]
-    source: tuple[int, ...] | None
-    lengths: tuple[int, ...]
-    sliced: tuple[bool, ...]
-    tap: jax.ShapeDtypeStruct
-    weight_shape: tuple[int, ...]
-
-    @property
-    def tap_shape(self) -> jax.ShapeDtypeStruct:
-        """Shape of the tap with its loop axes in front."""
-        return jax.ShapeDtypeStruct((*self.lengths, *self.tap.shape), self.tap.dtype)
+    rule: Rule
+    leaves: frozenset[int]  # trainable leaves behind the weight
+    source: tuple[int, ...] | None  # `walker.Value.source` of the weight
+    lengths: tuple[int, ...]  # of the enclosing scans, outermost first
+    sliced: tuple[bool, ...]  # for each of them, whether the weight changes from one iteration to the next
+    tap: jax.ShapeDtypeStruct  # loop axes in front
 
     @property
     def repeats(self) -> int:
@@ -437,9 +363,9 @@ class Site:
 
     def _loops_in_front(self, grad: jax.Array) -> jax.Array:
         """[..., slices, *weight] -> [..., *sliced loops, *weight]."""
-        lead = grad.shape[: grad.ndim - len(self.weight_shape) - 1]
+        shape = self.rule.weight_shape
         loops = [n for n, s in zip(self.lengths, self.sliced, strict=True) if s]
-        return grad.reshape(*lead, *loops, *self.weight_shape)
+        return grad.reshape(*grad.shape[: grad.ndim - len(shape) - 1], *loops, *shape)
 
     def contract(self, record: Any, g: jax.Array) -> jax.Array:
         """dV summed over the batch, [*sliced loops, *weight]; record and g are [B, *loops, ...]."""
@@ -464,9 +390,8 @@ class Site:
         record, g = self._by_slice((record, g))
         parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
 
-        def merge(
-            x: jax.Array,
-        ) -> jax.Array:  # [B, slices, repeats, S, T, ...] -> [B, slices * S, repeats * T, ...]
+        def merge(x: jax.Array) -> jax.Array:
+            """[B, slices, repeats, S, T, ...] -> [B, slices * S, repeats * T, ...]."""
             b, slices, repeats, s, t, *rest = x.shape
             return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
 
@@ -509,11 +434,11 @@ def _square(x: jax.Array) -> jax.Array:
 def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
     """||sum_j sum_t u_jt w_jt^T||^2 of every example, [B], from the factors of one or more sites of one weight.
 
-    Formal guarantees: the rounding error of the inner products is added (an estimate: sqrt(n) units in the last place
-    for n terms, or n / 32 for the systematic error of long sums), and the result is never less than a fixed fraction
-    of (sum_t |u_t||w_t|)^2, so that cancellation cannot report a norm near zero for a gradient whose computed sum is
-    not; squares that underflow count at their upper bound, so that a tiny u and a huge w cannot hide a gradient (a
-    norm of 0 is reported as up to about 1e-16).
+    Formal guarantees: an estimate of the rounding error of the inner products is added (sqrt(n) units in the last place
+    for n terms, or n / 32 for the systematic error of long sums). The result is never less than a fixed fraction of
+    (sum_t |u_t||w_t|)^2: cancellation cannot report a norm near zero for a gradient whose computed sum is not. Squares
+    that underflow count at their upper bound: a tiny u and a huge w cannot hide a gradient (a norm of 0 is reported as
+    up to about 1e-16).
     """
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
     cols = max(_width(w) for _, w in pairs)

@@ -2,24 +2,24 @@
 
 A jaxpr of the loss of ONE example is split into two programs:
 
-* `Plan.weights(leaves)`: everything that depends on trainable parameters but on no data (casts, transposes,
-  weight standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
-* `Plan.forward(...)`: the original program with a zero "tap" added where V_j meets data, and with the other
-  operand (the "record") handed out.
+* `Plan.weights(leaves)`: everything that depends on trainable parameters but on no data (casts, transposes, weight
+  standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
+* `Plan.forward(...)`: the original program with a zero "tap" added where V_j meets data, and with the other operand
+  (the "record") handed out.
 
-The cotangent of tap j together with record j determines dV_j, the gradient of the loss with respect to V_j, and the
-gradient with respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule).
-No weight is ever dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j as it is. The
-same holds where a weight becomes complex, so that every V_j is real, and where it enters a `jax.custom_vjp`, whose
-backward pass need not be linear: J^T of a sum would not be the sum of every example's J^T.
+The cotangent of tap j and record j determine dV_j, the gradient of the loss with respect to V_j. The gradient with
+respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule). No weight is ever
+dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j. The same holds where a weight
+becomes complex, so that every V_j is real, and where it enters a `jax.custom_vjp`, whose backward pass need not be
+linear: J^T of a sum would not be the sum of every example's J^T.
 
-Rules for how a weight meets data are in `jaxdp.transforms.sites`; this module only routes.
+`jaxdp.transforms.sites` has the rules for how a weight meets data; this module only routes.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,20 +41,14 @@ _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What the walker knows of a variable.
+    """What the walker knows of a variable."""
 
-    Attributes:
-      data: it depends on the example.
-      leaves: indices of the trainable leaves it depends on; only tracked while `data` is False.
-      source: if it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or ()
-        once a reshape has mixed them; None if anything else happened to the leaf.
-      sliced: for each enclosing scan, outermost first, whether it changes from one iteration to the next.
-    """
-
-    data: bool
-    leaves: frozenset[int] = frozenset()
+    data: bool  # it depends on the example
+    leaves: frozenset[int] = frozenset()  # trainable leaves that it depends on; only tracked while `data` is False
+    # If it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or () once a
+    # reshape has mixed them. None if anything else happened to the leaf.
     source: tuple[int, ...] | None = None
-    sliced: tuple[bool, ...] = ()
+    sliced: tuple[bool, ...] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
 
     @property
     def is_weight(self) -> bool:
@@ -72,9 +66,17 @@ def _is_complex(variable: Any) -> bool:
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
 
 
+def every_equation(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from every_equation(inner)
+
+
 def _has_custom_vjp(eqn: Any) -> bool:
-    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in body.eqns)
-    return "custom_vjp" in eqn.primitive.name or any(map(_has_custom_vjp, inner))
+    inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
+    return any("custom_vjp" in e.primitive.name for e in (eqn, *inner))
 
 
 def _needs_a_tap(eqn: Any) -> bool:
@@ -125,25 +127,22 @@ class Plan:
 
     def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Evaluates the program with `taps` added; returns (outputs, records), one record per site."""
-        env, pending, records = _Env(self, args), iter(taps), list[Any]()
+        env, pending, records = self._bindings(args), iter(taps), list[Any]()
         for step in self.steps:
-            operands = env.read(step.eqn.invars)
+            operands = _read(env, step.eqn.invars)
             if step.kind == "meet":
                 records.append(self.sites[len(records)].rule.record(operands))
-                env.write(step.eqn.outvars, [bind_equation(self.jaxpr, step.eqn, operands)[0] + next(pending)])
+                env[step.eqn.outvars[0]] = bind_equation(self.jaxpr, step.eqn, operands)[0] + next(pending)
                 continue
             for i in step.weights:
-                operands[i] = operands[i] + next(pending)
+                value, variable = operands[i] + next(pending), step.eqn.invars[i]
+                for j, v in enumerate(step.eqn.invars):  # an operand given twice is tapped once, in both places
+                    if j == i or (step.kind == "tap" and v is variable):
+                        operands[j] = value
                 records.append(())
-            if step.kind == "tap":  # an operand given twice is tapped once, in both places
-                tapped = {step.eqn.invars[i]: operands[i] for i in step.weights}
-                operands = [
-                    x if isinstance(v, jex.Literal) else tapped.get(v, x)
-                    for v, x in zip(step.eqn.invars, operands, strict=True)
-                ]
             if step.inner is not None:
                 inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
-                outs, inner_records = _FORWARD[step.kind](step.eqn, step.inner, operands, inner_taps)
+                outs, inner_records = _forward_inner(step, step.inner, operands, inner_taps)
                 records += inner_records
             elif step.kind == "tap" and step.eqn.primitive.name in _BROADCASTING:
                 shape = jnp.broadcast_shapes(*(x.shape for x in operands))
@@ -151,49 +150,40 @@ class Plan:
                 outs = [_BROADCASTING[step.eqn.primitive.name](*operands)]
             else:
                 outs = bind_equation(self.jaxpr, step.eqn, operands)
-            env.write(step.eqn.outvars, outs)
-        outputs = env.read(self.jaxpr.outvars)
+            env.update(zip(step.eqn.outvars, outs, strict=True))
+        outputs = _read(env, self.jaxpr.outvars)
         for index in self.closing:
             outputs[index] = outputs[index] + next(pending)
             records.append(())
         return outputs, jax.tree.map(lax.stop_gradient, records)
 
-    def weights(self, args: Sequence[Any]) -> list[Any]:
-        """The values V_j of all sites, in float32 or wider; entries of `args` that are data are ignored.
+    def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(values V_j of all sites, outputs) in float32 or wider; entries of `args` that are data are ignored.
 
         Low-precision casts of weights are skipped, so that J^T sums in float32 under bf16 compute.
         """
-        return self._weights(args)[0]
-
-    def _weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        env, found = _Env(self, args), list[Any]()
+        env, found = self._bindings(args), list[Any]()
         for step in self.steps:
-            operands = env.read(step.eqn.invars)
+            operands = _read(env, step.eqn.invars)
             found += [operands[i] for i in step.weights]
             if step.without_data:
-                env.write(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands))
+                env.update(zip(step.eqn.outvars, _bind_wide(self.jaxpr, step.eqn, operands), strict=True))
             elif step.inner is not None and step.kind == "scan":
                 found += _weights_of_scan(step.eqn, step.inner, operands)
             elif step.inner is not None:
-                inner_found, outs = step.inner._weights(operands)
+                inner_found, outs = step.inner.weights(operands)
                 found += inner_found
-                env.write(step.eqn.outvars, outs)
-        outputs = env.read(self.jaxpr.outvars)
+                env.update(zip(step.eqn.outvars, outs, strict=True))
+        outputs = _read(env, self.jaxpr.outvars)
         return found + [outputs[i] for i in self.closing], outputs
 
+    def _bindings(self, args: Sequence[Any]) -> dict[Any, Any]:
+        return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *args], strict=True))
 
-class _Env:
-    """Variable bindings of one program. A variable not bound reads as None: data, while weights are evaluated."""
 
-    def __init__(self, plan: Plan, args: Sequence[Any]):
-        variables = [*plan.jaxpr.constvars, *plan.jaxpr.invars]
-        self._values = dict(zip(variables, [*plan.consts, *args], strict=True))
-
-    def read(self, variables: Sequence[Any]) -> list[Any]:
-        return [v.val if isinstance(v, jex.Literal) else self._values.get(v) for v in variables]
-
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        self._values.update(zip(variables, values, strict=True))
+def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
+    """A variable not bound reads as None: data, while weights are evaluated."""
+    return [v.val if isinstance(v, jex.Literal) else env.get(v) for v in variables]
 
 
 def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -229,37 +219,23 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
     return [_widen(x) for x in bind_equation(jaxpr, eqn, declared)]
 
 
-def _forward_call(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
-    return inner.forward(operands, taps)
+def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
+    """`Plan.forward` of the body of a call, remat or scan."""
+    params = step.eqn.params
+    if step.kind == "call":
+        return inner.forward(operands, taps)
+    if step.kind == "remat":
+        body = jax.checkpoint(inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        return body(operands, taps)
+    first_carry, first_x = params["num_consts"], params["num_consts"] + params["num_carry"]
 
+    def iterate(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        outs, records = inner.forward([*operands[:first_carry], *carry, *xs[0]], xs[1])
+        return outs[: len(carry)], (outs[len(carry) :], records)
 
-def _forward_remat(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
-    body = jax.checkpoint(inner.forward, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-    return body(operands, taps)
-
-
-def _forward_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, init, xs = (
-        operands[:n_consts],
-        operands[n_consts : n_consts + n_carry],
-        operands[n_consts + n_carry :],
-    )
-
-    def body(carry: list[Any], step: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-        outs, records = inner.forward([*consts, *carry, *step[0]], step[1])
-        return outs[:n_carry], (outs[n_carry:], records)
-
-    loop = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, (ys, records) = lax.scan(body, init, (xs, taps), **loop)
+    loop = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, records) = lax.scan(iterate, operands[first_carry:first_x], (operands[first_x:], taps), **loop)
     return [*carry, *ys], records
-
-
-_FORWARD: dict[str, Callable[..., tuple[list[Any], list[Any]]]] = {
-    "call": _forward_call,
-    "remat": _forward_remat,
-    "scan": _forward_scan,
-}
 
 
 def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
@@ -269,25 +245,19 @@ def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> lis
     operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
     in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
     if not inner.sites or all(axis is None for axis in in_axes):
-        return inner.weights(operands)
+        return inner.weights(operands)[0]
     depth = len(inner.loops) - 1
     out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
-    return jax.vmap(inner.weights, in_axes=(in_axes,), out_axes=out_axes)(operands)
+    return jax.vmap(lambda xs: inner.weights(xs)[0], in_axes=(in_axes,), out_axes=out_axes)(operands)
 
 
 def make_plan(
-    jaxpr: jex.Jaxpr,
-    consts: Sequence[Any],
-    inputs: Sequence[Value],
-    *,
-    close: Sequence[int] = (),
-    loops: tuple[int, ...] = (),
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], *, close: Sequence[int] = (), loops: Any = ()
 ) -> Plan:
     """Finds where weights meet data.
 
     Args:
-      jaxpr, consts: the program; its inputs are described by `inputs`.
-      inputs: what is known of each input.
+      jaxpr, consts, inputs: the program, and what is known of its inputs.
       close: outputs that must not be weights; those that are get a tap.
       loops: lengths of the enclosing scans, outermost first.
     """
@@ -301,10 +271,10 @@ def make_plan(
 
     def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
         """A meeting point of the weight `variable`, tapped at `out` by a rule or else at the weight itself."""
-        aval, value = variable.aval, look(variable)
-        tap = jax.ShapeDtypeStruct((out or variable).aval.shape, (out or variable).aval.dtype)
-        rule = rule or sites.OnWeight(math.prod(aval.shape))
-        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap, tuple(aval.shape))
+        value, place, shape = look(variable), (out or variable).aval, tuple(variable.aval.shape)
+        rule = rule or sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
+        tap = jax.ShapeDtypeStruct((*loops, *place.shape), place.dtype)
+        return sites.Site(rule, value.leaves, value.source, loops, value.sliced, tap)
 
     for eqn in jaxpr.eqns:
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):

@@ -1,9 +1,11 @@
 """What `clipped_grad` promises besides the gradient of a model: its arguments, its edge cases and its guarantee."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import equinox as eqx
 import flax.linen as nn
 import hypothesis
@@ -16,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import clipping
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ENGINES = ("vmap", "bookkeeping", "auto")
@@ -97,6 +100,111 @@ def test_automatic_clip_rule_makes_examples_count_alike(engine: str, reference: 
     factors = 2.0 / (reference.norms + 0.01)
     oracle.assert_same_sum(PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads])
     np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Smooth:
+    """Written outside of the package: C ||g|| / (||g|| + gamma) as norm, with a bound that is not C."""
+
+    gamma: float = 0.3
+    share: float = 0.5
+
+    def factor(self, norms: Any, clip_norm: Any) -> Any:
+        return self.share * clip_norm / (norms + self.gamma)
+
+    def bound(self, clip_norm: Any) -> Any:
+        return self.share * clip_norm
+
+
+class Broken(Smooth):
+    """Its factors are twice of what its bound allows."""
+
+    def bound(self, clip_norm: Any) -> Any:
+        return super().bound(clip_norm) / 2
+
+
+class Wild(Smooth):
+    """Its factors are negative, infinite or NaN."""
+
+    def factor(self, norms: Any, clip_norm: Any) -> Any:
+        return jnp.where(norms > 3, -clip_norm, clip_norm * 0 / jnp.where(norms > 1, 0, 1) + 1 / (0 * norms))
+
+
+class Unhashable(Smooth):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Scalar(Smooth):
+    """One factor for all examples."""
+
+    def factor(self, norms: Any, clip_norm: Any) -> Any:
+        return clip_norm
+
+
+@every_engine
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_clip_rule_from_outside(engine: str, chunk: int | None, reference: Any, oracle: Any) -> None:
+    f = clipped(engine, 2.0, clip_rule=Smooth(), microbatch_size=chunk)
+    out = f(PARAMS, batch_of(5))
+    factors = 1.0 / (reference.norms + 0.3)
+    oracle.assert_same_sum(PARAMS, out.grads, [np.einsum("b,b...->...", factors, g) for g in reference.grads])
+    np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
+    assert (f.sensitivity(), f.sensitivity("replace_one")) == (1.0, 2.0)
+    assert jaxdp.privatize(f, noise_multiplier=1.0, divisor=1.0).clip_norm == 1.0
+
+
+@every_engine
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_a_clip_rule_from_outside_sees_no_bad_example(engine: str, poison: float) -> None:
+    x, y = batch_of(5)
+    bad = np.array([False, True, False, False, True])
+    x[1, 2, 0], y[4] = np.nan, poison
+    for clip_norm in (2.0, 0.0, float("inf")):
+        f = clipped(engine, clip_norm, clip_rule=Smooth())
+        out = f(PARAMS, (x, y))
+        assert out.nonfinite == 2
+        if clip_norm < np.inf:
+            assert_close(out.grads, f(PARAMS, batch_of(5), ~bad).grads, rtol=1e-6)
+            assert norm(out.grads) <= 3 * f.sensitivity()
+    step = jax.jit(lambda c: jaxdp.clipped_grad(loss, clip_norm=c, engine=engine, clip_rule=Smooth())(PARAMS, (x, y)))
+    for nothing in (0.0, -1.0, float("nan"), 1e-13):
+        assert norm(step(nothing).grads) == 0
+
+
+@every_engine
+@pytest.mark.parametrize("rule", [Broken(), Wild(), Smooth(gamma=0.0)])
+def test_no_clip_rule_exceeds_its_bound(engine: str, rule: Any) -> None:
+    """A mistake in a rule costs accuracy and not privacy."""
+    f = clipped(engine, 2.0, clip_rule=rule)
+    for i in range(5):
+        assert norm(f(PARAMS, batch_of(5), np.arange(5) == i).grads) <= f.sensitivity() * (1 + 1e-5)
+    zero = jaxdp.clipped_grad(lambda p, e: 0 * loss(p, e), clip_norm=2.0, engine=engine, clip_rule=rule)
+    assert norm(zero(PARAMS, batch_of(5)).grads) <= 1e-3
+
+
+def test_clip_rules_are_checked() -> None:
+    for rule in (*clipping.CLIP_RULES, Smooth(), Smooth(gamma=1e-6), *clipping.CLIP_RULES.values()):
+        clipping.check_clip_rule(rule)
+    with pytest.raises(ValueError, match=r"Broken\(gamma=0.3.*gradient of norm .* bound at clip_norm=.*bound / norm"):
+        clipping.check_clip_rule(Broken())
+    with pytest.raises(ValueError, match="A factor must lie between 0"):
+        clipping.check_clip_rule(Wild())
+    for check in (clipping.check_clip_rule, lambda rule: clipped("auto", clip_rule=rule)(PARAMS, batch_of(5))):
+        with pytest.raises(AssertionError, match="one factor per norm"):
+            check(Scalar())
+
+
+def test_a_clip_rule_of_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(clipping.CLIP_RULES, "smooth", Smooth())
+    named = jaxdp.clipped_grad(loss, clip_norm=2.0, clip_rule="smooth")
+    assert_equal(named(PARAMS, batch_of(5)).grads, clipped("auto", 2.0, clip_rule=Smooth())(PARAMS, batch_of(5)).grads)
+
+
+@pytest.mark.parametrize("rule", [None, 0.5, Smooth, Unhashable(), object(), lambda norms: norms])
+def test_what_is_no_clip_rule_is_refused(rule: Any) -> None:
+    message = r"clip_rule must be one of \['automatic', 'global'\], or .*factor\(norms, clip_norm\).* of type"
+    with pytest.raises(TypeError, match=message):
+        jaxdp.clipped_grad(loss, clip_norm=1.0, clip_rule=rule)
 
 
 def test_sensitivity() -> None:
@@ -624,6 +732,21 @@ def test_second_call_does_not_recompile(engine: str) -> None:
     count = len(traces)
     step(PARAMS, batch_of(5, seed=9), ~mask, 0.7)
     assert len(traces) == count
+
+
+@every_engine
+def test_an_equal_clip_rule_does_not_recompile(engine: str) -> None:
+    chex.clear_trace_counter()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @chex.assert_max_traces(n=1)
+    def step(rule: Any, p: Any, b: Any) -> Any:
+        return jaxdp.clipped_grad(loss, clip_norm=2.0, engine=engine, clip_rule=rule)(p, b).grads
+
+    for seed in (1, 2, 3):
+        step(Smooth(), PARAMS, batch_of(5, seed))
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step(Smooth(gamma=0.4), PARAMS, batch_of(5))
 
 
 @every_engine

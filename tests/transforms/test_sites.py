@@ -25,8 +25,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def site_of(
     rule: Any, tap_shape: tuple[int, ...], weight_shape: tuple[int, ...], loops: Any = (), sliced: Any = ()
 ) -> Any:
-    tap = jax.ShapeDtypeStruct(tap_shape, jnp.float32)
-    return sites.Site(rule, frozenset({0}), None, tuple(loops), tuple(sliced), tap, weight_shape)
+    assert rule.weight_shape == weight_shape
+    tap = jax.ShapeDtypeStruct((*loops, *tap_shape), jnp.float32)
+    return sites.Site(rule, frozenset({0}), None, tuple(loops), tuple(sliced), tap)
 
 
 def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
@@ -203,7 +204,7 @@ def test_lookup_rule(mode: str) -> None:
 def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) -> None:
     bounds, near = np.iinfo(kind), [-rows - 1, -rows, -1, 0, 1, rows - 2, rows - 1, rows, rows + 1]
     index = np.array([i for i in (*near, bounds.min, bounds.max) if bounds.min <= i <= bounds.max], kind)
-    rule = sites.Lookup((rows, 3), index.shape, mode == "clip")
+    rule = sites.Lookup(weight_shape=(rows, 3), positions=len(index), rows=rows, cols=3, clip=mode == "clip")
     record = rule.record([None, jnp.asarray(index)[:, None]])
     whole = index.astype(np.int64)
     inside = (whole >= 0) & (whole < rows)
@@ -249,7 +250,7 @@ def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
     inputs = "kl"[: len(loops)]
     truth = np.einsum(f"b{inputs}tp,b{inputs}tq->b{kept}pq", xs.astype(np.float64), gs.astype(np.float64))
     check_rule(site, xs, gs, truth)
-    on_weight = site_of(sites.OnWeight(20), (4, 5), (4, 5), loops, sliced)
+    on_weight = site_of(sites.OnWeight(weight_shape=(4, 5), cols=20), (4, 5), (4, 5), loops, sliced)
     taps = normal(3, N, *loops, 4, 5)
     expected = taps.astype(np.float64).sum(tuple(1 + i for i, s in enumerate(sliced) if not s))
     check_rule(on_weight, (), taps, expected)
