@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxdp.models.layers import gelu
 
+_init = nn.initializers.xavier_uniform()
+
 
 class Product(nn.Module):
     """Product of two activations, a module without parameters so that `nn.intercept_methods` sees it.
@@ -30,13 +32,37 @@ class Product(nn.Module):
         return jnp.einsum(self.equation, a, b, preferred_element_type=self.dtype)
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention; each head has width / num_heads dimensions.
+def attend(
+    num_heads: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Callable[[jax.Array], jax.Array] = lambda scores: scores,
+) -> jax.Array:
+    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head, inside a compact module: [n, T, D] each to [n, T, D].
 
-    Attributes:
-      num_heads: number of heads; must divide the width.
-      dtype: computation dtype; scores and softmax are float32.
+    Scores and softmax are float32, and `bias` maps scores [n num_heads, T, T] to scores.
+
+    Raises:
+      ValueError: if num_heads does not divide D.
     """
+    n, tokens, width = query.shape
+    if width % num_heads:
+        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}")
+
+    def heads(x: jax.Array) -> jax.Array:
+        x = x.reshape(n, tokens, num_heads, -1).swapaxes(1, 2)
+        # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
+        return x.reshape(n * num_heads, tokens, -1)
+
+    scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(heads(query), heads(key))
+    weights = jax.nn.softmax(bias(scores * (width // num_heads) ** -0.5), axis=-1)
+    y = Product("nqk,nkd->nqd", num_heads, name="mixture")(weights.astype(value.dtype), heads(value))
+    return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention of tokens [B, T, D] with the computation dtype `dtype`."""
 
     num_heads: int
     dtype: Any = None
@@ -44,23 +70,11 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        batch, tokens, width = x.shape
-        if width % self.num_heads:
-            raise ValueError(f"num_heads must divide the width {width}, got {self.num_heads}")
-        head_dim = width // self.num_heads
 
-        def project(name: str) -> jax.Array:
-            y = nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name=name)(x)
-            y = y.reshape(batch, tokens, self.num_heads, head_dim).swapaxes(1, 2)
-            # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
-            return y.reshape(batch * self.num_heads, tokens, head_dim)
+        def project(name: str, x: jax.Array) -> jax.Array:
+            return nn.Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        query, key, value = project("query"), project("key"), project("value")
-        scores = Product("nqd,nkd->nqk", self.num_heads, jnp.float32, name="scores")(query, key)
-        weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1)
-        y = Product("nqk,nkd->nqd", self.num_heads, name="mixture")(weights.astype(value.dtype), value)
-        y = y.reshape(batch, self.num_heads, tokens, head_dim).swapaxes(1, 2).reshape(batch, tokens, width)
-        return nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name="out")(y)
+        return project("out", attend(self.num_heads, *(project(name, x) for name in ("query", "key", "value"))))
 
 
 class Block(nn.Module):
@@ -73,6 +87,8 @@ class Block(nn.Module):
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
       norm_epsilon: added to the variance in every LayerNorm.
       activation: between the layers of the MLP.
+      kernel_init: of the layers of the MLP.
+      attention: `attention(num_heads, dtype=, name=)` makes the module.
     """
 
     num_heads: int
@@ -81,22 +97,23 @@ class Block(nn.Module):
     norm_order: Literal["pre", "post"] = "pre"
     norm_epsilon: float = 1e-6
     activation: Callable[[jax.Array], jax.Array] = gelu
+    kernel_init: Callable[..., jax.Array] = _init
+    attention: Callable[..., nn.Module] = Attention
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
         norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
-        attention = Attention(self.num_heads, self.dtype, name="attention")
-        if self.norm_order == "post":
-            x = norms[0](x + attention(x))
-            return norms[1](x + self._mlp(x))
-        x = x + attention(norms[0](x))
-        return x + self._mlp(norms[1](x))
+        dense = {"dtype": self.dtype, "kernel_init": self.kernel_init}
+        attention = self.attention(self.num_heads, dtype=self.dtype, name="attention")
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        dense = {"dtype": self.dtype, "kernel_init": nn.initializers.xavier_uniform()}
-        y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
-        return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+        def mlp(x: jax.Array) -> jax.Array:
+            y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
+            return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+
+        for norm, part in zip(norms, (attention, mlp), strict=True):
+            x = norm(x + part(x)) if self.norm_order == "post" else x + part(norm(x))
+        return x
 
 
 class ViT(nn.Module):
@@ -109,20 +126,17 @@ class ViT(nn.Module):
       depth: number of encoder blocks.
       num_heads: heads of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
       mlp_width: hidden width of the MLPs, usually 4 * width.
-      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch
-        tokens.
+      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch tokens.
       dtype: computation dtype; None is float32. Parameters and logits are float32.
-      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al.,
-        arXiv:1706.03762): h = LayerNorm(h + attention(h)), h = LayerNorm(h + MLP(h)). The last LayerNorm, on what
-        is classified, is there in both.
+      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762); see
+        `Block`. Both end in a LayerNorm on what is classified.
       norm_epsilon: added to the variance in every LayerNorm; Hugging Face's ViT and DeiT have 1e-12.
       activation: in the MLPs; the exact GELU.
       distilled: a second learned token follows the class token, as in DeiT; needs pool="token".
       distilled_head: that token has a head of its own, "head_distilled", and the logits are the mean of the two
         heads, DeiT's classifier at inference (section 3 of its paper; its training, in which each head has its own
         target, is not built in). False classifies the class token alone.
-      head_hidden: width of a hidden layer "head_hidden" in front of the head, with the activation of the MLPs; 0 is
-        none.
+      head_hidden: width of a hidden layer in front of the head, with the activation of the MLPs; 0 is none.
     """
 
     num_classes: int
@@ -192,8 +206,7 @@ class ViT(nn.Module):
         init = nn.initializers.normal(0.02)
         positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
         if names:
-            # Zero rows in front, to which positions and learned tokens are added: the weights meet the data in
-            # one sum.
+            # Positions and learned tokens are added to zero rows in front: the weights meet the data in one sum.
             tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
             positions = positions + jnp.pad(jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0)))
             x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))
