@@ -45,7 +45,7 @@ def fit_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     for start in range(0, len(source), _CHUNK_ROWS):
         rows = np.arange(start, min(len(source), start + _CHUNK_ROWS))
         examples = source.gather(rows)
-        resized = np.stack([_resize(one, shape) for one in examples["image"]])  # [rows, height, width, given]
+        resized = np.clip([resize(one, shape) for one in examples["image"]], 0, 1)  # [rows, height, width, given]
         image[rows] = np.broadcast_to(np.rint(255 * resized) if whole else resized, (len(rows), *shape, channels))
         label[rows] = examples["label"]
     for column in (image, label):
@@ -53,12 +53,12 @@ def fit_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     return dataclasses.replace(source, arrays={"image": image, "label": label}, rows=None)
 
 
-def _resize(image: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """One float32 image [H, W, C]; Pillow's bilinear filter widens to the area of a new pixel when it shrinks."""
+def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:
+    """Resizes one uint8 or float32 image [H, W, C] with a filter of Pillow, whose support grows when it shrinks."""
     from PIL import Image
 
     if image.shape[:2] == shape:
         return image
+    resample = Image.Resampling[interpolation.upper()]
     channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)]
-    resized = [np.asarray(channel.resize(shape[::-1], Image.Resampling.BILINEAR)) for channel in channels]
-    return np.clip(np.stack(resized, axis=-1), 0, 1)
+    return np.stack([np.asarray(channel.resize(shape[::-1], resample)) for channel in channels], axis=-1)

@@ -114,16 +114,13 @@ def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
 
 # The first whose signature is in the file is what "auto" takes.
 NAMINGS: Mapping[str, Naming] = {
-    # transformers' ViTForImageClassification
+    # "hf" is transformers; hf_deit is without the teacher's head: ViT(distilled=True, distilled_head=False).
     "hf_vit": _hugging_face_vit("vit", "vit.embeddings.cls_token", head="classifier"),
-    # DeiTForImageClassificationWithTeacher
     "hf_deit_teacher": _hugging_face_vit(
         "deit", "distillation_classifier.weight", head="cls_classifier", head_distilled="distillation_classifier"
     ),
-    # DeiTForImageClassification: ViT(distilled=True, distilled_head=False)
     "hf_deit": _hugging_face_vit("deit", "deit.embeddings.cls_token", head="classifier"),
-    # ConvNextForImageClassification
-    "hf_convnext": Naming(
+    "hf_convnext": Naming(  # ConvNextForImageClassification
         "convnext.embeddings.patch_embeddings.weight",
         (
             ("stem", "convnext.embeddings.", {"": "patch_embeddings", "_norm": "layernorm"}),
@@ -134,8 +131,7 @@ NAMINGS: Mapping[str, Naming] = {
             ("", "", {"norm": "convnext.layernorm", "head": "classifier"}),
         ),
     ),
-    # SwinForImageClassification; old files hold buffers
-    "hf_swin": Naming(
+    "hf_swin": Naming(  # SwinForImageClassification; old files hold buffers
         "swin.embeddings.patch_embeddings.projection.weight",
         (
             ("embed", "swin.embeddings.", {"": "patch_embeddings.projection", "_norm": "norm"}),
@@ -148,8 +144,7 @@ NAMINGS: Mapping[str, Naming] = {
         ),
         ignored=(f"{_SELF}.relative_position_index",),
     ),
-    # timm's vit_*, deit_* and deit_*_distilled
-    "timm_vit": Naming(
+    "timm_vit": Naming(  # timm's vit_*, deit_* and deit_*_distilled
         "blocks.0.attn.qkv.weight",
         (
             ("", "", {"class_token": "cls_token", "distillation_token": "dist_token", "positions": "pos_embed"}),
@@ -158,8 +153,7 @@ NAMINGS: Mapping[str, Naming] = {
         ),
         attributes=_PRE_NORM_1E6,
     ),
-    # timm's convnext_*
-    "timm_convnext": Naming(
+    "timm_convnext": Naming(  # timm's convnext_*
         "stages.0.blocks.0.conv_dw.weight",
         (
             ("", "", {"stem": "stem.0", "stem_norm": "stem.1", "norm": "head.norm", "head": "head.fc"}),
@@ -168,8 +162,7 @@ NAMINGS: Mapping[str, Naming] = {
             ("stage_*_block_*/mlp_", "stages.*.blocks.*.mlp.", {"0": "fc1", "1": "fc2"}),
         ),
     ),
-    # timm's swin_* since 0.9; old files hold buffers
-    "timm_swin": Naming(
+    "timm_swin": Naming(  # timm's swin_* since 0.9; old files hold buffers
         "layers.0.blocks.0.attn.relative_position_bias_table",
         (
             ("embed", "patch_embed.", {"": "proj", "_norm": "norm"}),
@@ -185,8 +178,7 @@ NAMINGS: Mapping[str, Naming] = {
         ignored=("layers.*.blocks.*.attn_mask", "layers.*.blocks.*.attn.relative_position_index"),
         attributes={"norm_epsilon": 1e-5},
     ),
-    # google-research/vision_transformer (Steiner et al. 2022, arXiv:2106.10270)
-    "augreg": Naming(
+    "augreg": Naming(  # google-research/vision_transformer (Steiner et al. 2022, arXiv:2106.10270)
         _QUERY,
         (
             ("", "", {"class_token": "cls", "positions": _POSITIONS, "embed": "embedding", "head": "head"}),
@@ -199,8 +191,7 @@ NAMINGS: Mapping[str, Naming] = {
         leaves={"kernel": "/kernel", "bias": "/bias", "scale": "/scale"},
         convert=_from_flax,
     ),
-    # a ViT around PyTorch's nn.TransformerEncoder
-    "torch_encoder": Naming(
+    "torch_encoder": Naming(  # a ViT around PyTorch's nn.TransformerEncoder
         "transformer.layers.0.self_attn.in_proj_weight",
         (
             ("", "", {"class_token": "cls_token", "positions": "pos_embed", "embed": "patch_embed.proj"}),
@@ -215,8 +206,7 @@ NAMINGS: Mapping[str, Naming] = {
             ("", "", {"norm": "mlp_head.0", "head": "mlp_head.1"}),
         ),
     ),
-    # akamaster/pytorch_resnet_cifar10: ResNet(norm="frozen_batch", shortcut="pad") of any depth
-    "cifar_resnet": Naming(
+    "cifar_resnet": Naming(  # akamaster/pytorch_resnet_cifar10, of any depth
         "linear.weight",
         (
             ("", "", {"conv": "conv1", "norm": "bn1", "head": "linear"}),
@@ -264,29 +254,26 @@ def load_checkpoint(
 ) -> Pretrained:
     """Reads a public checkpoint into a model of this package.
 
-    `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file. A new head for other classes
-    comes afterwards: build that model, call `merge_pretrained(fresh, pretrained.params)`, and put both in with
-    `dataclasses.replace(pretrained, model=..., params=...)`, which keeps constants and preprocessing.
+    `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file. For a new head, build that model
+    and call `dataclasses.replace(pretrained, model=..., params=merge_pretrained(fresh, pretrained.params))`.
 
-    The model's attributes are checked against what the file and its neighbours say. No file in the namings of timm
-    and of PyTorch says how many heads attention has (published ViTs and DeiTs: width / 64; a Swin's position biases
-    say it), nor which activation is used.
+    The model's attributes are checked against what the file and its neighbours say. No file says which activation is
+    used, and none in the namings of timm and PyTorch how many heads a ViT has (published ViTs and DeiTs: width / 64).
 
     Args:
       path: a .safetensors or .npz file. Other formats hold pickles and are not read.
       model: for example `create("vit_b16", num_classes=1000, norm_epsilon=1e-12)`; fixes every name and shape.
       naming: a key of `NAMINGS`, or "auto" to recognise it from the names in the file.
-      preprocessing: normalisation and size the checkpoint was trained with. None takes what the file says: augreg
-        files are normalised by 0.5, others have Hugging Face's preprocessor_config.json or timm's config.json beside
-        them.
+      preprocessing: normalisation and size the checkpoint was trained with. None takes 0.5 for augreg files, for others
+        what Hugging Face's preprocessor_config.json or timm's config.json beside the file says.
       limits: on the bytes of its arrays; `Limits()` by default.
 
     Raises:
       FileNotFoundError: if there is no such file.
       ValueError: if its format or naming is unknown; if tensors are missing, superfluous or of another shape (all are
-        listed), images of another size than the position embeddings are for included (no interpolation); if the
-        model's attributes or the given normalisation contradict what the file says; if nothing says what the
-        normalisation is; if the file is damaged, exceeds a limit, or has a value that is NaN or infinite.
+        listed; position embeddings are not interpolated); if the model's attributes or the given normalisation
+        contradict what the file says; if nothing says what the normalisation is; if the file is damaged, exceeds a
+        limit, or has a value that is NaN or infinite.
     """
     path = Path(path)
     tensors = _read(path, limits)
@@ -326,19 +313,15 @@ def _recognise(naming: str, tensors: Tensors) -> str:
     for name, known in NAMINGS.items():
         if known.signature in tensors:
             return name
-    some = ", ".join(sorted(tensors)[:5])
-    raise ValueError(
-        f"no naming of {', '.join(NAMINGS)} has names such as {some}; "
-        "is it a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet?"
-    )
+    some = f"names such as {', '.join(sorted(tensors)[:5])}; is it a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet?"
+    raise ValueError(f"no naming of {', '.join(NAMINGS)} has {some}")
 
 
 def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module) -> None:
     """Compares what naming, Hugging Face's config.json and shapes say with the model, where it has the attribute."""
     stated = dict(NAMINGS[naming].attributes)
-    for theirs, ours in (("num_attention_heads", "num_heads"), ("layer_norm_eps", "norm_epsilon")):
-        if theirs in config:
-            stated[ours] = config[theirs]
+    known = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
+    stated |= {ours: config[theirs] for theirs, ours in known.items() if theirs in config}
     if naming == "augreg" and _QUERY in tensors and tensors[_QUERY].ndim == 3:
         stated["num_heads"] = tensors[_QUERY].shape[1]
     wrong = [
@@ -365,53 +348,50 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
 
 def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tensors) -> Preprocessing:
     """What the caller gives, as long as it does not contradict the checkpoint; else what the checkpoint states."""
+    stated, reason = None, "no file says how this checkpoint normalises images"
     try:
         stated = _stated_preprocessing(path, naming, tensors)
     except Exception as error:
-        if given is None:
-            raise ValueError(f"preprocessing must be given, since what is beside {path.name!r} says {error}") from error
-        stated = None
-    if given is None and stated is None:
+        reason = f"what is beside {path.name!r} says {error}"
+    chosen = given or stated
+    if chosen is None:
         raise ValueError(
-            "preprocessing must be given, since no file says how this checkpoint normalises images. Common values: "
-            "augreg ViTs (google/vit-*, timm's vit_*.augreg_*) have mean = std = (0.5, 0.5, 0.5); "
-            f"DeiT, Swin, ConvNeXt and cifar_resnet have mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
+            f"preprocessing must be given, since {reason}. Common values: augreg ViTs (google/vit-*, timm's "
+            "vit_*.augreg_*) have mean = std = (0.5, 0.5, 0.5); DeiT, Swin, ConvNeXt and cifar_resnet have "
+            f"mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
             "For example preprocessing=Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248)"
         )
-    if given is None or stated is None:
-        return given or stated  # type: ignore[return-value]
-    if not np.allclose([*given.mean, *given.std], [*stated.mean, *stated.std], atol=1e-3):
+    if stated and not np.allclose([*chosen.mean, *chosen.std], [*stated.mean, *stated.std], atol=1e-3):
         raise ValueError(
-            f"preprocessing has mean={given.mean}, std={given.std}, but the checkpoint was trained with "
+            f"preprocessing has mean={chosen.mean}, std={chosen.std}, but the checkpoint was trained with "
             f"mean={stated.mean}, std={stated.std}"
         )
-    return given
+    return chosen
 
 
 def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing) -> dict[str, Any]:
     """Our collections from the tensors of a file; a ValueError lists everything that does not fit."""
     images = jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    rules, used, problems = NAMINGS[naming], set(), []
+    rules, used, problems = NAMINGS[naming], set[str](), list[str]()
     translated: dict[tuple[str, ...], jax.Array] = {}
     for (collection, *keys), expected in flatten_dict(variables).items():
         path = "/".join(keys)
-        found = rules.find(path)
-        if found is None:
+        if (found := rules.find(path)) is None:
             problems.append(f"{path} of the model: the naming {naming!r} has no such variable")
             continue
         name, part = found
         used.add(name)
-        if name not in tensors:
+        if (given := tensors.get(name)) is None:
             problems.append(f"{name}: missing, for {path} {expected.shape}")
             continue
         try:
-            array = np.split(tensors[name], 3)[("query", "key", "value").index(part)] if part else tensors[name]
-            array = rules.convert(path, array)
+            stacked = np.split(given, 3)[("query", "key", "value").index(part)] if part else given
+            array = rules.convert(path, stacked)
         except (ValueError, IndexError, TypeError):  # not even the number of axes fits
             array = None
         if array is None or array.shape != expected.shape:
-            problems.append(f"{name}: shape {tensors[name].shape} does not fit {path} {expected.shape}")
+            problems.append(f"{name}: shape {given.shape} does not fit {path} {expected.shape}")
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             problems.append(f"{name}: dtype {array.dtype} is not floating point")
         else:

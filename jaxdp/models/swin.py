@@ -45,11 +45,8 @@ class WindowAttention(nn.Module):
     softmax(Q K^T / sqrt(d) + bias) V (equation 4).
 
     Attributes:
-      num_heads: must divide the width.
       window: side of the windows.
-      shift: by how much the windows are moved down and to the right; those that reach over the edge of the image are
-        cut there.
-      dtype: computation dtype; scores and softmax are float32.
+      shift: of the windows, down and to the right; those that reach over the edge of the image are cut there.
     """
 
     num_heads: int
@@ -81,19 +78,14 @@ class WindowAttention(nn.Module):
         x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
         x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
         x = x.reshape(batch, side**2, width)  # window after window
-        parts = (project(name, x).reshape(-1, area, width) for name in ("query", "key", "value"))
-        y = project("out", attend(self.num_heads, *parts, bias).reshape(batch, side**2, width))
+        query, key, value = (project(name, x).reshape(-1, area, width) for name in ("query", "key", "value"))
+        y = project("out", attend(query, key, value, self.num_heads, bias).reshape(batch, side**2, width))
         y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
         return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(batch, side**2, width)
 
 
 class PatchMerging(nn.Module):
-    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours.
-
-    Attributes:
-      dtype: computation dtype.
-      norm_epsilon: added to the variance in the LayerNorm.
-    """
+    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours."""
 
     dtype: Any = None
     norm_epsilon: float = 1e-5
@@ -120,21 +112,18 @@ class Swin(nn.Module):
     which the resolution halves.
 
     A stage whose grid is not larger than the window has one window of the grid's size, never shifted. Nothing is
-    padded: otherwise the window must divide the grid. Stochastic depth, which the authors train with and which does
-    nothing at inference, is left out.
+    padded: otherwise the window must divide the grid. There is no stochastic depth, which does nothing at inference.
 
     Attributes:
-      num_classes: number of logits.
       patch_size: side of the square patches; must divide the image.
       window: side of the windows, in tokens.
       width: token dimension D of the first stage; every further stage doubles it.
       depths: blocks of each stage.
       num_heads: heads of each stage; 32 dimensions each in the published sizes.
       mlp_ratio: hidden width of the MLPs over the width of the tokens.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
       norm_epsilon: added to the variance in every LayerNorm.
       activation: in the MLPs; the exact GELU.
-      head_hidden: width of a hidden layer "head_hidden" in front of the head, with that activation; 0 is none.
+      head_hidden: width of a hidden layer in front of the head, with that activation; 0 is none.
     """
 
     num_classes: int
@@ -156,26 +145,24 @@ class Swin(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """How many learned tokens stand in front of the patches: none."""
+        """How many learned tokens stand in front of the patches."""
         return 0
 
     @nn.compact
     def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
         """Maps images [B, S, S, C] to float32 logits [B, num_classes], or does a part of that.
 
-        The merging of patches between two stages belongs to the block before it, whose tokens leave it as
-        [B, T / 4, 2 D]: half as many numbers. Cut after its third stage, "swin_large" hands over 7x7 tokens of width
-        1536.
+        The merging of patches between two stages belongs to the block before it, which returns [B, T / 4, 2 D].
 
         Args:
           x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1, row by row.
           start, stop: the blocks to run, counted through all stages; with `stop`, the tokens [B, T, D] that leave
-            block stop - 1 are returned. Only parameters of what is run are needed, and made by `init`.
+            block stop - 1 are returned. `init` makes the parameters of these blocks only.
 
         Raises:
-          ValueError: for images that are not square or that `patch_size` does not divide; if `window` does not
-            divide the larger grid of a stage, or a merging meets an odd grid; for other numbers of `depths` than of
-            `num_heads`, or a number of heads that does not divide the width.
+          ValueError: images are not square or patch_size does not divide them; window does not divide the larger grid
+            of a stage; a merging meets an odd grid; depths and num_heads differ in length; a number of heads does not
+            divide the width.
         """
         if len(self.depths) != len(self.num_heads):
             raise ValueError(

@@ -18,7 +18,6 @@ class Product(nn.Module):
 
     Attributes:
       equation: of `jnp.einsum`; the first axis n is images times heads, heads fastest.
-      num_heads: number of heads.
       dtype: in which products are added up; None is that of the operands.
     """
 
@@ -33,15 +32,15 @@ class Product(nn.Module):
 
 
 def attend(
-    num_heads: int,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: Callable[[jax.Array], jax.Array] = lambda scores: scores,
+    num_heads: int,
+    bias: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head, inside a compact module: [n, T, D] each to [n, T, D].
+    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside a compact module.
 
-    Scores and softmax are float32, and `bias` maps scores [n num_heads, T, T] to scores.
+    Scores and softmax are float32; `bias` maps scores [n num_heads, T, T] to scores.
 
     Raises:
       ValueError: if num_heads does not divide D.
@@ -56,13 +55,14 @@ def attend(
         return x.reshape(n * num_heads, tokens, -1)
 
     scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(heads(query), heads(key))
-    weights = jax.nn.softmax(bias(scores * (width // num_heads) ** -0.5), axis=-1)
+    scores = scores * (width // num_heads) ** -0.5
+    weights = jax.nn.softmax(bias(scores) if bias else scores, axis=-1)
     y = Product("nqk,nkd->nqd", num_heads, name="mixture")(weights.astype(value.dtype), heads(value))
     return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention of tokens [B, T, D] with the computation dtype `dtype`."""
+    """Multi-head self-attention."""
 
     num_heads: int
     dtype: Any = None
@@ -74,19 +74,14 @@ class Attention(nn.Module):
         def project(name: str, x: jax.Array) -> jax.Array:
             return nn.Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        return project("out", attend(self.num_heads, *(project(name, x) for name in ("query", "key", "value"))))
+        return project("out", attend(project("query", x), project("key", x), project("value", x), self.num_heads))
 
 
 class Block(nn.Module):
     """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a LayerNorm.
 
     Attributes:
-      num_heads: number of heads.
-      mlp_width: hidden width of the MLP.
-      dtype: computation dtype.
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
-      norm_epsilon: added to the variance in every LayerNorm.
-      activation: between the layers of the MLP.
       kernel_init: of the layers of the MLP.
       attention: `attention(num_heads, dtype=, name=)` makes the module.
     """
@@ -98,7 +93,7 @@ class Block(nn.Module):
     norm_epsilon: float = 1e-6
     activation: Callable[[jax.Array], jax.Array] = gelu
     kernel_init: Callable[..., jax.Array] = _init
-    attention: Callable[..., nn.Module] = Attention
+    attention: Callable[..., Any] = Attention
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,14 +115,11 @@ class ViT(nn.Module):
     """Vision Transformer with learned positions.
 
     Attributes:
-      num_classes: number of logits.
       patch_size: side of the square patches; must divide height and width of the image.
       width: token dimension D.
-      depth: number of encoder blocks.
       num_heads: heads of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
       mlp_width: hidden width of the MLPs, usually 4 * width.
       pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch tokens.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
       norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762); see
         `Block`. Both end in a LayerNorm on what is classified.
       norm_epsilon: added to the variance in every LayerNorm; Hugging Face's ViT and DeiT have 1e-12.
@@ -171,7 +163,7 @@ class ViT(nn.Module):
         Args:
           x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1.
           start, stop: the blocks to run; with `stop`, the tokens [B, T, D] that leave block stop - 1 are returned.
-            Only parameters of what is run are needed, and made by `init`.
+            `init` makes the parameters of these blocks only.
         """
         if self.pool not in ("token", "mean"):
             raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}")
