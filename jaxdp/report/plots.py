@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -68,21 +68,17 @@ def plot_training(
 
     labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
     for (name, value), colour in zip(references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False):
-        upper.axhline(value, color=colour, **_DASHED)
         labels.append((value, f"{name}  {_percent(value)}", colour))
-    values = [*_progress(upper, accuracy), *references.values()]
-    shown = [value for value in values if math.isfinite(value)]
+    values = _progress(upper, accuracy, labels)
+    shown = [value for value in (*values, *references.values()) if math.isfinite(value)]
     low, high = min(shown, default=0.0), max(shown, default=1.0)
     margin = max(0.08 * (high - low), 0.01)
     upper.set_ylim(max(0.0, low - margin), min(1.0, high + margin) + 0.004)
     _round_marks(upper.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
     _finish(upper, "Test accuracy", labels)
 
-    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE)]
-    if math.isfinite(budget):
-        lower.axhline(budget, color=_INK, **_DASHED)
-        labels.append((budget, f"budget  {_number(budget)}", _INK))
-    values = _progress(lower, epsilon)
+    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE), (budget, f"budget  {_number(budget)}", _INK)]
+    values = _progress(lower, epsilon, labels)
     lower.fill_between([step for step, _ in epsilon], values, color=_BLUE, alpha=0.12, linewidth=0)
     if not any(map(math.isfinite, values)):
         place = {"transform": lower.transAxes, "ha": "center", "va": "center"}
@@ -117,8 +113,7 @@ def plot_curves(
         path, title, subtitle: see above.
         curves: name to (x, y) pairs in the order of x; non-finite y leave a gap, and so do y <= 0 on a log scale.
           The first curve is drawn strongest; with more than seven the colours repeat, with dashes.
-        xlabel: name of the x axis.
-        ylabel: name of the y axis, written above the panel.
+        xlabel, ylabel: names of the axes; that of y is written above the panel.
         xscale, yscale: "linear" or "log".
         percent: write y as percentages, where it is linear.
         xticks: x to text of the marks on the x axis; long texts are slanted. None chooses them.
@@ -228,22 +223,7 @@ def plot_points(
     return _save(figure, path)
 
 
-class _Reliability(Protocol):
-    """What `jaxdp.recalibration` calls a `Reliability`."""
-
-    @property
-    def counts(self) -> Any: ...
-
-    @property
-    def confidence(self) -> Any: ...
-
-    @property
-    def accuracy(self) -> Any: ...
-
-
-def plot_reliability(
-    path: str | os.PathLike[str], diagrams: Mapping[str, _Reliability], *, title: str, subtitle: str
-) -> Path:
+def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str) -> Path:
     """Draws reliability diagrams side by side: accuracy against confidence above, where the examples are below.
 
     Bars end in a blue line at the accuracy of each bin. Between it and the mean confidence of the bin, next to the
@@ -330,7 +310,7 @@ def plot_images(
     inches = min(0.95, 9.0 / across)  # the height of an image
     bottom, top = 0.1, 0.95 if subtitle else 0.64
     size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
-    place = {"left": 0.0, "right": 1.0, "bottom": bottom / size[1], "top": 1 - top / size[1]}
+    place = {"left": 0, "right": 1, "bottom": bottom / size[1], "top": 1 - top / size[1]}
     figure, panels = _page(title, subtitle, size=size, rows=len(rows), hspace=0.08, **place)
     label = {"fontsize": _FONT, "va": "center", "annotation_clip": False, "textcoords": "offset points"}
     for (axes,), (name, value) in zip(panels, images.items(), strict=True):
@@ -350,10 +330,6 @@ def _page(
     subtitle: str,
     *,
     size: tuple[float, float] = (7.6, 5.2),
-    left: float = 0.085,
-    right: float = 0.97,
-    top: float = 0.79,
-    bottom: float = 0.12,
     rows: int = 1,
     columns: int = 1,
     **grid: Any,
@@ -362,10 +338,10 @@ def _page(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=160, facecolor="white")
+    grid = {"left": 0.085, "right": 0.97, "top": 0.79, "bottom": 0.12} | grid
     panels = figure.subplots(rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid)
-    figure.subplots_adjust(left=left, right=right, top=top, bottom=bottom)
-    figure.text(left, 1 - 0.286 / size[1], title, fontsize=17, fontweight="bold", color=_INK, va="center")
-    figure.text(left, 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center")
+    figure.text(grid["left"], 1 - 0.286 / size[1], title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    figure.text(grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center")
     for axes in panels.flat:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -376,8 +352,11 @@ def _page(
     return figure, panels
 
 
-def _progress(axes: "Axes", points: Sequence[tuple[int, float]]) -> list[float]:
-    """Draws the one curve of a run and returns its values, NaN where they are not finite."""
+def _progress(axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]) -> list[float]:
+    """Draws the curve of a run, whose label is the first, and lines at the others; returns its values, or NaN."""
+    for value, _, colour in labels[1:]:
+        if math.isfinite(value):
+            axes.axhline(value, color=colour, **_DASHED)
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     marker = "o" if len(points) <= 40 else None
     look: dict[str, Any] = {"color": _BLUE, "linewidth": 2.4, "marker": marker, "markersize": 4.5, "zorder": 3}
