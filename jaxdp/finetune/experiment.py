@@ -85,7 +85,7 @@ class _Task:
             raise ValueError(f"config.data must name a data set of images, got {config.data.name!r}.")
         if public is not None:
             side, _, channels = private.arrays["image"].shape[1:]
-            public = data.fit_images(public, side, channels)
+            public = data.resize_images(public, side, channels)
         model = models.create(config.model.name, num_classes=private.num_classes, **dict(config.model.options))
         return cls(public, private, test, model, config.data.mean, config.data.std)
 

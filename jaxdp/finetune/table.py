@@ -260,7 +260,7 @@ class _Bench:
             source = data.bundled_parts(config)[split]
         else:
             source = data.from_tfds(name, split, data_dir=config.data_dir or None)
-        return data.fit_images(source, config.size, config.channels)
+        return data.resize_images(source, config.size, config.channels)
 
 
 def _of_cells(config: Any) -> Any:

@@ -72,7 +72,7 @@ def load(config: Any) -> Parts:
     stream = dict(zip(shifts, _cut(arriving, len(shifts)), strict=True))
     corrupted = functools.partial(_corrupted, severity=config.severity)
     return Parts(
-        public=data.fit_images(public, side, channels),
+        public=data.resize_images(public, side, channels),
         private=dataclasses.replace(private, name=f"{config.name}/private"),
         sources=tuple(corrupted(images, config.source_shift, name=name) for name, images in hospitals.items()),
         stream={shift: corrupted(images, shift, name="stream") for shift, images in stream.items()},

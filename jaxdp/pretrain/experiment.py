@@ -84,7 +84,9 @@ class _Task:
 
     @classmethod
     def of(cls, config: Any) -> "_Task":
-        train, test = (data.fit_images(part, config.data.size, config.data.channels) for part in _sources(config.data))
+        train, test = (
+            data.resize_images(part, config.data.size, config.data.channels) for part in _sources(config.data)
+        )
         model = models.create(config.model.name, num_classes=train.num_classes, **dict(config.model.options))
         return cls(train, test, model, config.data.mean, config.data.std)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, bundled, check_disjoint, fit_images, from_tfds
+from jaxdp.data import Source, bundled, check_disjoint, from_tfds, resize_images
 from jaxdp.models import Preprocessing
 from jaxdp.models.public import public_model, trained
 from jaxdp.split.backbone import Backbone, Params, two_thirds
@@ -182,7 +182,7 @@ def read_images(spec: Any, preprocessing: Preprocessing) -> Source:
         prepare = preprocessing.prepare if spec.prepare else None
         source = from_tfds(spec.name, spec.split, data_dir=spec.data_dir or None, prepare=prepare)
     source = source.of_classes(spec.classes) if spec.classes else source
-    return fit_images(source, preprocessing.size, len(preprocessing.mean))
+    return resize_images(source, preprocessing.size, len(preprocessing.mean))
 
 
 def as_arrays(data: Labelled) -> tuple[Any, Any]:
