@@ -344,36 +344,45 @@ def from_tfds(
 
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with _quiet_array_record():
-        if download:
-            _prepare(tfds, name, data_dir)
-        builder = _prepared_builder(tfds, name, data_dir)
-        info = builder.info
-        kinds = _check_features(tfds, name, dict(info.features.items()), any_shape=prepare is not None)
-        image, decode = info.features["image"] if "image" in kinds else None, None
-        if image is not None:
+        builder = _prepared_builder(tfds, name, data_dir, download)
+        features = dict(builder.info.features.items())
+        keys = _check_features(tfds, name, features, any_shape=prepare is not None)
+        image: Any = features.get("image")
 
-            def decode(data: bytes, record: int) -> np.ndarray:
+        def images(encoded: Sequence[bytes], start: int) -> np.ndarray:
+            decoded = []
+            for record, data in enumerate(encoded, start):
                 what = f"image {record} of {name}/{split} in {builder.data_dir}"
                 check_image(data, shape=image.shape, what=what, limits=limits or Limits())
-                return image.decode_example_np(data)
+                decoded.append(image.decode_example_np(data))
+            return (
+                np.stack(decoded) if prepare is None else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
+            )
 
         try:
-            decoders = None if image is None else {"image": tfds.decode.SkipDecoding()}
+            decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
             records = builder.as_data_source(split=split, decoders=decoders)
         except NotImplementedError as error:
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
-            raise ValueError(_unreadable(name, split, info)) from error
-        columns = _read_columns(records, kinds, prepare, decode)
+            raise ValueError(_unreadable(name, split, builder.info)) from error
+        columns: dict[str, np.ndarray] = {}
+        at_once = _CHUNK_ROWS if prepare is None else 256  # decoded objects must not pile up; photographs are large
+        for start in range(0, len(records), at_once):
+            rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
+            for key in keys:
+                values = [row[key] for row in rows]
+                chunk = images(values, start) if key == "image" else np.stack(values)
+                if start == 0:
+                    columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
+                columns[key][start : start + len(rows)] = chunk
+    if not columns:
+        raise ValueError("the split is empty; choose one that holds records")
     if (columns["label"] < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
-    num_classes = info.features["label"].num_classes
-    source_name = f"{name}/{split}"
-    if "image" in columns:
-        return from_arrays(image=columns["image"], label=columns["label"], num_classes=num_classes, name=source_name)
-    sizes = {key: info.features[key].num_classes for key in _ADULT_CATEGORIES}
-    features = _encode_adult(columns, sizes)
-    return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
+    inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
+    num_classes = features["label"].num_classes
+    return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
@@ -394,7 +403,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
     slices = []
     for part, (name, split, data_dir) in parts.items():
         with _quiet_array_record():
-            info = _prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None).info
+            info = _prepared_builder(tfds, name, data_dir).info
         try:
             found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
         except (ValueError, NotImplementedError) as error:
@@ -408,8 +417,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
             who = f"{part} and {other} share" if part != other else f"{part} repeats"
             what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
             raise ValueError(
-                f"{who} {what}: no account counts what a record gives away in both places. Choose splits that do not "
-                "overlap."
+                f"{who} {what}: no account counts both uses of a record. Choose splits that do not overlap."
             )
 
 
@@ -417,35 +425,28 @@ def _unreadable(name: str, split: str, info: Any) -> str:
     return f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
 
 
-def _prepare(tfds: Any, name: str, data_dir: str | None) -> None:
+def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
+    reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
     try:
-        # ArrayRecord is the format that TFDS can read without TensorFlow.
-        tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
-    except ImportError as error:
-        # TFDS needs TensorFlow to encode images, and importlib_resources, but depends on neither.
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
-
-
-def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
-    try:
+        if download:  # in the format that TFDS can read without TensorFlow
+            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
         builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.registered.DatasetNotFoundError as error:
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
-    if not builder.is_prepared():
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir))
-    return builder
+        if builder.is_prepared():
+            return builder
+    except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
+        reason = error  # to write images TFDS needs TensorFlow and importlib_resources, but depends on neither
+    raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
 
 
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     return (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either "
-        "prepare it, on a machine with network access and in an environment of its own, because TFDS may need "
-        "TensorFlow to write (never to read):\n"
-        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
-        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable "
-        "TFDS_DATA_DIR"
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either prepare "
+        "it, on a machine with network access and in an environment of its own, because TFDS may need TensorFlow to "
+        f"write (never to read):\n    pip install tensorflow-datasets tensorflow array-record importlib_resources\n"
+        f"    {build}\n"
+        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable TFDS_DATA_DIR"
     )
 
 
@@ -469,40 +470,13 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_sh
     )
 
 
-def _read_columns(
-    records: Any,
-    keys: list[str],
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None,
-    decode: Callable[[bytes, int], np.ndarray] | None,
-) -> dict[str, np.ndarray]:
-    """Reads all records, a chunk at a time, so that decoded Python objects never pile up."""
-    columns: dict[str, np.ndarray] = {}
-    rows_at_once = _CHUNK_ROWS if prepare is None else 256  # unprepared photographs are large
-    for start in range(0, len(records), rows_at_once):
-        rows = records.__getitems__(list(range(start, min(len(records), start + rows_at_once))))
-        for key in keys:
-            values = [row[key] for row in rows]
-            if decode is not None and key == "image":
-                values = [decode(value, start + place) for place, value in enumerate(values)]
-            if prepare is not None and key == "image":
-                chunk = np.rint(255 * np.asarray(prepare(values))).astype(np.uint8)
-            else:
-                chunk = np.stack(values)
-            if start == 0:
-                columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
-            columns[key][start : start + len(rows)] = chunk
-    if not columns:
-        raise ValueError("the split is empty; choose one that holds records")
-    return columns
-
-
-def _encode_adult(columns: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
     parts = []
     for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
         value = columns[key].astype(np.float64)
         scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
         parts.append(np.clip(scaled, 0, 1)[:, None])
-    parts.extend(np.eye(sizes[key])[columns[key]] for key in _ADULT_CATEGORIES)
+    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
     return np.concatenate(parts, axis=1)
 
 

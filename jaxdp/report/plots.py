@@ -63,7 +63,7 @@ def plot_training(
     title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
     gaps = (f", {_gap(final_accuracy - value)} {name}" for name, value in references.items())
     subtitle = f"Private training at δ = {_power(delta)}{''.join(gaps)}"
-    shape = {"size": (7.6, 6.6), "rows": 2, "height_ratios": [2.0, 1.0], "hspace": 0.24}
+    shape: dict[str, Any] = {"size": (7.6, 6.6), "rows": 2, "height_ratios": [2.0, 1.0], "hspace": 0.24}
     figure, ((upper,), (lower,)) = _page(title, subtitle, top=0.825, bottom=0.095, **shape)
 
     labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
@@ -240,7 +240,13 @@ def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], 
     """
     if not 1 <= len(diagrams) <= 4:
         raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}; draw several figures")
-    shape = {"rows": 2, "columns": len(diagrams), "height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
+    shape: dict[str, Any] = {
+        "rows": 2,
+        "columns": len(diagrams),
+        "height_ratios": [3.0, 1.0],
+        "hspace": 0.12,
+        "wspace": 0.1,
+    }
     size = (1.0 + 3.1 * len(diagrams), 5.6)
     figure, (upper, lower) = _page(title, subtitle, size=size, top=0.745, bottom=0.105, **shape)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
@@ -372,7 +378,11 @@ def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> 
         drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
         i = names.index(name)
         colour, dashed = _CURVE_COLOURS[i % len(_CURVE_COLOURS)], i >= len(_CURVE_COLOURS)
-        look = {"linestyle": "--" if dashed else "-", "linewidth": 1.9 if i else 2.8, "zorder": 3 if i else 4}
+        look: dict[str, Any] = {
+            "linestyle": "--" if dashed else "-",
+            "linewidth": 1.9 if i else 2.8,
+            "zorder": 3 if i else 4,
+        }
         axes.plot(*zip(*drawable, strict=True), color=colour, **look)
         if numbers := [y for _, y in drawable if not math.isnan(y)]:
             labels[name] = (numbers[-1], f"– – {name}" if dashed else name, colour)
