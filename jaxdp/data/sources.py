@@ -52,12 +52,11 @@ class Source:
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        lengths = {"/".join(map(str, path)): len(array) for path, array in tree.flatten_with_path(self.arrays)}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(
-                f"{' and '.join(lengths) or 'arrays'} of source {self.name!r} must have one length, "
-                f"got {' and '.join(map(str, lengths.values())) or 'no array'}"
-            )
+        found = [("/".join(map(str, path)), str(len(array))) for path, array in tree.flatten_with_path(self.arrays)]
+        names, lengths = zip(*found, strict=True) if found else (["arrays"], ["no array"])
+        if not found or len(set(lengths)) > 1:
+            what = f"{' and '.join(names)} of source {self.name!r}"
+            raise ValueError(f"{what} must have one length, got {' and '.join(lengths)}")
 
     def __len__(self) -> int:
         return len(tree.flatten(self.arrays)[0] if self.rows is None else self.rows)
@@ -272,15 +271,13 @@ def bundled(name: str) -> Source:
     Raises:
       ValueError: for another name.
     """
-    if name == "digits":
-        from sklearn.datasets import load_digits
+    from sklearn import datasets
 
-        digits = load_digits()
+    if name == "digits":
+        digits = datasets.load_digits()
         return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name=name)
     if name == "breast_cancer":
-        from sklearn.datasets import load_breast_cancer
-
-        table = load_breast_cancer()
+        table = datasets.load_breast_cancer()
         # The columns are all means, then all standard errors, then all worst values.
         low, high = np.array(list(_BREAST_CANCER_RANGES.values()), np.float64).swapaxes(0, 1).reshape(30, 2).T
         features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)

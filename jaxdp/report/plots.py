@@ -9,6 +9,7 @@ name beside it.
 import itertools
 import math
 import os
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,8 +64,8 @@ def plot_training(
     title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
     gaps = (f", {_gap(final_accuracy - value)} {name}" for name, value in references.items())
     subtitle = f"Private training at δ = {_power(delta)}{''.join(gaps)}"
-    shape: dict[str, Any] = {"size": (7.6, 6.6), "rows": 2, "height_ratios": [2.0, 1.0], "hspace": 0.24}
-    figure, ((upper,), (lower,)) = _page(title, subtitle, top=0.825, bottom=0.095, **shape)
+    grid = {"top": 0.825, "bottom": 0.095, "height_ratios": [2.0, 1.0], "hspace": 0.24}
+    figure, ((upper,), (lower,)) = _page(title, subtitle, (7.6, 6.6), 2, 1, grid)
 
     labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
     for (name, value), colour in zip(references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False):
@@ -173,8 +174,8 @@ def plot_panels(
     if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
         raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve")
     names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
-    size = (1.6 + 3.6 * len(panels), 4.6)
-    figure, (row,) = _page(title, subtitle, size=size, top=0.755, bottom=0.135, columns=len(panels), wspace=0.09)
+    grid = {"top": 0.755, "bottom": 0.135, "wspace": 0.09}
+    figure, (row,) = _page(title, subtitle, (1.6 + 3.6 * len(panels), 4.6), 1, len(panels), grid)
     labels: dict[str, Label] = {}
     for axes, (panel, (xlabel, curves)) in zip(row, panels.items(), strict=True):
         # A curve that is missing or has no number in the last panel is named at the height of its last number.
@@ -240,15 +241,9 @@ def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], 
     """
     if not 1 <= len(diagrams) <= 4:
         raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}; draw several figures")
-    shape: dict[str, Any] = {
-        "rows": 2,
-        "columns": len(diagrams),
-        "height_ratios": [3.0, 1.0],
-        "hspace": 0.12,
-        "wspace": 0.1,
-    }
+    grid = {"top": 0.745, "bottom": 0.105, "height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
     size = (1.0 + 3.1 * len(diagrams), 5.6)
-    figure, (upper, lower) = _page(title, subtitle, size=size, top=0.745, bottom=0.105, **shape)
+    figure, (upper, lower) = _page(title, subtitle, size, 2, len(diagrams), grid)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
         used = np.asarray(diagram.counts) > 0
         if not used.any():
@@ -316,8 +311,8 @@ def plot_images(
     inches = min(0.95, 9.0 / across)  # the height of an image
     bottom, top = 0.1, 0.95 if subtitle else 0.64
     size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
-    place = {"left": 0, "right": 1, "bottom": bottom / size[1], "top": 1 - top / size[1]}
-    figure, panels = _page(title, subtitle, size=size, rows=len(rows), hspace=0.08, **place)
+    grid = {"left": 0, "right": 1, "bottom": bottom / size[1], "top": 1 - top / size[1], "hspace": 0.08}
+    figure, panels = _page(title, subtitle, size, len(rows), 1, grid)
     label = {"fontsize": _FONT, "va": "center", "annotation_clip": False, "textcoords": "offset points"}
     for (axes,), (name, value) in zip(panels, images.items(), strict=True):
         for k, image in enumerate(value):
@@ -334,17 +329,16 @@ def plot_images(
 def _page(
     title: str,
     subtitle: str,
-    *,
     size: tuple[float, float] = (7.6, 5.2),
     rows: int = 1,
     columns: int = 1,
-    **grid: Any,
+    grid: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple["Figure", Any]:
     """A figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=160, facecolor="white")
-    grid = {"left": 0.085, "right": 0.97, "top": 0.79, "bottom": 0.12} | grid
+    grid = {"left": 0.085, "right": 0.97, "top": 0.79, "bottom": 0.12, **grid}
     panels = figure.subplots(rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid)
     figure.text(grid["left"], 1 - 0.286 / size[1], title, fontsize=17, fontweight="bold", color=_INK, va="center")
     figure.text(grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center")
