@@ -70,14 +70,14 @@ class _Bench:
         """(network, private images, test images)."""
         found = data.parts(self.images(dataset), "private", "test")
         network = models.with_classes(self.network, found["private"].num_classes)
-        private, test = (models.fit_images(network, found[role]) for role in ("private", "test"))
+        private, test = (models.resize(network, found[role]) for role in ("private", "test"))
         return network, dataclasses.replace(private, name=dataset), test
 
     def _trainer(self, method: str, epsilon: float, dataset: str) -> Any:
         network, source, _ = self.task(dataset)
         private, public = self.private(method, epsilon, dataset), None
         if private.method == "gep":
-            public = models.fit_images(network, data.parts(self.config.pretrain.data, "public")["public"])
+            public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
         return trainer(private, network, source, public, self.config.sets[dataset])
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:

@@ -121,7 +121,7 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     found = data.parts(config.data, "public", "private", "test")
     data.require_images(found)
     network = models.network(config.model, found["private"].num_classes)
-    found = {role: models.fit_images(network, source) for role, source in found.items()}
+    found = {role: models.resize(network, source) for role, source in found.items()}
     public = found.get("public")
     if config.pretrain.weights:
         load_params(config.pretrain.weights)  # raises now rather than after the workdir is bound

@@ -53,9 +53,9 @@ def network(config: Any, num_classes: int | None = None) -> Pretrained:
     return Pretrained(model, {}, preprocessing)
 
 
-def fit_images(network: Pretrained, source: Source) -> Source:
+def resize(network: Pretrained, source: Source) -> Source:
     """Returns a source whose images have the side and channels that the network takes."""
-    return data.fit_images(source, network.preprocessing.size, len(network.preprocessing.mean))
+    return data.resize_images(source, network.preprocessing.size, len(network.preprocessing.mean))
 
 
 def with_classes(network: Pretrained, num_classes: int) -> Pretrained:

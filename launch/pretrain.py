@@ -45,7 +45,7 @@ class _Task:
 def _open(config: Any, root: pathlib.Path) -> _Task:
     found = data.parts(config.data, "public", "test")
     network = models.network(config.model, found["public"].num_classes)
-    train, test = (models.fit_images(network, found[role]) for role in ("public", "test"))
+    train, test = (models.resize(network, found[role]) for role in ("public", "test"))
     trainer, batches = _trainer(config, network), _batches(config, train)
     batches.check_microbatches(trainer)
     shape = "x".join(map(str, train.arrays["image"].shape[1:]))

@@ -129,7 +129,7 @@ class Bench:
         data.check_apart(sets, "client", "server", "tuning", "client_test")
 
         def read(spec: Any) -> Source:
-            return models.fit_images(network, data.read(spec, network.preprocessing.prepare))
+            return models.resize(network, data.read(spec, network.preprocessing.prepare))
 
         def task(halves: Sequence[Source], *most: int) -> Task:
             return Task(*(data.at_most(half, count, seed=seed) for half, count in zip(halves, most, strict=True)))

@@ -13,7 +13,7 @@ from jaxdp.data.corruptions import (
     imagenet_r_classes,
     restrict_classes,
 )
-from jaxdp.data.images import fit_images
+from jaxdp.data.images import resize_images
 from jaxdp.data.parts import bundled_parts
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, check_disjoint, from_arrays, from_tfds
@@ -31,7 +31,6 @@ __all__ = [
     "check_disjoint",
     "corrupt",
     "corrupted_tfds",
-    "fit_images",
     "from_arrays",
     "from_tfds",
     "imagenet_r_classes",
@@ -39,5 +38,6 @@ __all__ = [
     "pad_to_physical",
     "random_crop",
     "random_flip",
+    "resize_images",
     "restrict_classes",
 ]

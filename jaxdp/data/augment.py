@@ -1,8 +1,8 @@
 """Augmentation of one image as pure functions of a key: mirror-padded random crop and horizontal flip.
 
-The recipe of De et al. 2022 (arXiv:2204.13650, section 3.2): every example is seen in several augmented views
-whose gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image
-[H, W, C] to one of the same shape and dtype and is meant to be used under `jax.vmap` and `jax.jit`.
+The recipe of De et al. 2022 (arXiv:2204.13650, section 3.2): every example is seen in several augmented views whose
+gradients are averaged BEFORE clipping, so the views cost no privacy. Each function maps one image [H, W, C] to one of
+the same shape and dtype, for use under `jax.vmap` and `jax.jit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,8 @@ import jax.numpy as jnp
 def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
     """Pads by reflection and cuts a window of the original size at a uniformly random place.
 
-    Args:
-      key: typed PRNG key.
-      image: [H, W, C].
-      padding: pixels added on every side, in 0 <= padding < min(H, W) (reflection repeats no border pixel).
-
-    Returns:
-      [H, W, C] of the same dtype.
-
     Raises:
-      ValueError: if image is not [H, W, C] or padding is out of range.
+      ValueError: if image is not [H, W, C], or padding, the pixels added on every side, not in [0, min(H, W)).
     """
     if image.ndim != 3:
         raise ValueError(f"image must be one image [H, W, C], got shape {image.shape}; use jax.vmap for a batch")
@@ -42,16 +34,7 @@ def random_flip(key: jax.Array, image: jax.Array) -> jax.Array:
 
 
 def augment(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
-    """Random crop, then random flip, with independent randomness.
-
-    Args:
-      key: typed PRNG key.
-      image: [H, W, C].
-      padding: as in `random_crop`.
-
-    Returns:
-      [H, W, C] of the same dtype.
-    """
+    """Random crop, then random flip, with independent randomness; `padding` as in `random_crop`."""
     crop_key, flip_key = jax.random.split(key)
     return random_flip(flip_key, random_crop(crop_key, image, padding=padding))
 
@@ -80,8 +63,7 @@ def normalise(image: jax.Array, mean: float | Sequence[float], std: float | Sequ
 
     Args:
       image: [..., C].
-      mean: one number, or C numbers.
-      std: one number, or C numbers, all positive.
+      mean, std: one number, or C numbers; those of std are positive.
 
     Raises:
       ValueError: if a standard deviation is not positive.

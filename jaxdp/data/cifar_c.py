@@ -1,9 +1,9 @@
 """CIFAR-10-C's nineteen corruptions, each a function of one image, for images of CIFAR's size.
 
-The definitions and constants are those of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261; constants from
-their make_cifar_c.py); lengths that they state for 32 x 32 pixels grow with the image. Two properties of the
-published images are kept although they look like slips: glass blur overwrites pixels instead of swapping them,
-and frost uses five of the six pictures. The motion blur follows ImageMagick's definition.
+The definitions and constants are those of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261; make_cifar_c.py);
+lengths that they state for 32 x 32 pixels grow with the image. Two slips of the published images are kept: glass blur
+overwrites pixels instead of swapping them, and frost uses five of the six pictures. The motion blur follows
+ImageMagick's definition.
 
 This module needs the extra "corruptions" and is imported by `jaxdp.data.corrupt` on first use.
 """
@@ -27,6 +27,8 @@ from skimage import color
 _LUMA = np.array([0.299, 0.587, 0.114])
 
 _global_state = threading.Lock()
+_Corruption = Callable[[np.ndarray, Any, np.random.Generator], np.ndarray]
+_TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {}
 
 
 @contextmanager
@@ -51,35 +53,52 @@ def apply(image: np.ndarray, name: str, severity: int, rng: np.random.Generator)
     return (255 * np.clip(corrupted, 0, 1)).astype(np.uint8)
 
 
+def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
+    """Registers the function `_name` as the corruption "name" with its constants for severities 1 to 5."""
+
+    def register(function: _Corruption) -> _Corruption:
+        _TABLE[function.__name__[1:]] = (function, constants)
+        return function
+
+    return register
+
+
 # Below, x is float64 [H, W, 3] in [0, 1], c the constant or constants of one severity; results may leave [0, 1].
 
 
+@_severities(0.04, 0.06, 0.08, 0.09, 0.10)
 def _gaussian_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     return x + rng.normal(scale=c, size=x.shape)
 
 
+@_severities(500, 250, 100, 75, 50)
 def _shot_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     return rng.poisson(c * x) / c
 
 
+@_severities(0.01, 0.02, 0.03, 0.05, 0.07)
 def _impulse_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     chance = rng.random(x.shape)
     return np.where(chance < c / 2, 0, np.where(chance < c, 1, x))
 
 
+@_severities(0.06, 0.1, 0.12, 0.16, 0.2)
 def _speckle_noise(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     return x * (1 + rng.normal(scale=c, size=x.shape))
 
 
+@_severities(0.4, 0.6, 0.7, 0.8, 1)
 def _gaussian_blur(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     return ndimage.gaussian_filter(x, (c, c, 0), mode="nearest")
 
 
+@_severities((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))
 def _defocus_blur(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
     radius, antialias = c
     return cv2.filter2D(x, -1, disk(radius=radius, alias_blur=antialias))
 
 
+@_severities((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))
 def _glass_blur(x: np.ndarray, c: tuple[float, int, int], rng: np.random.Generator) -> np.ndarray:
     """Blurs, lets pixels take a near one's value one after the other from the lower right, blurs again."""
     sigma, reach, rounds = c
@@ -94,6 +113,7 @@ def _glass_blur(x: np.ndarray, c: tuple[float, int, int], rng: np.random.Generat
     return _gaussian_blur(blurred.reshape(-1, 3)[source].reshape(x.shape), sigma, rng)
 
 
+@_severities((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))
 def _motion_blur(x: np.ndarray, c: tuple[int, float], rng: np.random.Generator) -> np.ndarray:
     return _blur_along(x, *c, rng.uniform(-45, 45))
 
@@ -109,12 +129,20 @@ def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.
     return cv2.filter2D(x, -1, kernel, borderType=cv2.BORDER_REPLICATE)
 
 
+@_severities(1.06, 1.11, 1.16, 1.21, 1.26)
 def _zoom_blur(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     height, width, _ = x.shape
     zoomed = [clipped_zoom(x, factor)[:height, :width] for factor in np.arange(1, c, 0.01)]
     return np.mean([x, *zoomed], axis=0)
 
 
+@_severities(
+    (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+    (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+    (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+    (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+    (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+)
 def _snow(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
     mean, deviation, zoom, threshold, radius, sigma, keep = c
     height, width, _ = x.shape
@@ -137,6 +165,7 @@ def _frost_pictures(side: int) -> list[np.ndarray]:
     return pictures
 
 
+@_severities((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))
 def _frost(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
     height, width, _ = x.shape
     pictures = _frost_pictures(max(height, width))
@@ -145,6 +174,7 @@ def _frost(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> n
     return c[0] * x + c[1] * picture[top : top + height, left : left + width]
 
 
+@_severities((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))
 def _fog(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
     amount, decay = c
     height, width, _ = x.shape
@@ -153,21 +183,23 @@ def _fog(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.
     return (x + amount * cloud[:height, :width, None]) * x.max() / (x.max() + amount)
 
 
+@_severities(0.05, 0.1, 0.15, 0.2, 0.3)
 def _brightness(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
-    hue, saturation, value = np.moveaxis(color.rgb2hsv(x), -1, 0)
-    return color.hsv2rgb(np.stack([hue, saturation, np.clip(value + c, 0, 1)], axis=-1))
+    return color.hsv2rgb(np.clip(color.rgb2hsv(x) + np.array([0, 0, c]), 0, 1))
 
 
+@_severities((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))
 def _saturate(x: np.ndarray, c: tuple[float, float], rng: np.random.Generator) -> np.ndarray:
-    hue, saturation, value = np.moveaxis(color.rgb2hsv(x), -1, 0)
-    return color.hsv2rgb(np.stack([hue, np.clip(c[0] * saturation + c[1], 0, 1), value], axis=-1))
+    return color.hsv2rgb(np.clip(color.rgb2hsv(x) * np.array([1, c[0], 1]) + np.array([0, c[1], 0]), 0, 1))
 
 
+@_severities(0.75, 0.5, 0.4, 0.3, 0.15)
 def _contrast(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     mean = x.mean(axis=(0, 1), keepdims=True)
     return mean + c * (x - mean)
 
 
+@_severities((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))
 def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
     """An affine map that moves three points at random, then smooth random shifts of every pixel."""
     height, width, _ = x.shape
@@ -185,12 +217,14 @@ def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Gener
     return np.stack([ndimage.map_coordinates(x[..., k], target, order=1, mode="reflect") for k in range(3)], axis=-1)
 
 
+@_severities(0.95, 0.9, 0.85, 0.75, 0.65)
 def _pixelate(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
     height, width, _ = x.shape
     small = _picture(x).resize((int(width * c), int(height * c)), Image.Resampling.BOX)
     return np.asarray(small.resize((width, height), Image.Resampling.BOX)) / 255
 
 
+@_severities(80, 65, 58, 50, 40)
 def _jpeg_compression(x: np.ndarray, c: int, rng: np.random.Generator) -> np.ndarray:
     file = io.BytesIO()
     _picture(x).save(file, "JPEG", quality=c)
@@ -201,6 +235,13 @@ def _picture(x: np.ndarray) -> Image.Image:
     return Image.fromarray(np.rint(255 * x).astype(np.uint8))
 
 
+@_severities(
+    (0.62, 0.1, 0.7, 0.7, 0.5, 0),
+    (0.65, 0.1, 0.8, 0.7, 0.5, 0),
+    (0.65, 0.3, 1, 0.69, 0.5, 0),
+    (0.65, 0.1, 0.7, 0.69, 0.6, 1),
+    (0.65, 0.1, 0.5, 0.68, 0.6, 1),
+)
 def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
     """Drops of water lit from one side (pale turquoise), or at constants that end in 1 of mud (brown)."""
     mean, deviation, sigma, threshold, strength, mud = c
@@ -215,50 +256,3 @@ def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> n
     relief = cv2.filter2D(light, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
     amount = liquid * cv2.blur(relief, (3, 3)).astype(float)
     return x + strength * (amount / max(amount.max(), 1))[..., None] * np.array([175, 238, 238]) / 255
-
-
-_Corruption = Callable[[np.ndarray, Any, np.random.Generator], np.ndarray]
-
-# Constants of severities 1 to 5.
-_TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {
-    "gaussian_noise": (_gaussian_noise, (0.04, 0.06, 0.08, 0.09, 0.10)),
-    "shot_noise": (_shot_noise, (500, 250, 100, 75, 50)),
-    "impulse_noise": (_impulse_noise, (0.01, 0.02, 0.03, 0.05, 0.07)),
-    "defocus_blur": (_defocus_blur, ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1))),
-    "glass_blur": (_glass_blur, ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))),
-    "motion_blur": (_motion_blur, ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))),
-    "zoom_blur": (_zoom_blur, (1.06, 1.11, 1.16, 1.21, 1.26)),
-    "snow": (
-        _snow,
-        (
-            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
-        ),
-    ),
-    "frost": (_frost, ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))),
-    "fog": (_fog, ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75))),
-    "brightness": (_brightness, (0.05, 0.1, 0.15, 0.2, 0.3)),
-    "contrast": (_contrast, (0.75, 0.5, 0.4, 0.3, 0.15)),
-    "elastic_transform": (
-        _elastic_transform,
-        ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
-    ),
-    "pixelate": (_pixelate, (0.95, 0.9, 0.85, 0.75, 0.65)),
-    "jpeg_compression": (_jpeg_compression, (80, 65, 58, 50, 40)),
-    "speckle_noise": (_speckle_noise, (0.06, 0.1, 0.12, 0.16, 0.2)),
-    "spatter": (
-        _spatter,
-        (
-            (0.62, 0.1, 0.7, 0.7, 0.5, 0),
-            (0.65, 0.1, 0.8, 0.7, 0.5, 0),
-            (0.65, 0.3, 1, 0.69, 0.5, 0),
-            (0.65, 0.1, 0.7, 0.69, 0.6, 1),
-            (0.65, 0.1, 0.5, 0.68, 0.6, 1),
-        ),
-    ),
-    "gaussian_blur": (_gaussian_blur, (0.4, 0.6, 0.7, 0.8, 1)),
-    "saturate": (_saturate, ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2))),
-}

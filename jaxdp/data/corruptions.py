@@ -1,11 +1,10 @@
 """Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's classes.
 
-The nineteen corruptions of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261): fifteen to evaluate on and
-four held out to choose hyper-parameters on. They need the extra "corruptions" (`pip install
-"jaxdp[corruptions]"`), which is imported on use.
+The nineteen corruptions of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261): fifteen to evaluate on and four held
+out to choose hyper-parameters on. They need the extra "corruptions", which is imported on use.
 
-The privacy of a stream counts photographs, not pictures: the same photograph under fifteen corruptions is
-fifteen visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
+The privacy of a stream counts photographs, not pictures: the same photograph under fifteen corruptions is fifteen
+visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
 """
 
 import dataclasses
@@ -39,21 +38,19 @@ def corrupt(
 ) -> Source:
     """Returns the source with every image corrupted, one by one, whenever it is gathered.
 
-    Labels and positions stay. A corrupted image is a function of the image, its position in the whole data set
-    that `source` was taken from, and the arguments: it does not depend on the other rows, on the order of
-    calls or on NumPy's global generator (whose state is kept), so `corrupt` and `take` commute. Other versions
-    of NumPy, OpenCV, SciPy, scikit-image, Pillow or imagecorruptions may change pixels.
-
-    Nothing is cached: to read a corrupted set many times, gather it once and use `from_arrays`.
+    Labels and positions stay. A corrupted image is a function of the image, its position in the whole data set that
+    `source` was taken from, and the arguments, so `corrupt` and `take` commute. NumPy's global generator keeps its
+    state. Other versions of the libraries may change pixels. Nothing is cached: to read a corrupted set many times,
+    gather it once and use `from_arrays`.
 
     Args:
-      source: images [H, W, 3], or [H, W, 1], which are corrupted as RGB and keep the green channel (noise thus
-        has its full strength); floating-point images are rounded to uint8.
+      source: images [H, W, 3], or [H, W, 1], which are corrupted as RGB and keep the green channel (noise thus has its
+        full strength); floating-point images are rounded to uint8.
       name: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
       seed: public non-negative int.
-      scale: whose constants: "imagenet" for ImageNet-C's, by the library imagecorruptions-imaug (sides of at
-        least 32), "cifar" for CIFAR-10-C's (at least 8). "auto" is "cifar" where the longer side is at most 64.
+      scale: "imagenet" for the constants of ImageNet-C, by the library imagecorruptions-imaug (sides of at least 32),
+        "cifar" for those of CIFAR-10-C (at least 8). "auto" is "cifar" where the longer side is at most 64.
 
     Returns:
       A source of uint8 images, named "source/name_severity".
@@ -62,16 +59,12 @@ def corrupt(
       ValueError: for a name, severity, seed, scale or image shape outside the above.
       ImportError: if the extra "corruptions" is not installed.
     """
-    if name not in _ALL:
-        raise ValueError(f"name must be one of {', '.join(_ALL)}, got {name!r}")
-    _check_severity(severity)
+    _check("name", name, _ALL)
+    _check("severity", severity, range(1, 6))
     if seed < 0:
         raise ValueError(f"seed must be a non-negative int, got {seed}")
-    if scale not in ("auto", *_SMALLEST_SIDE):
-        raise ValueError(f"scale must be 'auto', 'cifar' or 'imagenet', got {scale!r}")
-    if "image" not in source.arrays:
-        raise ValueError(f"source {source.name!r} has columns {sorted(source.arrays)}; corruptions need 'image'")
-    images = source.arrays["image"]
+    _check("scale", scale, ("auto", *_SMALLEST_SIDE))
+    images = source.column("image")
     height, width, channels = images.shape[1:]
     if scale == "auto":
         scale = "cifar" if max(height, width) <= 64 else "imagenet"
@@ -80,11 +73,15 @@ def corrupt(
             f"images must have 1 or 3 channels and, with scale {scale!r}, sides of at least {_SMALLEST_SIDE[scale]} "
             f"pixels, got shape {images.shape[1:]}; resize them first, or choose another scale"
         )
-    _require_library()
-    column: Any = _CorruptedImages(images, name, severity, seed, scale)
-    return dataclasses.replace(
-        source, arrays={**source.arrays, "image": column}, name=f"{source.name}/{name}_{severity}"
-    )
+    try:
+        import imagecorruptions  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f'corruptions need optional packages: pip install "jaxdp[corruptions]" ({error}; if it is a display '
+            "library such as libGL that is missing, put opencv-python-headless in place of opencv-python)"
+        ) from error
+    arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
+    return dataclasses.replace(source, arrays=arrays, name=f"{source.name}/{name}_{severity}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,19 +132,9 @@ class _CorruptedImages:
             return imagecorruptions.corrupt(image, self.severity, self.name, **seeded)
 
 
-def _check_severity(severity: int) -> None:
-    if severity not in range(1, 6):
-        raise ValueError(f"severity must be 1, 2, 3, 4 or 5, got {severity!r}")
-
-
-def _require_library() -> None:
-    try:
-        import imagecorruptions  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f'corruptions need optional packages: pip install "jaxdp[corruptions]" ({error}; if it is a display '
-            "library such as libGL that is missing, put opencv-python-headless in place of opencv-python)"
-        ) from error
+def _check(field: str, value: Any, known: Sequence[Any]) -> None:
+    if value not in known:
+        raise ValueError(f"{field} must be one of {', '.join(map(str, known))}, got {value!r}")
 
 
 _TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validation"}
@@ -157,10 +144,10 @@ _CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transfo
 def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str | None = None) -> Source:
     """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both sets.
 
-    Every configuration holds the same photographs. imagenet2012_corrupted needs 7.5 GB of memory.
+    Every configuration holds the same photographs.
 
     Args:
-      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted".
+      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", which needs 7.5 GB of memory.
       corruption: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
       data_dir: as in `from_tfds`.
@@ -169,11 +156,9 @@ def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str |
       ValueError: for a name, corruption or severity outside the above.
       FileNotFoundError: if the configuration is not prepared there; the message says how to prepare it.
     """
-    if name not in _TFDS_SPLITS:
-        raise ValueError(f"name must be one of {', '.join(_TFDS_SPLITS)}, got {name!r}")
-    if corruption not in _ALL:
-        raise ValueError(f"corruption must be one of {', '.join(_ALL)}, got {corruption!r}")
-    _check_severity(severity)
+    _check("name", name, list(_TFDS_SPLITS))
+    _check("corruption", corruption, _ALL)
+    _check("severity", severity, range(1, 6))
     if name == "cifar10_corrupted":
         corruption = _CIFAR10_CORRUPTED_NAMES.get(corruption, corruption)
     return from_tfds(f"{name}/{corruption}_{severity}", _TFDS_SPLITS[name], data_dir=data_dir)
@@ -196,14 +181,9 @@ def restrict_classes(
 ) -> Callable[[Any, Any], Any]:
     """Returns `apply_fn` with the logits of some classes only, in that order, for a source with these labels.
 
-    Probabilities, entropy included, are then those of a classifier that knows no other class.
-
     Args:
       apply_fn: (params, images) -> logits [B, K].
       classes: distinct class positions in [0, K), int [C]; label j of the restricted model is classes[j].
-
-    Returns:
-      (params, images) -> logits [B, C].
 
     Raises:
       ValueError: if classes are not distinct non-negative integers, or (when called) one is not below K.

@@ -3,19 +3,20 @@
 import dataclasses
 
 import numpy as np
+import tree
 
-from jaxdp.data.sources import Source
+from jaxdp.data.sources import Source, convert
 
 _CHUNK_ROWS = 1024
 
 
-def fit_images(source: Source, size: int = 0, channels: int = 0) -> Source:
+def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     """Resizes the images of a source, and makes grey ones RGB.
 
     A function of each image by itself and of public numbers: no release about the records.
 
     Args:
-      source: with images [H, W, C], all of which are read and kept in memory if there is anything to do.
+      source: records with an "image" [H, W, C]; all of them are copied if there is anything to do.
       size: side of the square images; 0 leaves them as they are. Shrinking averages over the area that a new pixel
         covers, enlarging interpolates linearly; the aspect ratio is not kept.
       channels: C; 0 leaves it as it is. One channel is repeated; nothing else can be changed.
@@ -28,37 +29,36 @@ def fit_images(source: Source, size: int = 0, channels: int = 0) -> Source:
       ValueError: the source has no images, size or channels are negative, or several channels should become another
         number.
     """
-    if "image" not in source.arrays:
-        raise ValueError(f"source {source.name!r} has no images to fit; it has {', '.join(sorted(source.arrays))}")
+    stored = source.column("image")
     if size < 0 or channels < 0:
         raise ValueError(f"size and channels must be at least 0, got {size} and {channels}")
-    height, width, given = source.arrays["image"].shape[1:]
+    height, width, given = stored.shape[1:]
     shape = (size, size) if size else (height, width)
     channels = channels or given
     if channels != given and given != 1:
         raise ValueError(f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}")
     if (*shape, channels) == (height, width, given):
         return source
-    whole = source.arrays["image"].dtype == np.uint8
-    image = np.empty((len(source), *shape, channels), np.uint8 if whole else np.float32)
-    label = np.empty(len(source), np.int32)
-    for start in range(0, len(source), _CHUNK_ROWS):
-        rows = np.arange(start, min(len(source), start + _CHUNK_ROWS))
-        examples = source.gather(rows)
-        resized = np.stack([_resize(one, shape) for one in examples["image"]])  # [rows, height, width, given]
-        image[rows] = np.broadcast_to(np.rint(255 * resized) if whole else resized, (len(rows), *shape, channels))
-        label[rows] = examples["label"]
-    for column in (image, label):
-        column.flags.writeable = False
-    return dataclasses.replace(source, arrays={"image": image, "label": label}, rows=None)
+    rows = np.arange(len(source)) if source.rows is None else source.rows
+    others = {key: part for key, part in source.arrays.items() if key != "image"}
+    whole = stored.dtype == np.uint8
+    image = np.empty((len(rows), *shape, channels), np.uint8 if whole else np.float32)
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = convert(stored[rows[start : start + _CHUNK_ROWS]])
+        resized = np.clip([resize(one, shape) for one in chunk], 0, 1)  # [chunk, height, width, given]
+        image[start : start + len(chunk)] = np.rint(255 * resized) if whole else resized  # repeats a single channel
+    arrays = {**tree.map_structure(lambda array: array[rows], others), "image": image}
+    for array in tree.flatten(arrays):
+        array.flags.writeable = False
+    return dataclasses.replace(source, arrays=arrays, rows=None)
 
 
-def _resize(image: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """One float32 image [H, W, C]; Pillow's bilinear filter widens to the area of a new pixel when it shrinks."""
+def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:
+    """Resizes one uint8 or float32 image [H, W, C] with a filter of Pillow, whose support grows when it shrinks."""
     from PIL import Image
 
     if image.shape[:2] == shape:
         return image
+    resample = Image.Resampling[interpolation.upper()]
     channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)]
-    resized = [np.asarray(channel.resize(shape[::-1], Image.Resampling.BILINEAR)) for channel in channels]
-    return np.clip(np.stack(resized, axis=-1), 0, 1)
+    return np.stack([np.asarray(channel.resize(shape[::-1], resample)) for channel in channels], axis=-1)

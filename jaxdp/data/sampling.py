@@ -1,8 +1,8 @@
 """Which examples make up the batch of a step: Poisson sampling, or shuffled epochs for public data.
 
-Samplers are stateless in the step: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a
-run that crashed regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half
-of its counter: the streams of different steps are disjoint by construction.
+Samplers are stateless: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that crashed
+regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half of its counter: the streams
+of different steps are disjoint.
 """
 
 import dataclasses
@@ -19,11 +19,10 @@ _SEED_BYTES = 16
 _POISSON, _SHUFFLE = 1, 2
 
 
-def _new_seed() -> bytes:
-    return os.urandom(_SEED_BYTES)
-
-
 def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
+    _check_count("step", step, 0)
+    if step >= 2**64:
+        raise ValueError(f"step must be below 2**64, got {step}")
     counter = np.array([0, 0, step, purpose], np.uint64)
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter))
 
@@ -35,17 +34,12 @@ def _check_count(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
-def _check_step(step: int) -> None:
-    _check_count("step", step, 0)
-    if step >= 2**64:
-        raise ValueError(f"step must be below 2**64, got {step}")
-
-
 def _check_seed(seed: bytes) -> None:
+    wanted = f"seed must be {_SEED_BYTES} bytes such as os.urandom(16)"
     if not isinstance(seed, bytes):
-        raise TypeError(f"seed must be {_SEED_BYTES} bytes such as os.urandom(16), got {type(seed).__name__}")
+        raise TypeError(f"{wanted}, got {type(seed).__name__}")
     if len(seed) != _SEED_BYTES:
-        raise ValueError(f"seed must be {_SEED_BYTES} bytes such as os.urandom(16), got {len(seed)}")
+        raise ValueError(f"{wanted}, got {len(seed)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +49,21 @@ class PoissonSampler:
     Built on `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
-      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q)
-        over all (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic
-        cipher). This is the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from
-        this very object.
-      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m.
-        That is NOT Poisson sampling, and `event` says so with `TruncatedSubsampledGaussianDpEvent`
-        (arXiv:2508.15089).
-      - Amplification holds only while the batches stay secret. The seed and the index arrays (their length
-        included) are private values: the seed is left out of `repr`, and neither should reach logs or
-        metrics.
-      - `num_examples` is public by declaration. Under "add_remove" the real number of records is itself
-        private, and the user who fixes q and the divisor q * num_examples thereby declares this number
-        public.
+      - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q) over all
+        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher). This is
+        the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from this object.
+      - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m. That is NOT
+        Poisson sampling; its event is `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
+      - Amplification holds only while the batches stay secret. The seed and the index arrays, their length included,
+        are private values: the seed is left out of `repr`, and neither should reach logs or metrics.
+      - `num_examples` is public by declaration. Under "add_remove" the real number of records is private; the user who
+        fixes q and the divisor q * num_examples declares this number public.
 
     Attributes:
       num_examples: n, at least 1.
       sampling_probability: q in (0, 1].
-      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. One seed per
-        run: two runs that share a seed draw the same batches.
+      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. Two runs that share a
+        seed draw the same batches.
       truncated_batch_size: largest batch, or None.
 
     Raises:
@@ -83,7 +73,7 @@ class PoissonSampler:
     num_examples: int
     sampling_probability: float
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
+    seed: bytes = dataclasses.field(default_factory=lambda: os.urandom(_SEED_BYTES), repr=False)
     truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,12 +93,11 @@ class PoissonSampler:
         """Returns the example indices of a step: int64 [B], ascending; B is random and may be 0.
 
         Args:
-          step: the step number, 0 <= step < 2**64. The same step always gives the same batch (under one
-            version of NumPy and jax-privacy; neither promises its sampling stream across versions).
+          step: in [0, 2**64). The same step gives the same batch under one version of NumPy and jax-privacy; neither
+            promises its sampling stream across versions.
         """
         from jax_privacy import batch_selection
 
-        _check_step(step)
         strategy = batch_selection.CyclicPoissonSampling(
             sampling_prob=self.sampling_probability,
             iterations=1,
@@ -121,17 +110,11 @@ class PoissonSampler:
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
         """Returns the privacy event of one step whose mechanism on the sampled batch is `inner_event`.
 
-        Args:
-          inner_event: the event of the mechanism on the batch, for example
-            `dp_accounting.GaussianDpEvent(noise_multiplier)`.
-
-        Returns:
-          `PoissonSampledDpEvent(q, inner_event)`, or with truncation a `TruncatedSubsampledGaussianDpEvent`.
+        It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a `TruncatedSubsampledGaussianDpEvent`.
 
         Raises:
           TypeError: if inner_event is not a DpEvent.
-          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is
-            known).
+          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is known).
         """
         from dp_accounting import dp_event
 
@@ -156,9 +139,9 @@ class PoissonSampler:
 class FixedBatchSampler:
     """Shuffled epochs of equal batches, for NON-PRIVATE training on public data.
 
-    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such
-    understates epsilon (Chua et al., arXiv:2403.17673). The examples left over at the end of an epoch are
-    dropped; every epoch shuffles anew.
+    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such understates
+    epsilon (Chua et al., arXiv:2403.17673). Examples left over at the end of an epoch are dropped; every epoch shuffles
+    anew.
 
     Attributes:
       num_examples: n, at least 1.
@@ -172,7 +155,7 @@ class FixedBatchSampler:
     num_examples: int
     batch_size: int
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
+    seed: bytes = dataclasses.field(default_factory=lambda: os.urandom(_SEED_BYTES), repr=False)
 
     def __post_init__(self) -> None:
         _check_count("num_examples", self.num_examples, 1)
@@ -188,7 +171,7 @@ class FixedBatchSampler:
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step: int64 [batch_size], no repeats within an epoch."""
-        _check_step(step)
+        _check_count("step", step, 0)
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
         return order[position * self.batch_size : (position + 1) * self.batch_size].astype(np.int64)
@@ -199,12 +182,11 @@ def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.n
 
     Args:
       indices: integer [B], B >= 0.
-      physical_batch_size: m >= 1, the number of examples that fit in memory; every compiled step sees this
-        size.
+      physical_batch_size: m >= 1, the number of examples that fit in memory and that every compiled step sees.
 
     Returns:
-      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding. Padding
-      repeats example 0, which must then be masked in the gradient: its real record must not count.
+      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding, where the
+      gradient of example 0 must not count.
 
     Raises:
       ValueError: if indices is not one-dimensional.

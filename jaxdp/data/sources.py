@@ -1,11 +1,11 @@
 """Random-access sources of examples held in host memory, and where they come from.
 
-An example is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
-{"features": float32 [d], "label": int32 []}. Images stay uint8 in memory and become float32 when gathered.
+An example of the sources that are built here is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label":
+int32 []} or {"features": float32 [d], "label": int32 []}. A `Source` of your own may nest its records in any way.
 
-Nothing here computes a statistic of the records: every scaling constant is public and written down in this
-file, the number of classes is declared, and splits depend on positions alone. A mean or a maximum of private
-rows would be a release that no ledger has paid for.
+Nothing here computes a statistic of the records: every scaling constant is public and written down in this file, the
+number of classes is declared, and splits depend on positions alone. A mean or a maximum of private rows would be a
+release that no ledger has paid for.
 """
 
 import contextlib
@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tree
 
 from jaxdp.files import Limits, check_image
-
-Example = dict[str, np.ndarray]
 
 _CHUNK_ROWS = 4096
 
@@ -33,31 +32,42 @@ _CHUNK_ROWS = 4096
 class Source:
     """Examples by position: `len(source)`, `source[i]`, `source.gather(indices)`.
 
-    Build one with `bundled`, `from_arrays` or `from_tfds`.
+    Build one with `bundled`, `from_arrays` or `from_tfds`, or from arrays of your own.
 
     Attributes:
-      arrays: stored columns, all with the same first axis; "label" is int32, "image" uint8 or float32,
-        "features" float32. Not to be modified.
+      arrays: the stored records, not to be modified: a dict of columns, or any nesting of dicts, lists, tuples and
+        named tuples of arrays, all with the same first axis. uint8 is for pixels, gathered as float32 in [0, 1].
+        In the sources that are built here "label" is int32, "image" uint8 or float32, "features" float32.
       num_classes: number of classes, a public declaration.
       name: for messages and ledgers.
       rows: positions in `arrays` that this source consists of, in order (int64 [n]); None means all.
+
+    Raises:
+      ValueError: on construction, if there is no array, or two differ in their first axes.
     """
 
-    arrays: Mapping[str, np.ndarray] = dataclasses.field(repr=False)
+    arrays: Any = dataclasses.field(repr=False)
     num_classes: int
     name: str
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.arrays["label"]) if self.rows is None else len(self.rows)
+    def __post_init__(self) -> None:
+        found = [("/".join(map(str, path)), str(len(array))) for path, array in tree.flatten_with_path(self.arrays)]
+        names, lengths = zip(*found, strict=True) if found else (["arrays"], ["no array"])
+        if not found or len(set(lengths)) > 1:
+            what = f"{' and '.join(names)} of source {self.name!r}"
+            raise ValueError(f"{what} must have one length, got {' and '.join(lengths)}")
 
-    def __getitem__(self, index: Any) -> Example:
+    def __len__(self) -> int:
+        return len(tree.flatten(self.arrays)[0] if self.rows is None else self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
         """Returns one example for an int, a batch for an integer array (see `gather`)."""
         if np.ndim(index) == 0:
-            return {key: value[0] for key, value in self.gather(np.asarray(index)[None]).items()}
+            return tree.map_structure(lambda array: array[0], self.gather(np.asarray(index)[None]))
         return self.gather(index)
 
-    def gather(self, indices: np.ndarray) -> Example:
+    def gather(self, indices: np.ndarray) -> Any:
         """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first axis.
 
         Raises:
@@ -65,15 +75,17 @@ class Source:
           IndexError: if an index is outside [0, n); negative ones do not count from the end.
         """
         rows = self._stored_rows(indices)
-        return {key: _convert(array[rows]) for key, array in self.arrays.items()}
+        return tree.map_structure(lambda array: convert(array[rows]), self.arrays)
+
+    def column(self, key: str) -> Any:
+        """Returns `arrays[key]`, or raises ValueError if the records are not dicts with this key."""
+        if not isinstance(self.arrays, Mapping) or key not in self.arrays:
+            there = ", ".join(sorted(self.arrays)) if isinstance(self.arrays, Mapping) else type(self.arrays).__name__
+            raise ValueError(f"source {self.name!r} has no column {key!r}; it has {there}")
+        return self.arrays[key]
 
     def take(self, indices: np.ndarray, *, name: str | None = None) -> "Source":
-        """Returns the source of the examples at `indices`, in that order, without copying any record.
-
-        Args:
-          indices: integers [m] in [0, n).
-          name: name of the new source; by default the name of this one.
-        """
+        """Returns the source of the examples at `indices` (integers [m] in [0, n)), without copying any record."""
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
     def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
@@ -81,12 +93,8 @@ class Source:
 
         Which records are in it depends on their labels: it is for public data, and for an owner's own.
 
-        Args:
-          classes: distinct labels, at least two.
-          name: name of the new source; by default the name of this one.
-
         Raises:
-          ValueError: if a class is outside [0, num_classes), given twice, or the only one.
+          ValueError: if a class is outside [0, num_classes), given twice, or the only one, or there is no "label".
         """
         wanted = np.asarray(classes, np.int32)
         if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
@@ -95,7 +103,7 @@ class Source:
             raise ValueError(f"classes must be in [0, {self.num_classes}) of source {self.name!r}, got {list(classes)}")
         renamed = np.full(self.num_classes, -1, np.int32)
         renamed[wanted] = np.arange(len(wanted))
-        stored = self.arrays["label"]
+        stored = self.column("label")
         rows = np.arange(len(stored)) if self.rows is None else self.rows
         label = renamed[stored]
         label.flags.writeable = False
@@ -106,9 +114,8 @@ class Source:
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 
-        The assignment is a function of the number of examples and the public seed only, never of a record,
-        and does not change with the version of NumPy. Each part is a data set of its own, to be registered as
-        such.
+        The assignment is a function of the number of examples and the public seed only, and does not change with the
+        version of NumPy. Each part is a data set of its own, to be registered as such.
 
         Args:
           fractions: positive numbers that sum to at most 1; what they leave over is in no part.
@@ -132,14 +139,14 @@ class Source:
     def fingerprint(self) -> str:
         """SHA-256 (64 hex digits) of the stored content; a resumed run compares it to refuse other data.
 
-        Covers num_classes and, per column in alphabetical order, name, little-endian dtype, shape and bytes;
-        the name of the source does not enter. It is a deterministic function of the records, so it can
-        confirm a guess of the whole data set: keep it beside the run, do not publish it for private data.
+        Covers num_classes and, per array in the order of the sorted keys, its key (or path, if nested), little-endian
+        dtype, shape and bytes; the name of the source does not enter. It is a deterministic function of the records, so
+        it can confirm a guess of the whole data set: keep it beside the run, do not publish it for private data.
         """
         digest = hashlib.sha256()
-        for key in sorted(self.arrays):
-            array = self.arrays[key]
+        for path, array in tree.flatten_with_path(self.arrays):
             little = array.dtype.newbyteorder("<")
+            key = path[0] if len(path) == 1 else path
             header = [key, little.str, [len(self), *array.shape[1:]], self.num_classes]
             digest.update(json.dumps(header).encode() + b"\n")
             for start in range(0, len(self), _CHUNK_ROWS):
@@ -162,7 +169,7 @@ class Source:
         return indices if self.rows is None else self.rows[indices]
 
 
-def _convert(array: np.ndarray) -> np.ndarray:
+def convert(array: np.ndarray) -> np.ndarray:
     """uint8 pixels become float32 in [0, 1]; everything else is as stored."""
     return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
 
@@ -178,19 +185,19 @@ def from_arrays(
     """Wraps local NumPy arrays; exactly one of `image` and `features` is given.
 
     Single records with NaN are accepted: private training zeroes their gradients. Records of which no number is finite
-    are refused, since training on them spends the budget and learns nothing. That error is for the owner who loads the
-    data, before any mechanism runs, and it is no release: it stays with the owner, like every error about the records.
+    are refused: training on them would spend the budget and learn nothing. Errors about the records are for the owner
+    who loads the data, and are no release.
 
     Args:
       label: integers [n] in [0, num_classes).
       num_classes: public declaration; it is not read off the labels.
       image: [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1].
       features: numbers [n, d]; stored as float32 and not rescaled (scale with public constants only).
-      name: name of the source.
+      name: of the source.
 
     Raises:
-      ValueError: for shapes that do not match, labels or pixels outside their range, or records none of which has a
-        finite number. The message never holds a value.
+      ValueError: for shapes that do not match, labels or pixels outside their range, or no finite number at all. The
+        message never holds a value.
       TypeError: for a dtype that has no meaning here.
     """
     if (image is None) == (features is None):
@@ -205,14 +212,11 @@ def from_arrays(
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
         raise ValueError(f"label must be in [0, {num_classes}); some labels are outside (declare num_classes to fit)")
     key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
-    if len(values) != len(labels):
-        raise ValueError(f"{key} and label must have one length, got {len(values)} and {len(labels)}")
     if values.size and values.dtype.kind == "f" and not np.isfinite(values).any():
         raise ValueError(f"{key} of source {name!r} has no finite number; the file is damaged: get or make it again")
-    columns = {key: values, "label": labels.astype(np.int32)}
-    for column in columns.values():
-        column.flags.writeable = False
-    return Source(columns, num_classes, name)
+    labels = labels.astype(np.int32)
+    values.flags.writeable = labels.flags.writeable = False
+    return Source({key: values, "label": labels}, num_classes, name)
 
 
 def _as_images(image: np.ndarray) -> np.ndarray:
@@ -239,62 +243,43 @@ def _as_features(features: Any) -> np.ndarray:
     return features.astype(np.float32)
 
 
-# Ranges (low, high) that the documentation of breast_cancer gives for its 30 columns, rounded outwards: ten
-# measurements, each as mean, standard error and worst value. They are part of the public description.
-_BREAST_CANCER_RANGES = (
-    *(
-        (6, 30),
-        (9, 40),
-        (40, 200),
-        (100, 2600),
-        (0.05, 0.2),
-        (0, 0.4),
-        (0, 0.5),
-        (0, 0.25),
-        (0.1, 0.4),
-        (0.04, 0.1),
-    ),
-    *((0, 3), (0, 5), (0, 25), (0, 600), (0, 0.04), (0, 0.15), (0, 0.4), (0, 0.06), (0, 0.1), (0, 0.04)),
-    *(
-        (6, 40),
-        (10, 50),
-        (50, 260),
-        (100, 4300),
-        (0.05, 0.25),
-        (0, 1.1),
-        (0, 1.3),
-        (0, 0.3),
-        (0.1, 0.7),
-        (0.05, 0.25),
-    ),
-)
+# Ranges (low, high) of the mean, the standard error and the worst value of each measurement in breast_cancer, which its
+# documentation gives, rounded outwards. They are part of the public description.
+_BREAST_CANCER_RANGES = {
+    "radius": ((6, 30), (0, 3), (6, 40)),
+    "texture": ((9, 40), (0, 5), (10, 50)),
+    "perimeter": ((40, 200), (0, 25), (50, 260)),
+    "area": ((100, 2600), (0, 600), (100, 4300)),
+    "smoothness": ((0.05, 0.2), (0, 0.04), (0.05, 0.25)),
+    "compactness": ((0, 0.4), (0, 0.15), (0, 1.1)),
+    "concavity": ((0, 0.5), (0, 0.4), (0, 1.3)),
+    "concave points": ((0, 0.25), (0, 0.06), (0, 0.3)),
+    "symmetry": ((0.1, 0.4), (0, 0.1), (0.1, 0.7)),
+    "fractal dimension": ((0.04, 0.1), (0, 0.04), (0.05, 0.25)),
+}
 
 
 def bundled(name: str) -> Source:
     """Returns a data set that needs no download: "digits", "breast_cancer" or "blobs".
 
-    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI, in
-      scikit-learn).
-    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI, in scikit-learn). Each feature is
-      mapped affinely from the range that the data set's documentation states (rounded outwards) to [-1, 1]
-      and clipped there; these are fixed public constants, no statistic is taken of the rows.
-    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is
-      2 (cos a, sin a) with a = pi k / 2 + pi / 4, and every row adds independent standard normal noise times
-      0.6, drawn from `numpy.random.RandomState(0)`.
+    - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI).
+    - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI). Each feature is mapped affinely from the
+      range that the data set's documentation states (rounded outwards) to [-1, 1] and clipped there.
+    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is 2 (cos a, sin a) with
+      a = pi k / 2 + pi / 4; independent normal noise of standard deviation 0.6 from `numpy.random.RandomState(0)`.
 
     Raises:
       ValueError: for another name.
     """
-    if name == "digits":
-        from sklearn.datasets import load_digits
+    from sklearn import datasets
 
-        digits = load_digits()
+    if name == "digits":
+        digits = datasets.load_digits()
         return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name=name)
     if name == "breast_cancer":
-        from sklearn.datasets import load_breast_cancer
-
-        table = load_breast_cancer()
-        low, high = np.array(_BREAST_CANCER_RANGES, np.float64).T
+        table = datasets.load_breast_cancer()
+        # The columns are all means, then all standard errors, then all worst values.
+        low, high = np.array(list(_BREAST_CANCER_RANGES.values()), np.float64).swapaxes(0, 1).reshape(30, 2).T
         features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)
         return from_arrays(features=features, label=table.target, num_classes=2, name=name)
     if name == "blobs":
@@ -333,68 +318,75 @@ def from_tfds(
 ) -> Source:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
-    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI
-    census income): 107 features in [0, 1], five numbers scaled by public constants, then the one-hot codes of
-    eight categories in the order of the schema; fnlwgt is left out. Text is not handled.
+    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census income):
+    107 features in [0, 1], five numbers scaled by public constants, then the one-hot codes of eight categories in the
+    order of the schema.
 
     Args:
       name: TFDS name, with configuration if any, for example "cifar10".
       split: TFDS split, for example "train" or "test[:1000]".
       data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: let TFDS download and prepare the data set if it is not there; TFDS needs TensorFlow to write
-        many of its image sets, never to read them. The default never touches the network.
+      download: let TFDS download and prepare the data set if it is not there, for which it may need TensorFlow. The
+        default never touches the network.
       prepare: for images of differing sizes: `prepare(images) -> floats in [0, 1] of one shape`, such as
         `jaxdp.models.Preprocessing.prepare`; kept as uint8.
       limits: on the pixels of an image, compared with its header before it is decoded; `Limits()` by default.
 
     Raises:
-      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says
-        what was looked for and how to prepare it.
-      ValueError: for an unknown split, for features that are not handled, or for an image that is damaged, of
-        another size than is declared, or larger than the limit. It names the record, to the owner who reads the data.
+      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says how to do it.
+      ValueError: for an unknown split, for features that are not handled, or for an image that is damaged, of another
+        size than is declared, or larger than the limit. It names the record, to the owner who reads the data.
     """
     import tensorflow_datasets as tfds
 
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with _quiet_array_record():
-        if download:
-            _prepare(tfds, name, data_dir)
-        builder = _prepared_builder(tfds, name, data_dir)
-        info = builder.info
-        kinds = _check_features(tfds, name, dict(info.features.items()), any_shape=prepare is not None)
-        image, decode = info.features["image"] if "image" in kinds else None, None
-        if image is not None:
+        builder = _prepared_builder(tfds, name, data_dir, download)
+        features = dict(builder.info.features.items())
+        keys = _check_features(tfds, name, features, any_shape=prepare is not None)
+        image: Any = features.get("image")
 
-            def decode(data: bytes, record: int) -> np.ndarray:
+        def images(encoded: Sequence[bytes], start: int) -> np.ndarray:
+            decoded = []
+            for record, data in enumerate(encoded, start):
                 what = f"image {record} of {name}/{split} in {builder.data_dir}"
                 check_image(data, shape=image.shape, what=what, limits=limits or Limits())
-                return image.decode_example_np(data)
+                decoded.append(image.decode_example_np(data))
+            return (
+                np.stack(decoded) if prepare is None else np.rint(255 * np.asarray(prepare(decoded))).astype(np.uint8)
+            )
 
         try:
-            decoders = None if image is None else {"image": tfds.decode.SkipDecoding()}
+            decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
             records = builder.as_data_source(split=split, decoders=decoders)
         except NotImplementedError as error:
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
-            raise ValueError(_unreadable(name, split, info)) from error
-        columns = _read_columns(records, kinds, prepare, decode)
+            raise ValueError(_unreadable(name, split, builder.info)) from error
+        columns: dict[str, np.ndarray] = {}
+        at_once = _CHUNK_ROWS if prepare is None else 256  # decoded objects must not pile up; photographs are large
+        for start in range(0, len(records), at_once):
+            rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
+            for key in keys:
+                values = [row[key] for row in rows]
+                chunk = images(values, start) if key == "image" else np.stack(values)
+                if start == 0:
+                    columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
+                columns[key][start : start + len(rows)] = chunk
+    if not columns:
+        raise ValueError("the split is empty; choose one that holds records")
     if (columns["label"] < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
-    num_classes = info.features["label"].num_classes
-    source_name = f"{name}/{split}"
-    if "image" in columns:
-        return from_arrays(image=columns["image"], label=columns["label"], num_classes=num_classes, name=source_name)
-    sizes = {key: info.features[key].num_classes for key in _ADULT_CATEGORIES}
-    features = _encode_adult(columns, sizes)
-    return from_arrays(features=features, label=columns["label"], num_classes=num_classes, name=source_name)
+    inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
+    num_classes = features["label"].num_classes
+    return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record.
+    """Refuses parts of TensorFlow Datasets that share a record, which a ledger cannot know.
 
-    A ledger counts what each of its accounts paid. It cannot know that two of them hold one record, or that a private
-    record is among the public ones. Records are told apart by data set, configuration, split and position, as TFDS
-    resolves them, whatever the version and the directory. Copies under another name are not found.
+    Records are told apart by data set, configuration, split and position, as TFDS resolves them, whatever the version
+    and the directory. Copies under another name are not found.
 
     Args:
       parts: (name, split, data_dir) by the part's name in messages, as `from_tfds` takes them.
@@ -408,7 +400,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
     slices = []
     for part, (name, split, data_dir) in parts.items():
         with _quiet_array_record():
-            info = _prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None).info
+            info = _prepared_builder(tfds, name, data_dir).info
         try:
             found = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
         except (ValueError, NotImplementedError) as error:
@@ -422,8 +414,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
             who = f"{part} and {other} share" if part != other else f"{part} repeats"
             what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
             raise ValueError(
-                f"{who} {what}: no account counts what a record gives away in both places. Choose splits that do not "
-                "overlap."
+                f"{who} {what}: no account counts both uses of a record. Choose splits that do not overlap."
             )
 
 
@@ -431,35 +422,28 @@ def _unreadable(name: str, split: str, info: Any) -> str:
     return f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
 
 
-def _prepare(tfds: Any, name: str, data_dir: str | None) -> None:
+def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
+    reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
     try:
-        # ArrayRecord is the format that TFDS can read without TensorFlow.
-        tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
-    except ImportError as error:
-        # TFDS needs TensorFlow to encode images, and importlib_resources, but depends on neither.
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
-
-
-def _prepared_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
-    try:
+        if download:  # in the format that TFDS can read without TensorFlow
+            tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
         builder = tfds.builder(name, data_dir=data_dir)
-    except tfds.core.registered.DatasetNotFoundError as error:
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
-    if not builder.is_prepared():
-        raise FileNotFoundError(_not_prepared(tfds, name, data_dir))
-    return builder
+        if builder.is_prepared():
+            return builder
+    except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
+        reason = error  # to write images TFDS needs TensorFlow and importlib_resources, but depends on neither
+    raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
 
 
 def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     return (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either "
-        "prepare it, on a machine with network access and in an environment of its own, because TFDS may need "
-        "TensorFlow to write (never to read):\n"
-        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
-        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable "
-        "TFDS_DATA_DIR"
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either prepare "
+        "it, on a machine with network access and in an environment of its own, because TFDS may need TensorFlow to "
+        f"write (never to read):\n    pip install tensorflow-datasets tensorflow array-record importlib_resources\n"
+        f"    {build}\n"
+        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable TFDS_DATA_DIR"
     )
 
 
@@ -483,40 +467,13 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_sh
     )
 
 
-def _read_columns(
-    records: Any,
-    keys: list[str],
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None,
-    decode: Callable[[bytes, int], np.ndarray] | None,
-) -> dict[str, np.ndarray]:
-    """Reads all records, a chunk at a time, so that decoded Python objects never pile up."""
-    columns: dict[str, np.ndarray] = {}
-    rows_at_once = _CHUNK_ROWS if prepare is None else 256  # unprepared photographs are large
-    for start in range(0, len(records), rows_at_once):
-        rows = records.__getitems__(list(range(start, min(len(records), start + rows_at_once))))
-        for key in keys:
-            values = [row[key] for row in rows]
-            if decode is not None and key == "image":
-                values = [decode(value, start + place) for place, value in enumerate(values)]
-            if prepare is not None and key == "image":
-                chunk = np.rint(255 * np.asarray(prepare(values))).astype(np.uint8)
-            else:
-                chunk = np.stack(values)
-            if start == 0:
-                columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
-            columns[key][start : start + len(rows)] = chunk
-    if not columns:
-        raise ValueError("the split is empty; choose one that holds records")
-    return columns
-
-
-def _encode_adult(columns: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
+def _encode_adult(columns: Mapping[str, np.ndarray], features: Mapping[str, Any]) -> np.ndarray:
     parts = []
     for key, (divisor, logarithmic) in _ADULT_NUMBERS.items():
         value = columns[key].astype(np.float64)
         scaled = np.log1p(value) / np.log1p(divisor) if logarithmic else value / divisor
         parts.append(np.clip(scaled, 0, 1)[:, None])
-    parts.extend(np.eye(sizes[key])[columns[key]] for key in _ADULT_CATEGORIES)
+    parts.extend(np.eye(features[key].num_classes)[columns[key]] for key in _ADULT_CATEGORIES)
     return np.concatenate(parts, axis=1)
 
 

@@ -1,4 +1,8 @@
-"""Model families in Flax Linen, none of which mixes the examples of a batch, and their parameters on disk."""
+"""Model families in Flax Linen, none of which mixes the examples of a batch, and their parameters on disk.
+
+Every family has `num_classes`, the number of logits, and `dtype`, of the computation; None is float32. Parameters and
+logits are always float32.
+"""
 
 from jaxdp.models.checkpoints import Pretrained, load_checkpoint
 from jaxdp.models.cnn import CNN

@@ -1,5 +1,4 @@
-"""Small convolutional network for small images, in the style of Papernot et al. 2021 (tanh trains well
-privately)."""
+"""Small convolutional network for small images, in the style of Papernot et al. 2021 (arXiv:2007.14191)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,18 +20,14 @@ def _halve(x: jax.Array) -> jax.Array:
 
 
 class CNN(nn.Module):
-    """Per width: 3x3 convolution, optional normalisation, activation, 2x2 average pooling; then one dense
-    layer.
+    """Per width: 3x3 convolution, optional normalisation, activation, 2x2 average pooling; then one dense layer.
 
     Attributes:
-      num_classes: number of logits.
       widths: channels of each convolution; every one halves the image, rounding down.
       dense: width of the hidden dense layer, 0 for none.
       norm: None, "group" or "frozen_batch".
       groups: groups of the GroupNorm; must divide every width.
-      activation: applied after every convolution and the hidden dense layer. Bounded activations such as tanh
-        clip better (Papernot et al., arXiv:2007.14191).
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
+      activation: after every convolution and the hidden dense layer. Bounded ones such as tanh clip better.
     """
 
     num_classes: int

@@ -14,11 +14,7 @@ _init = nn.initializers.truncated_normal(0.02)
 
 
 class ConvNeXtBlock(nn.Module):
-    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C and exact GELU.
-
-    Attributes:
-      dtype: computation dtype.
-    """
+    """x + scale * MLP(LayerNorm(depthwise 7x7 convolution of x)), with an MLP of hidden width 4 C and exact GELU."""
 
     dtype: Any = None
 
@@ -38,14 +34,12 @@ class ConvNeXtBlock(nn.Module):
 class ConvNeXt(nn.Module):
     """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling, LayerNorm, head.
 
-    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic depth, which the
-    authors train with and which does nothing at inference, is left out.
+    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). There is no stochastic depth,
+    which does nothing at inference.
 
     Attributes:
-      num_classes: number of logits.
       widths: channels of each stage.
       depths: blocks of each stage.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
     """
 
     num_classes: int
@@ -55,8 +49,7 @@ class ConvNeXt(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to float32 logits [B, num_classes]; rows and columns that a stride does not reach
-        are dropped."""
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]; drops what is left over by a stride."""
         if len(self.widths) != len(self.depths):
             raise ValueError(f"widths and depths must have one entry per stage, got {self.widths} and {self.depths}")
         reduction = 4 * 2 ** (len(self.widths) - 1)

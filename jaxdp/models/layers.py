@@ -1,5 +1,4 @@
-"""Layers that the model families share; all act on each example by itself, so per-example gradients are
-cheap."""
+"""Layers that the model families share. All act on each example by itself."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,9 +18,9 @@ def gelu(x: jax.Array) -> jax.Array:
 class FrozenBatchNorm(nn.Module):
     """Batch normalisation with fixed statistics: scale * (x - mean) / sqrt(var + epsilon) + bias.
 
-    Mean and variance are constants in the collection "batch_stats" (zeros and ones until a public pre-trained
-    model fills them); only scale and bias are trainable. Batch statistics would mix the examples of a batch,
-    and no clipping of one example's gradient bounds its influence then.
+    Mean and variance are constants in the collection "batch_stats", zeros and ones until a public pre-trained model
+    fills them; scale and bias are trainable. Batch statistics would mix the examples of a batch: clipping one example's
+    gradient would not bound its influence.
 
     Attributes:
       epsilon: added to the variance.
@@ -47,14 +46,7 @@ class FrozenBatchNorm(nn.Module):
 
 
 def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array) -> jax.Array:
-    """Applies the normalisation layer `norm` inside a compact module.
-
-    Args:
-      norm: "group" (GroupNorm with `groups` groups), "frozen_batch" (FrozenBatchNorm) or None (identity).
-      groups: number of groups; must divide the channels.
-      dtype: computation dtype.
-      name: parameter scope.
-      x: [B, ..., C].
+    """Normalises x [B, ..., C] inside a compact module: "group" is GroupNorm, None the identity.
 
     Raises:
       ValueError: for another norm, or if `groups` does not divide C.
@@ -76,10 +68,9 @@ def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Ar
 class WSConv(nn.Module):
     """Convolution whose kernel is standardised per output channel, with a learned gain.
 
-    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias, with mean
-    and (population) variance over the fan_in = height * width * input channels weights of an output channel.
-    Weight standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used privately by De et al.
-    2022 (arXiv:2204.13650).
+    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias, with mean and
+    population variance over the fan_in = height * width * input channels weights of an output channel. Weight
+    standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used by De et al. 2022 (arXiv:2204.13650).
 
     Attributes:
       features: output channels.

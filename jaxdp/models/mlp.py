@@ -12,10 +12,8 @@ class MLP(nn.Module):
     """Dense layers with an activation in between; the input is flattened per example.
 
     Attributes:
-      num_classes: number of logits.
       hidden: widths of the hidden layers.
       activation: applied after every hidden layer.
-      dtype: computation dtype of the hidden layers; None is float32. Parameters and logits are float32.
     """
 
     num_classes: int

@@ -9,22 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.images import resize
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Public constants that belong to a checkpoint: another normalisation than it was trained with costs tens of
-    points of accuracy.
+    """Public constants that belong to a checkpoint; others cost tens of points of accuracy.
 
     Attributes:
       size: side S of the square images that the model takes.
       mean: subtracted per channel from values in [0, 1].
       std: divides per channel.
-      resize: before a crop of the centre to S x S, an int resizes the shorter side to it, a pair
-        (height, width) ignores the aspect ratio. None is `size`. Images that were cut to S x S beforehand, such as
-        those of ImageNet-C, are magnified by resize > size; `dataclasses.replace(p, resize=None)` leaves them alone.
+      resize: before a crop of the centre to S x S, an int resizes the shorter side to it, a pair (height, width)
+        ignores the aspect ratio. None is `size`: images that were cut to S x S beforehand, such as those of ImageNet-C,
+        stay as they are.
       interpolation: name of a Pillow filter.
     """
 
@@ -48,10 +49,7 @@ class Preprocessing:
             raise ValueError(f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}")
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        """Resizes and crops images on the host.
-
-        Args:
-          images: n images [H, W, C] of possibly different sizes, uint8 or floating point in [0, 1].
+        """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point in [0, 1].
 
         Returns:
           float32 [n, S, S, C] in [0, 1], NOT normalised: `normalise` and `Pretrained.apply_fn` do that.
@@ -61,8 +59,8 @@ class Preprocessing:
           TypeError: if its dtype is neither uint8 nor floating point.
         """
         prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
-        for row, image in zip(prepared, images, strict=True):
-            row[...] = self._prepare(np.asarray(image))
+        for k, image in enumerate(images):
+            prepared[k] = self._prepare(np.asarray(image))
         return prepared
 
     def normalise(self, images: jax.Array) -> jax.Array:
@@ -91,21 +89,12 @@ class Preprocessing:
             raise TypeError(f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}")
         if not whole and not (image.min() >= 0 and image.max() <= 1):
             raise ValueError("floating-point images must be in [0, 1]; give 0..255 as uint8")
-        resized = self._resize(image if whole else image.astype(np.float32))
+        resized = resize(
+            image if whole else image.astype(np.float32), self._target(*image.shape[:2]), self.interpolation
+        )
         top, left = (round((extent - self.size) / 2) for extent in resized.shape[:2])
         crop = resized[top : top + self.size, left : left + self.size]
         return crop / np.float32(255) if whole else np.clip(crop, 0, 1)
-
-    def _resize(self, image: np.ndarray) -> np.ndarray:
-        """Channel by channel, as Pillow does it, so that any number of channels and float32 work alike."""
-        from PIL import Image
-
-        height, width = self._target(*image.shape[:2])
-        if (height, width) == image.shape[:2]:
-            return image
-        resample = Image.Resampling[self.interpolation.upper()]
-        channels = [Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(image, -1, 0)]
-        return np.stack([np.asarray(channel.resize((width, height), resample)) for channel in channels], axis=-1)
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
         """Height and width before the crop."""
@@ -123,25 +112,19 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
       KeyError: if an entry is missing.
     """
     size = config["input_size"][-1]
-    resize = math.floor(size / config["crop_pct"])
+    scaled = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
     if mode not in ("center", "squash"):
         raise ValueError(f"crop_mode {mode!r} is not supported")
-    return Preprocessing(
-        size=size,
-        mean=config["mean"],
-        std=config["std"],
-        resize=resize if mode == "center" else (resize, resize),
-        interpolation=config["interpolation"],
-    )
+    same = {name: config[name] for name in ("mean", "std", "interpolation")}
+    return Preprocessing(size=size, resize=scaled if mode == "center" else (scaled, scaled), **same)
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
     """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, Swin or ConvNeXt, new or old.
 
-    A ViT or Swin takes the whole image whatever its aspect ratio, a DeiT the centre of such an image, a ConvNeXt
-    below 384 pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated), as their processors
-    do.
+    As their processors do, a ViT or Swin takes the whole image whatever its aspect ratio, a DeiT the centre of such an
+    image, a ConvNeXt below 384 pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated).
 
     Raises:
       ValueError: if the images are not resized, divided by 255 and normalised.
@@ -158,15 +141,11 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
 
     kind = config.get("image_processor_type", config.get("feature_extractor_type", ""))
     size = side(config["size"])
-    resize: int | tuple[int, int] = (size, size)
+    scaled: int | tuple[int, int] = (size, size)
     if "crop_pct" in config or kind.startswith("ConvNext"):
-        resize = int(size / config.get("crop_pct", 224 / 256)) if size < 384 else resize
+        scaled = int(size / config.get("crop_pct", 224 / 256)) if size < 384 else scaled
     elif config.get("do_center_crop", False):
         size = side(config["crop_size"])
-    return Preprocessing(
-        size=size,
-        mean=config["image_mean"],
-        std=config["image_std"],
-        resize=resize,
-        interpolation=Resampling(config.get("resample", 2 if kind.startswith("ViT") else 3)).name.lower(),
-    )
+    interpolation = Resampling(config.get("resample", 2 if kind.startswith("ViT") else 3)).name.lower()
+    constants = {"mean": config["image_mean"], "std": config["image_std"], "interpolation": interpolation}
+    return Preprocessing(size=size, resize=scaled, **constants)

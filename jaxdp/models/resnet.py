@@ -13,15 +13,12 @@ class ResNet(nn.Module):
     """Residual network of depth 6 n + 2 with widths 16, 32 and 64; depth 20 has 0.27 million parameters.
 
     Attributes:
-      num_classes: number of logits.
       depth: 6 n + 2, for example 20, 32, 44 or 56.
       norm: "group", "frozen_batch" (for a public pre-trained BatchNorm model) or None.
       groups: groups of the GroupNorm; must divide 16.
-      shortcut: where the shape changes, "pad" subsamples and pads the channels with zeros, half on either
-        side (the paper's option A, no parameters); "conv" is a 1x1 convolution with a normalisation of its
-        own (option B).
+      shortcut: where the shape changes, "pad" subsamples and pads the channels with zeros, half on either side (the
+        paper's option A); "conv" is a 1x1 convolution with a normalisation of its own (option B).
       standardise: use weight-standardised convolutions (`WSConv`), which help private training (De et al. 2022).
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
     """
 
     num_classes: int
@@ -34,21 +31,11 @@ class ResNet(nn.Module):
 
     def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
         # Symmetric padding as in the paper; "SAME" would pad a strided convolution on one side only.
-        geometry: dict[str, Any] = {
-            "strides": (stride, stride),
-            "padding": size // 2,
-            "dtype": self.dtype,
-            "name": name,
-        }
+        common: Any = {"strides": (stride, stride), "padding": size // 2, "dtype": self.dtype, "name": name}
         if self.standardise:
-            return WSConv(width, (size, size), **geometry)(x)
-        return nn.Conv(
-            width,
-            (size, size),
-            **geometry,
-            use_bias=self.norm is None,
-            kernel_init=nn.initializers.he_normal(),
-        )(x)
+            return WSConv(width, (size, size), **common)(x)
+        common |= {"use_bias": self.norm is None, "kernel_init": nn.initializers.he_normal()}
+        return nn.Conv(width, (size, size), **common)(x)
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return normalise_channels(self.norm, self.groups, self.dtype, name, x)

@@ -33,21 +33,20 @@ def robust_accuracy(
     """Accuracy after Gaussian noise on every parameter, for several draws of the noise.
 
     The paper writes N(0, 0.1). Read as a standard deviation, as here, that noise is about as long as the weights of a
-    trained ResNet-20 and leaves little of it; read as a variance (std 0.316), nothing. So look at a sweep, from 0.001
-    or so, and at noise relative to each tensor, on which models of different scales can be compared: a layer followed
-    by a normalisation computes the same with larger weights, which the same noise hurts less.
+    trained ResNet-20 and leaves little of them, read as a variance nothing: sweep std from 0.001 or so. `relative`
+    noise compares models of different scales: a layer before a normalisation computes the same with larger weights.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
-      params: of `predict`, floating-point arrays.
+      params: floating-point arrays.
       source: PUBLIC or held-out examples with an "image" or "features", and a "label". Nothing is charged.
       std: standard deviation of the noise, or S of them. All see the same draws, scaled.
-      draws: D. A draw is one noise vector, the same for all examples.
+      draws: D noise vectors, each the same for all examples.
       relative: noise on each array is std times its root mean square.
       seed: of the noise, which protects nobody.
       batch_size: examples per call.
-      draws_per_call: noisy models evaluated by one call, by `jax.vmap`. By default all of them, on a CPU one: mapped
-        kernels become grouped convolutions there, which took ResNet-20 five times as long as one model after another.
+      draws_per_call: noisy models evaluated by one call, by `jax.vmap`; by default all of them, on a CPU one, where
+        mapped kernels become slow grouped convolutions.
 
     Returns:
       float64 [D], or [S, D] if std is a sequence.
@@ -78,34 +77,28 @@ def robust_accuracy(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _correct(
-    predict: Predict,
-    relative: bool,
-    params: Any,
-    key: jax.Array,
-    draws: jax.Array,
-    std: jax.Array,
-    batch: Any,
-    mask: jax.Array,
+    predict: Predict, relative: bool, params: Any, key: Any, draws: Any, std: Any, batch: Any, mask: Any
 ) -> jax.Array:
     """Correct answers [D] of the models perturbed by the given draws."""
     inputs = batch["image"] if "image" in batch else batch["features"]
 
     def one(draw: jax.Array) -> jax.Array:
-        noise = _gaussian(jax.random.fold_in(key, draw), params, relative)
-        logits = predict(jax.tree.map(lambda p, z: (p + std * z).astype(p.dtype), params, noise), inputs)
+        logits = predict(_moved(jax.random.fold_in(key, draw), params, std, relative), inputs)
         return ((logits.argmax(-1) == batch["label"]) & mask).sum()
 
     return jax.vmap(one)(draws)
 
 
-def _gaussian(key: jax.Array, params: Any, relative: bool) -> Any:
-    """Standard normal noise like params, in float32, or with the root mean square of each array."""
+def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:
+    """Params with Gaussian noise of standard deviation std, or std times the root mean square of each array."""
     leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    noise = [jax.random.normal(k, p.shape, jnp.float32) for k, p in zip(keys, leaves, strict=True)]
-    if relative:
-        noise = [z * jnp.sqrt(jnp.mean(jnp.square(p.astype(jnp.float32)))) for z, p in zip(noise, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, noise)
+    moved = []
+    for k, p in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
+        noise = jax.random.normal(k, p.shape, jnp.float32)
+        if relative:
+            noise *= jnp.sqrt(jnp.mean(jnp.square(p.astype(jnp.float32))))
+        moved.append((p + std * noise).astype(p.dtype))
+    return jax.tree.unflatten(treedef, moved)
 
 
 class ParameterRobustness(NamedTuple):
@@ -113,9 +106,8 @@ class ParameterRobustness(NamedTuple):
 
     Attributes:
       random: the largest ratio among random Gaussian Delta. In P dimensions a random direction has a share of about
-        1 / sqrt(P) of the worst one, so this says how random noise moves the logits, not how the worst one does.
-      local: the limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta. It says
-        nothing about perturbations beyond the linear range.
+        1 / sqrt(P) of the worst one.
+      local: the limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta.
     """
 
     random: float
@@ -135,8 +127,8 @@ def parameter_robustness(
 ) -> ParameterRobustness:
     """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 / ||Delta||_2 (section 2.3).
 
-    The true maximum over all x, theta and Delta cannot be computed for a network (and is infinite for most): both
-    estimates are at the given theta, over the given inputs, and from below.
+    Both estimates are at the given theta, over the given inputs, and from below: the maximum over all x, theta and
+    Delta cannot be computed for a network.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
@@ -173,7 +165,7 @@ def parameter_robustness(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ratio(predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array) -> jax.Array:
-    moved = jax.tree.map(lambda p, z: (p + std * z).astype(p.dtype), params, _gaussian(key, params, False))
+    moved = _moved(key, params, std)
     delta = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), moved, params)
     change = jnp.linalg.norm(predict(moved, inputs) - predict(params, inputs), axis=-1).max()
     return change / optax.tree.norm(delta)

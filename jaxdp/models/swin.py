@@ -1,5 +1,6 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030)."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.models.layers import gelu
-from jaxdp.models.vit import Product
+from jaxdp.models.vit import Block, attend
 
 _init = nn.initializers.truncated_normal(0.02)
 
@@ -44,11 +45,8 @@ class WindowAttention(nn.Module):
     softmax(Q K^T / sqrt(d) + bias) V (equation 4).
 
     Attributes:
-      num_heads: number of heads; must divide the width.
       window: side of the windows.
-      shift: by how much the windows are moved down and to the right; those that reach over the edge of the image are
-        cut there.
-      dtype: computation dtype; scores and softmax are float32.
+      shift: of the windows, down and to the right; those that reach over the edge of the image are cut there.
     """
 
     num_heads: int
@@ -60,77 +58,34 @@ class WindowAttention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] of a square grid to [B, T, D]."""
         batch, _, width = x.shape
-        if width % self.num_heads:
-            raise ValueError(f"num_heads must divide the width {width} of its stage, got {self.num_heads}")
-        side, area, head_dim = _side(x), self.window**2, width // self.num_heads
+        side, area = _side(x), self.window**2
         per_side = side // self.window
 
         def project(name: str, x: jax.Array) -> jax.Array:
             return nn.Dense(width, dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        def heads(x: jax.Array) -> jax.Array:
-            x = x.reshape(-1, area, self.num_heads, head_dim).swapaxes(1, 2)
-            return x.reshape(-1, area, head_dim)  # images, windows and heads in one axis, as `Product` has them
+        def bias(scores: jax.Array) -> jax.Array:
+            shape = scores.shape
+            scores = scores.reshape(batch, per_side**2, self.num_heads, area, area)
+            table = self.param("position_bias", _init, ((2 * self.window - 1) ** 2, self.num_heads))
+            scores = scores + table[_relative_positions(self.window)].transpose(2, 0, 1)[None, None]
+            if self.shift:
+                # The authors' constant: as good as minus infinity.
+                mask = np.where(_neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100))
+                scores = scores + mask[None, :, None]
+            return scores.reshape(shape)
 
         x = jnp.roll(x.reshape(batch, side, side, width), -self.shift, (1, 2))
         x = x.reshape(batch, per_side, self.window, per_side, self.window, width).swapaxes(2, 3)
         x = x.reshape(batch, side**2, width)  # window after window
-        query, key, value = (heads(project(name, x)) for name in ("query", "key", "value"))
-        scores = Product("nqd,nkd->nqk", self.num_heads, jnp.float32, name="scores")(query, key) * head_dim**-0.5
-        scores = scores.reshape(batch, per_side**2, self.num_heads, area, area)
-        table = self.param("position_bias", _init, ((2 * self.window - 1) ** 2, self.num_heads))
-        scores = scores + table[_relative_positions(self.window)].transpose(2, 0, 1)[None, None]
-        if self.shift:
-            # The authors' constant: as good as minus infinity.
-            mask = np.where(_neighbours(side, self.window, self.shift), np.float32(0), np.float32(-100))
-            scores = scores + mask[None, :, None]
-        weights = jax.nn.softmax(scores, axis=-1).reshape(-1, area, area)
-        y = Product("nqk,nkd->nqd", self.num_heads, name="mixture")(weights.astype(value.dtype), value)
-        y = y.reshape(-1, self.num_heads, area, head_dim).swapaxes(1, 2).reshape(batch, side**2, width)
-        y = project("out", y)
+        query, key, value = (project(name, x).reshape(-1, area, width) for name in ("query", "key", "value"))
+        y = project("out", attend(query, key, value, self.num_heads, bias).reshape(batch, side**2, width))
         y = y.reshape(batch, per_side, per_side, self.window, self.window, width).swapaxes(2, 3)
         return jnp.roll(y.reshape(batch, side, side, width), self.shift, (1, 2)).reshape(batch, side**2, width)
 
 
-class SwinBlock(nn.Module):
-    """x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)) (equation 3).
-
-    Attributes:
-      num_heads: number of heads.
-      window: side of the windows.
-      shift: of the windows, down and to the right.
-      mlp_ratio: hidden width of the MLP over the width of the tokens.
-      dtype: computation dtype.
-      norm_epsilon: added to the variance in every LayerNorm.
-      activation: between the layers of the MLP.
-    """
-
-    num_heads: int
-    window: int
-    shift: int
-    mlp_ratio: int = 4
-    dtype: Any = None
-    norm_epsilon: float = 1e-5
-    activation: Callable[[jax.Array], jax.Array] = gelu
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps tokens [B, T, D] of a square grid to [B, T, D]."""
-        norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
-        dense = {"dtype": self.dtype, "kernel_init": _init}
-        width = x.shape[-1]
-        x = x + WindowAttention(self.num_heads, self.window, self.shift, self.dtype, name="attention")(norms[0](x))
-        y = self.activation(nn.Dense(self.mlp_ratio * width, name="mlp_0", **dense)(norms[1](x)))
-        return x + nn.Dense(width, name="mlp_1", **dense)(y)
-
-
 class PatchMerging(nn.Module):
-    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours.
-
-    Attributes:
-      dtype: computation dtype.
-      norm_epsilon: added to the variance in the LayerNorm.
-    """
+    """Half the resolution at twice the width: a linear map of the LayerNorm of four neighbours."""
 
     dtype: Any = None
     norm_epsilon: float = 1e-5
@@ -157,21 +112,18 @@ class Swin(nn.Module):
     which the resolution halves.
 
     A stage whose grid is not larger than the window has one window of the grid's size, never shifted. Nothing is
-    padded: otherwise the window must divide the grid. Stochastic depth, which the authors train with and which does
-    nothing at inference, is left out.
+    padded: otherwise the window must divide the grid. There is no stochastic depth, which does nothing at inference.
 
     Attributes:
-      num_classes: number of logits.
       patch_size: side of the square patches; must divide the image.
       window: side of the windows, in tokens.
       width: token dimension D of the first stage; every further stage doubles it.
       depths: blocks of each stage.
       num_heads: heads of each stage; 32 dimensions each in the published sizes.
       mlp_ratio: hidden width of the MLPs over the width of the tokens.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
       norm_epsilon: added to the variance in every LayerNorm.
       activation: in the MLPs; the exact GELU.
-      head_hidden: width of a hidden layer "head_hidden" in front of the head, with that activation; 0 is none.
+      head_hidden: width of a hidden layer in front of the head, with that activation; 0 is none.
     """
 
     num_classes: int
@@ -193,26 +145,24 @@ class Swin(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """How many learned tokens stand in front of the patches: none."""
+        """How many learned tokens stand in front of the patches."""
         return 0
 
     @nn.compact
     def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
         """Maps images [B, S, S, C] to float32 logits [B, num_classes], or does a part of that.
 
-        The merging of patches between two stages belongs to the block before it, whose tokens leave it as
-        [B, T / 4, 2 D]: half as many numbers. Cut after its third stage, "swin_large" hands over 7x7 tokens of width
-        1536.
+        The merging of patches between two stages belongs to the block before it, which returns [B, T / 4, 2 D].
 
         Args:
           x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1, row by row.
           start, stop: the blocks to run, counted through all stages; with `stop`, the tokens [B, T, D] that leave
-            block stop - 1 are returned. Only parameters of what is run are needed, and made by `init`.
+            block stop - 1 are returned. `init` makes the parameters of these blocks only.
 
         Raises:
-          ValueError: for images that are not square or that `patch_size` does not divide; if `window` does not
-            divide the larger grid of a stage, or a merging meets an odd grid; for other numbers of `depths` than of
-            `num_heads`, or a number of heads that does not divide the width.
+          ValueError: images are not square or patch_size does not divide them; window does not divide the larger grid
+            of a stage; a merging meets an odd grid; depths and num_heads differ in length; a number of heads does not
+            divide the width.
         """
         if len(self.depths) != len(self.num_heads):
             raise ValueError(
@@ -221,18 +171,13 @@ class Swin(nn.Module):
         if start == 0:
             x = self._embed(x)
         common = {"dtype": self.dtype, "norm_epsilon": self.norm_epsilon}
+        block = {**common, "activation": self.activation, "kernel_init": _init}
         places = [(stage, k) for stage, depth in enumerate(self.depths) for k in range(depth)]
         for stage, k in places[start:stop]:
             window, shift = self._window(stage, _side(x))
-            x = SwinBlock(
-                self.num_heads[stage],
-                window,
-                shift if k % 2 else 0,
-                self.mlp_ratio,
-                activation=self.activation,
-                name=f"stage_{stage}_block_{k}",
-                **common,
-            )(x)
+            attention = functools.partial(WindowAttention, window=window, shift=shift if k % 2 else 0)
+            width, name = self.mlp_ratio * x.shape[-1], f"stage_{stage}_block_{k}"
+            x = Block(self.num_heads[stage], width, **block, attention=attention, name=name)(x)
             if k + 1 == self.depths[stage] and stage + 1 < len(self.depths):
                 x = PatchMerging(name=f"stage_{stage + 1}_merge", **common)(x)
         if stop is not None:

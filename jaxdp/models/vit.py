@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from jaxdp.models.layers import gelu
 
+_init = nn.initializers.xavier_uniform()
+
 
 class Product(nn.Module):
     """Product of two activations, a module without parameters so that `nn.intercept_methods` sees it.
 
     Attributes:
       equation: of `jnp.einsum`; the first axis n is images times heads, heads fastest.
-      num_heads: number of heads.
       dtype: in which products are added up; None is that of the operands.
     """
 
@@ -30,13 +31,38 @@ class Product(nn.Module):
         return jnp.einsum(self.equation, a, b, preferred_element_type=self.dtype)
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention; each head has width / num_heads dimensions.
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    num_heads: int,
+    bias: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside a compact module.
 
-    Attributes:
-      num_heads: number of heads; must divide the width.
-      dtype: computation dtype; scores and softmax are float32.
+    Scores and softmax are float32; `bias` maps scores [n num_heads, T, T] to scores.
+
+    Raises:
+      ValueError: if num_heads does not divide D.
     """
+    n, tokens, width = query.shape
+    if width % num_heads:
+        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}")
+
+    def heads(x: jax.Array) -> jax.Array:
+        x = x.reshape(n, tokens, num_heads, -1).swapaxes(1, 2)
+        # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
+        return x.reshape(n * num_heads, tokens, -1)
+
+    scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(heads(query), heads(key))
+    scores = scores * (width // num_heads) ** -0.5
+    weights = jax.nn.softmax(bias(scores) if bias else scores, axis=-1)
+    y = Product("nqk,nkd->nqd", num_heads, name="mixture")(weights.astype(value.dtype), heads(value))
+    return y.reshape(n, num_heads, tokens, -1).swapaxes(1, 2).reshape(n, tokens, width)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
 
     num_heads: int
     dtype: Any = None
@@ -44,35 +70,20 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
-        batch, tokens, width = x.shape
-        if width % self.num_heads:
-            raise ValueError(f"num_heads must divide the width {width}, got {self.num_heads}")
-        head_dim = width // self.num_heads
 
-        def project(name: str) -> jax.Array:
-            y = nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name=name)(x)
-            y = y.reshape(batch, tokens, self.num_heads, head_dim).swapaxes(1, 2)
-            # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
-            return y.reshape(batch * self.num_heads, tokens, head_dim)
+        def project(name: str, x: jax.Array) -> jax.Array:
+            return nn.Dense(x.shape[-1], dtype=self.dtype, kernel_init=_init, name=name)(x)
 
-        query, key, value = project("query"), project("key"), project("value")
-        scores = Product("nqd,nkd->nqk", self.num_heads, jnp.float32, name="scores")(query, key)
-        weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1)
-        y = Product("nqk,nkd->nqd", self.num_heads, name="mixture")(weights.astype(value.dtype), value)
-        y = y.reshape(batch, self.num_heads, tokens, head_dim).swapaxes(1, 2).reshape(batch, tokens, width)
-        return nn.Dense(width, dtype=self.dtype, kernel_init=nn.initializers.xavier_uniform(), name="out")(y)
+        return project("out", attend(project("query", x), project("key", x), project("value", x), self.num_heads))
 
 
 class Block(nn.Module):
     """Encoder block of self-attention and a two-layer MLP, each with a residual connection and a LayerNorm.
 
     Attributes:
-      num_heads: number of heads.
-      mlp_width: hidden width of the MLP.
-      dtype: computation dtype.
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
-      norm_epsilon: added to the variance in every LayerNorm.
-      activation: between the layers of the MLP.
+      kernel_init: of the layers of the MLP.
+      attention: `attention(num_heads, dtype=, name=)` makes the module.
     """
 
     num_heads: int
@@ -81,48 +92,43 @@ class Block(nn.Module):
     norm_order: Literal["pre", "post"] = "pre"
     norm_epsilon: float = 1e-6
     activation: Callable[[jax.Array], jax.Array] = gelu
+    kernel_init: Callable[..., jax.Array] = _init
+    attention: Callable[..., Any] = Attention
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps tokens [B, T, D] to [B, T, D]."""
         norms = [nn.LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name=f"norm_{k}") for k in range(2)]
-        attention = Attention(self.num_heads, self.dtype, name="attention")
-        if self.norm_order == "post":
-            x = norms[0](x + attention(x))
-            return norms[1](x + self._mlp(x))
-        x = x + attention(norms[0](x))
-        return x + self._mlp(norms[1](x))
+        dense = {"dtype": self.dtype, "kernel_init": self.kernel_init}
+        attention = self.attention(self.num_heads, dtype=self.dtype, name="attention")
 
-    def _mlp(self, x: jax.Array) -> jax.Array:
-        dense = {"dtype": self.dtype, "kernel_init": nn.initializers.xavier_uniform()}
-        y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
-        return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+        def mlp(x: jax.Array) -> jax.Array:
+            y = self.activation(nn.Dense(self.mlp_width, name="mlp_0", **dense)(x))
+            return nn.Dense(x.shape[-1], name="mlp_1", **dense)(y)
+
+        for norm, part in zip(norms, (attention, mlp), strict=True):
+            x = norm(x + part(x)) if self.norm_order == "post" else x + part(norm(x))
+        return x
 
 
 class ViT(nn.Module):
     """Vision Transformer with learned positions.
 
     Attributes:
-      num_classes: number of logits.
       patch_size: side of the square patches; must divide height and width of the image.
       width: token dimension D.
-      depth: number of encoder blocks.
       num_heads: heads of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
       mlp_width: hidden width of the MLPs, usually 4 * width.
-      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch
-        tokens.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
-      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al.,
-        arXiv:1706.03762): h = LayerNorm(h + attention(h)), h = LayerNorm(h + MLP(h)). The last LayerNorm, on what
-        is classified, is there in both.
+      pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch tokens.
+      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762); see
+        `Block`. Both end in a LayerNorm on what is classified.
       norm_epsilon: added to the variance in every LayerNorm; Hugging Face's ViT and DeiT have 1e-12.
       activation: in the MLPs; the exact GELU.
       distilled: a second learned token follows the class token, as in DeiT; needs pool="token".
       distilled_head: that token has a head of its own, "head_distilled", and the logits are the mean of the two
         heads, DeiT's classifier at inference (section 3 of its paper; its training, in which each head has its own
         target, is not built in). False classifies the class token alone.
-      head_hidden: width of a hidden layer "head_hidden" in front of the head, with the activation of the MLPs; 0 is
-        none.
+      head_hidden: width of a hidden layer in front of the head, with the activation of the MLPs; 0 is none.
     """
 
     num_classes: int
@@ -157,7 +163,7 @@ class ViT(nn.Module):
         Args:
           x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1.
           start, stop: the blocks to run; with `stop`, the tokens [B, T, D] that leave block stop - 1 are returned.
-            Only parameters of what is run are needed, and made by `init`.
+            `init` makes the parameters of these blocks only.
         """
         if self.pool not in ("token", "mean"):
             raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}")
@@ -192,8 +198,7 @@ class ViT(nn.Module):
         init = nn.initializers.normal(0.02)
         positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
         if names:
-            # Zero rows in front, to which positions and learned tokens are added: the weights meet the data in
-            # one sum.
+            # Positions and learned tokens are added to zero rows in front: the weights meet the data in one sum.
             tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
             positions = positions + jnp.pad(jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0)))
             x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))

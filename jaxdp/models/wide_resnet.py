@@ -1,5 +1,4 @@
-"""Wide-ResNet for private training (De et al. 2022, arXiv:2204.13650; architecture of Zagoruyko and Komodakis
-2016)."""
+"""Wide-ResNet (Zagoruyko and Komodakis 2016) for private training (De et al. 2022, arXiv:2204.13650)."""
 
 from typing import Any
 
@@ -13,17 +12,14 @@ from jaxdp.models.layers import WSConv, normalise_channels
 class WideResNet(nn.Module):
     """Pre-activation Wide-ResNet with weight-standardised convolutions and GroupNorm.
 
-    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order (De et al. found
-    normalising after the activation better). The first block of a stage has a skip branch of its own:
-    activation -> GroupNorm -> 1x1 WSConv. After the last stage: activation -> GroupNorm -> mean over the map
-    -> dense layer.
+    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order. The first block of a stage
+    has a skip branch: activation -> GroupNorm -> 1x1 WSConv. After the last stage: activation -> GroupNorm -> mean
+    over the map -> dense layer.
 
     Attributes:
-      num_classes: number of logits.
       depth: 6 n + 4, for example 16, 28 or 40.
       width: widening factor; the stages have 16, 32 and 64 times this many channels.
       groups: groups of the GroupNorm; must divide 16.
-      dtype: computation dtype; None is float32. Parameters and logits are float32.
     """
 
     num_classes: int

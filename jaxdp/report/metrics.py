@@ -1,20 +1,19 @@
 """Metrics of a run as JSON lines: one object per line, appended, safe to kill at any instant.
 
-A line is an object with "step" (integer), "time" (seconds since the epoch) and the metrics. Lines are strict
-JSON (RFC 8259), so every reader takes them: finite numbers are numbers, and the three floats that JSON lacks
-are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` turns back into floats.
+A line is an object with "step" (integer), "time" (seconds since the epoch) and the metrics. Lines are strict JSON (RFC
+8259): the floats that it lacks are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` turns back.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
+import tree
 
 from jaxdp.files import sync_folder, write_durably
 
@@ -32,12 +31,11 @@ class MetricsWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
-        """Open `path` for appending; create it and its folder if needed.
+        """Opens `path` for appending; creates it and its folder if needed.
 
         Args:
             path: the file.
-            fsync: also force each line to the disk, so that it survives a power failure; without it a line survives
-                the death of the process, not of the machine.
+            fsync: force each line to the disk, so that it survives a power failure and not only the end of the process.
 
         Raises:
             ValueError: if a line other than the last is not a JSON object with a step: the file is not ours to repair.
@@ -52,20 +50,19 @@ class MetricsWriter:
             sync_folder(self.path.parent)
 
     def write(self, step: int, /, **metrics: Any) -> None:
-        """Append one line.
+        """Appends one line.
 
         Args:
-            step: step of the run to which the metrics belong.
+            step: of the run.
             **metrics: numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
 
         Raises:
             TypeError: if a value has no JSON form.
             ValueError: if a metric is called "step" or "time", or an array is not a scalar.
         """
-        reserved = {"step", "time"} & set(metrics)
-        if reserved:
+        if reserved := {"step", "time"} & set(metrics):
             raise ValueError(f"metrics named {sorted(reserved)} would hide the line's own; rename them")
-        record = {"step": int(step), "time": time.time(), **{k: _to_json(k, v) for k, v in metrics.items()}}
+        record = {"step": int(step), "time": time.time(), **tree.map_structure_with_path(_to_json, metrics)}
         # One write of one line: a crash tears at most the last line, which the next opening cuts off.
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -73,12 +70,9 @@ class MetricsWriter:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> int:
-        """Drop every line of a later step, so that a run resumed at `step` does not write them twice.
+        """Drops every line of a later step, which a resumed run writes again; returns how many.
 
         The file is replaced in one rename: a crash leaves the old one or the new one.
-
-        Returns:
-            The number of lines dropped.
         """
         lines = list(_lines(self.path))
         kept = [line for line, record in lines if record["step"] <= step]
@@ -93,21 +87,18 @@ class MetricsWriter:
         return open(self.path, "ab")
 
     def close(self) -> None:
-        """Close the file; writing afterwards is a ValueError."""
+        """Closes the file; writing afterwards is a ValueError."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file in order; a torn last line (a run killed or still writing) is left
-    out.
+    """Reads the lines of a metrics file in order, without a torn last line (of a run killed or still writing).
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -116,11 +107,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no metrics at {path}; has the run started?")
-    return [_from_json(record) for _, record in _lines(path)]
+    return [tree.map_structure(_from_json, record) for _, record in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each whole line and what it holds; stop before a torn last one."""
+    """Yields each whole line and what it holds; stops before a torn last one."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -138,15 +129,11 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-def _to_json(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(f"{name}.{key}", item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(name, item) for item in value]
+def _to_json(path: tuple[Any, ...], value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if not isinstance(value, float):
-        array = np.asarray(value)
+        array, name = np.asarray(value), ".".join(map(str, path))
         if array.ndim != 0:
             raise ValueError(f"metric {name!r} is an array of shape {array.shape}; reduce it or pass a list")
         value = array.item()
@@ -158,10 +145,4 @@ def _to_json(name: str, value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    if isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    return value
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,14 +1,18 @@
 """Figures, drawn without a display and without matplotlib's global state.
 
-Matplotlib is imported when a figure is drawn. Colours are from Okabe and Ito's palette, which colour-blind
-readers tell apart; every line carries its name beside it, so that no legend has to be matched by colour.
+Every function writes one figure to `path`, whose suffix chooses the format (.png, .pdf, .svg), makes the folder if
+needed, and returns the path. `title` and `subtitle` are two lines above the panels. Importing this module does not
+import matplotlib. Colours are from Okabe and Ito's palette, which colour-blind readers tell apart; every line has its
+name beside it.
 """
 
+import itertools
 import math
 import os
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,6 +25,12 @@ _GAP = "#F2B591"  # vermilion on white, opaque: it must look the same on a bar
 _REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
 _CURVE_COLOURS = (_BLUE, _VERMILION, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _GREY)
 _FONT = 11.5
+_TEXT: dict[str, Any] = {"fontsize": _FONT, "color": _INK}
+_DASHED: dict[str, Any] = {"linewidth": 1.6, "linestyle": (0, (5, 3)), "zorder": 2}
+_PERCENT, _PERMILLE = "{x:.0%}", "{x:.1%}"
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+Label = tuple[float, str, str]  # the height of a name, the name, its colour
 
 
 def plot_training(
@@ -33,84 +43,60 @@ def plot_training(
     dataset: str,
     references: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw the figure of one private training run: accuracy above, privacy spent below, over steps.
+    """Draws one private training run: accuracy above, privacy spent below, over steps.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
-        accuracy: (step, accuracy) pairs in step order, accuracies in 0..1; non-finite ones leave a gap.
-        epsilon: (step, epsilon spent so far) pairs in step order; non-finite ones leave a gap.
+        path: see above.
+        accuracy: (step, accuracy in 0..1) pairs in step order; non-finite values leave a gap.
+        epsilon: (step, epsilon spent so far) pairs in step order; non-finite values leave a gap.
         budget: the epsilon that must not be passed; `math.inf` draws no line.
         delta: the delta at which every epsilon holds.
-        dataset: name of the data set, for the title.
+        dataset: for the title.
         references: name to final accuracy of the runs to compare with, e.g. {"no privacy": 0.98}.
-
-    Returns:
-        The path written.
 
     Raises:
         ValueError: if one of the two curves is empty.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
     if not accuracy or not epsilon:
         raise ValueError("accuracy and epsilon need at least one (step, value) pair each; did the run log any?")
     references = dict(references or {})
     final_accuracy, final_epsilon = accuracy[-1][1], epsilon[-1][1]
-
-    figure = Figure(figsize=(7.6, 6.6), dpi=160, facecolor="white")
-    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [2.0, 1.0], "hspace": 0.24})
-    figure.subplots_adjust(left=0.085, right=0.97, top=0.825, bottom=0.095)
-    for axes in (upper, lower):
-        _style(axes)
+    title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
+    gaps = (f", {_gap(final_accuracy - value)} {name}" for name, value in references.items())
+    subtitle = f"Private training at δ = {_power(delta)}{''.join(gaps)}"
+    grid = {"top": 0.825, "bottom": 0.095, "height_ratios": [2.0, 1.0], "hspace": 0.24}
+    figure, ((upper,), (lower,)) = _page(title, subtitle, (7.6, 6.6), 2, 1, grid)
 
     labels = [(final_accuracy, f"private  {_percent(final_accuracy)}", _BLUE)]
-    for (name, value), colour in zip(references.items(), _cycle(_REFERENCE_COLOURS, len(references)), strict=True):
-        upper.axhline(value, color=colour, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
+    for (name, value), colour in zip(references.items(), itertools.cycle(_REFERENCE_COLOURS), strict=False):
         labels.append((value, f"{name}  {_percent(value)}", colour))
-    _curve(upper, accuracy)
-    shown = [value for value in (*(v for _, v in accuracy), *references.values()) if math.isfinite(value)]
+    values = _progress(upper, accuracy, labels)
+    shown = [value for value in (*values, *references.values()) if math.isfinite(value)]
     low, high = min(shown, default=0.0), max(shown, default=1.0)
     margin = max(0.08 * (high - low), 0.01)
     upper.set_ylim(max(0.0, low - margin), min(1.0, high + margin) + 0.004)
-    upper.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
-    upper.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    _panel_title(upper, "Test accuracy")
-    _label_right(upper, labels)
+    _round_marks(upper.yaxis, 6, _PERCENT if high - low > 0.05 else _PERMILLE)
+    _finish(upper, "Test accuracy", labels)
 
-    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE)]
-    if math.isfinite(budget):
-        lower.axhline(budget, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
-        labels.append((budget, f"budget  {_number(budget)}", _INK))
-    _curve(lower, epsilon)
-    steps, values = _arrays(epsilon)
-    lower.fill_between(steps, values, color=_BLUE, alpha=0.12, linewidth=0)
-    if not any(math.isfinite(v) for v in values):
-        note = lower.text(0.5, 0.5, "no finite ε holds for this run", transform=lower.transAxes)
-        note.set(color=_GREY, fontsize=_FONT, ha="center", va="center")
-    top = max([v for v in (*values, budget) if math.isfinite(v)], default=1.0)
+    labels = [(final_epsilon, f"spent  {_number(final_epsilon)}", _BLUE), (budget, f"budget  {_number(budget)}", _INK)]
+    values = _progress(lower, epsilon, labels)
+    lower.fill_between([step for step, _ in epsilon], values, color=_BLUE, alpha=0.12, linewidth=0)
+    if not any(map(math.isfinite, values)):
+        place = {"transform": lower.transAxes, "ha": "center", "va": "center"}
+        lower.text(0.5, 0.5, "no finite ε holds for this run", color=_GREY, fontsize=_FONT, **place)
+    top = max(filter(math.isfinite, (*values, budget)), default=1.0)
     lower.set_ylim(0, 1.12 * top if top > 0 else 1.0)
-    lower.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
-    lower.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
-    last = max(accuracy[-1][0], epsilon[-1][0], 1)
-    lower.set_xlim(0, last)
-    lower.set_xlabel("step", fontsize=_FONT, color=_INK)
-    _panel_title(lower, f"Privacy spent: ε at δ = {_power(delta)}")
-    _label_right(lower, labels)
-
-    title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
-    figure.text(0.085, 0.955, title, fontsize=17, fontweight="bold", color=_INK, va="center")
-    subtitle = f"Private training at δ = {_power(delta)}" + "".join(
-        f", {_gap(final_accuracy - value)} {name}" for name, value in references.items()
-    )
-    figure.text(0.085, 0.91, subtitle, fontsize=_FONT, color=_GREY, va="center")
+    _round_marks(lower.yaxis, 4)
+    _round_marks(lower.xaxis, 6, integer=True)
+    lower.set_xlim(0, max(accuracy[-1][0], epsilon[-1][0], 1))
+    lower.set_xlabel("step", **_TEXT)
+    _finish(lower, f"Privacy spent: ε at δ = {_power(delta)}", labels)
     return _save(figure, path)
 
 
 def plot_curves(
     path: str | os.PathLike[str],
-    curves: Mapping[str, Sequence[tuple[float, float]]],
+    curves: Curves,
     *,
     title: str,
     subtitle: str,
@@ -122,46 +108,33 @@ def plot_curves(
     xticks: Mapping[float, str] | None = None,
     references: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw named curves in one panel, each with its name at its right end.
+    """Draws named curves in one panel, each with its name at its right end.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
+        path, title, subtitle: see above.
         curves: name to (x, y) pairs in the order of x; non-finite y leave a gap, and so do y <= 0 on a log scale.
           The first curve is drawn strongest; with more than seven the colours repeat, with dashes.
-        title, subtitle: two lines above the panel.
-        xlabel: name of the x axis.
-        ylabel: name of the y axis, written above the panel.
+        xlabel, ylabel: names of the axes; that of y is written above the panel.
         xscale, yscale: "linear" or "log".
         percent: write y as percentages, where it is linear.
         xticks: x to text of the marks on the x axis; long texts are slanted. None chooses them.
         references: name to y of dashed horizontal lines.
 
-    Returns:
-        The path written.
-
     Raises:
         ValueError: if there is no curve or an empty one.
     """
-    from matplotlib.figure import Figure
-
     if not curves or not all(curves.values()):
         raise ValueError("curves needs at least one curve and at least one (x, y) pair in each")
-    references = dict(references or {})
-    figure = Figure(figsize=(7.6, 5.2), dpi=160, facecolor="white")
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
-    _style(axes)
+    figure, ((axes,),) = _page(title, subtitle)
     axes.set_xscale(xscale)
     if xscale == "log":
         marked = [x for points in curves.values() for x, _ in points]
         _log_marks(axes.xaxis, min(marked), max(marked))
-    styles = _styles(list(curves))
-    labels = _labels(_curves(axes, curves, styles, yscale), styles)
-    for name, value in references.items():
-        axes.axhline(value, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=2)
+    labels = list(_curves(axes, curves, list(curves), yscale).values())
+    for name, value in (references or {}).items():
+        axes.axhline(value, color=_INK, **_DASHED)
         labels.append((value, name, _INK))
-    axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+    axes.set_xlabel(xlabel, **_TEXT)
     if xticks is not None:
         axes.set_xticks(list(xticks), list(xticks.values()))
         axes.set_xticks([], minor=True)
@@ -169,15 +142,13 @@ def plot_curves(
             for mark in axes.get_xticklabels():
                 mark.set(rotation=35, ha="right", rotation_mode="anchor")
     _y_marks(axes, percent=percent)
-    _panel_title(axes, ylabel)
-    _label_right(axes, labels)
-    _headline(figure, title, subtitle)
+    _finish(axes, ylabel, labels)
     return _save(figure, path)
 
 
 def plot_panels(
     path: str | os.PathLike[str],
-    panels: Mapping[str, tuple[str, Mapping[str, Sequence[tuple[float, float]]]]],
+    panels: Mapping[str, tuple[str, Curves]],
     *,
     title: str,
     subtitle: str,
@@ -185,50 +156,36 @@ def plot_panels(
     yscale: Literal["linear", "log"] = "linear",
     percent: bool = False,
 ) -> Path:
-    """Draw panels of named curves side by side over one y axis, with the names at the right of the last panel.
+    """Draws panels of named curves side by side over one y axis, with the names at the right of the last panel.
 
-    A name has the same colour in every panel. The panels of the paper's figures are three sweeps of one quantity.
+    A name has the same colour in every panel.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
-        panels: title of a panel to the name of its x axis and its curves: name to (x, y) pairs in the order of x.
-          Non-finite y leave a gap, and so do y <= 0 on a log scale. The first curve of the first panel is drawn
-          strongest in all of them; with more than seven names the colours repeat, with dashes.
-        title, subtitle: two lines above the panels.
+        path, title, subtitle: see above.
+        panels: title of a panel to the name of its x axis and its curves, as in `plot_curves`. The first curve of the
+          first panel is drawn strongest in all of them; with more than seven names the colours repeat, with dashes.
         ylabel: name of the y axis, beside the first panel.
         yscale: "linear" or "log".
         percent: write y as percentages, where it is linear.
 
-    Returns:
-        The path written.
-
     Raises:
         ValueError: if there is no panel, or one without curves or with an empty one.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
         raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve")
     names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
-    styles = _styles(names)
-    figure = Figure(figsize=(1.6 + 3.6 * len(panels), 4.6), dpi=160, facecolor="white")
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False, gridspec_kw={"wspace": 0.09})[0]
-    figure.subplots_adjust(left=0.085, right=0.97, top=0.755, bottom=0.135)
-
-    ends: dict[str, float] = {}
+    grid = {"top": 0.755, "bottom": 0.135, "wspace": 0.09}
+    figure, (row,) = _page(title, subtitle, (1.6 + 3.6 * len(panels), 4.6), 1, len(panels), grid)
+    labels: dict[str, Label] = {}
     for axes, (panel, (xlabel, curves)) in zip(row, panels.items(), strict=True):
-        _style(axes)
         # A curve that is missing or has no number in the last panel is named at the height of its last number.
-        ends |= {name: end for name, end in _curves(axes, curves, styles, yscale).items() if math.isfinite(end)}
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-        axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
-        _panel_title(axes, panel)
-    row[0].set_ylabel(ylabel, fontsize=_FONT, color=_INK)
+        labels |= _curves(axes, curves, names, yscale)
+        _round_marks(axes.xaxis, 5)
+        axes.set_xlabel(xlabel, **_TEXT)
+        _finish(axes, panel)
+    row[0].set_ylabel(ylabel, **_TEXT)
     _y_marks(row[0], percent=percent)
-    _label_right(row[-1], _labels(ends, styles))
-    _headline(figure, title, subtitle)
+    _finish(row[-1], panel, list(labels.values()))
     return _save(figure, path)
 
 
@@ -241,91 +198,52 @@ def plot_points(
     xlabel: str,
     ylabel: str,
 ) -> Path:
-    """Draw named groups of points with error bars in one panel; both axes are percentages.
+    """Draws named groups of points with error bars in one panel; both axes are percentages.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
+        path, title, subtitle, xlabel, ylabel: as in `plot_curves`.
         points: name to (x, y, error of x, error of y); a NaN error draws no bar. A group has one colour, and its name
           stands to the right, at the height of its last point.
-        title, subtitle: two lines above the panel.
-        xlabel: name of the x axis.
-        ylabel: name of the y axis, written above the panel.
-
-    Returns:
-        The path written.
 
     Raises:
         ValueError: if there is no group or an empty one.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
     if not points or not all(points.values()):
         raise ValueError("points needs at least one group and at least one point in each")
-    figure = Figure(figsize=(7.6, 5.2), dpi=160, facecolor="white")
-    axes = figure.subplots()
-    figure.subplots_adjust(left=0.085, right=0.97, top=0.79, bottom=0.12)
-    _style(axes)
+    figure, ((axes,),) = _page(title, subtitle)
     labels = []
-    for (name, group), colour in zip(points.items(), _cycle(_CURVE_COLOURS, len(points)), strict=True):
+    for (name, group), colour in zip(points.items(), itertools.cycle(_CURVE_COLOURS), strict=False):
         x, y, dx, dy = zip(*group, strict=True)
         bars = {"xerr": np.nan_to_num(dx), "yerr": np.nan_to_num(dy)}
         axes.errorbar(x, y, **bars, fmt="o", color=colour, markersize=7, elinewidth=1.3, capsize=2.5, zorder=3)
         labels.append((y[-1], name, colour))
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_xlabel(xlabel, fontsize=_FONT, color=_INK)
+    axes.xaxis.set_major_formatter(_PERCENT)
+    axes.set_xlabel(xlabel, **_TEXT)
     _y_marks(axes, percent=True)
-    _panel_title(axes, ylabel)
-    _label_right(axes, labels)
-    _headline(figure, title, subtitle)
+    _finish(axes, ylabel, labels)
     return _save(figure, path)
 
 
-class _Reliability(Protocol):
-    """What `jaxdp.recalibration` calls a `Reliability`."""
+def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str) -> Path:
+    """Draws reliability diagrams side by side: accuracy against confidence above, where the examples are below.
 
-    @property
-    def counts(self) -> Any: ...
-
-    @property
-    def confidence(self) -> Any: ...
-
-    @property
-    def accuracy(self) -> Any: ...
-
-
-def plot_reliability(
-    path: str | os.PathLike[str], diagrams: Mapping[str, _Reliability], *, title: str, subtitle: str
-) -> Path:
-    """Draw reliability diagrams side by side: accuracy against confidence above, where the examples are below.
-
-    Bars end in a blue line at the accuracy of each bin. What lies between it and the mean confidence of the bin, next
-    to the diagonal, is the gap that the expected calibration error (ECE) averages; the error itself stands on top.
+    Bars end in a blue line at the accuracy of each bin. Between it and the mean confidence of the bin, next to the
+    diagonal, is the gap that the expected calibration error (ECE) averages; the error itself stands on top.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
+        path, title, subtitle: see above.
         diagrams: name to an object with arrays `counts`, `confidence` and `accuracy`, [bins] each, over bins of equal
           width in [0, 1], as `jaxdp.recalibration.metrics.reliability` gives; one to four of them. Bins without
           examples are not drawn.
-        title, subtitle: two lines above the panels.
-
-    Returns:
-        The path written.
 
     Raises:
         ValueError: if there are no diagrams, more than four, or one without examples.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
     if not 1 <= len(diagrams) <= 4:
         raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}; draw several figures")
-    figure = Figure(figsize=(1.0 + 3.1 * len(diagrams), 5.6), dpi=160, facecolor="white")
-    grid = {"height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
-    upper, lower = figure.subplots(2, len(diagrams), sharex=True, sharey="row", squeeze=False, gridspec_kw=grid)
-    figure.subplots_adjust(left=0.085, right=0.97, top=0.745, bottom=0.105)
+    grid = {"top": 0.745, "bottom": 0.105, "height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
+    size = (1.0 + 3.1 * len(diagrams), 5.6)
+    figure, (upper, lower) = _page(title, subtitle, size, 2, len(diagrams), grid)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
         used = np.asarray(diagram.counts) > 0
         if not used.any():
@@ -341,20 +259,16 @@ def plot_reliability(
         above.hlines(accuracy, middle - width / 2, middle + width / 2, color=_BLUE, linewidth=2.4)
         above.plot((0, 1), (0, 1), color=_INK, linewidth=1.4, linestyle=(0, (5, 3)))
         below.bar(height=share, color=_GREY, **bars)
-        below.set_xlabel("confidence", fontsize=_FONT, color=_INK)
-        _panel_title(above, f"{name}\nECE {np.sum(share * np.abs(gap)):.3f}")
-        for axes in (above, below):
-            _style(axes)
-    for axes, ylabel, ticks in ((upper[0], "accuracy", 6), (lower[0], "examples", 3)):
-        axes.set_ylabel(ylabel, fontsize=_FONT, color=_INK)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.yaxis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
+        below.set_xlabel("confidence", **_TEXT)
+        _finish(above, f"{name}\nECE {np.sum(share * np.abs(gap)):.3f}")
+    for axes, ylabel, count in ((upper[0], "accuracy", 6), (lower[0], "examples", 3)):
+        axes.set_ylabel(ylabel, **_TEXT)
+        _round_marks(axes.yaxis, count, _PERCENT)
     upper[0].set(xlim=(0, 1), ylim=(0, 1))
     upper[0].set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    names = (accuracy[-1], "accuracy", _BLUE), (accuracy[-1] + gap[-1] / 2, "gap", _VERMILION)
+    names = [(accuracy[-1], "accuracy", _BLUE), (accuracy[-1] + gap[-1] / 2, "gap", _VERMILION)]
     _label_right(upper[-1], [*names, (1.0, "calibrated", _INK)])
     figure.align_ylabels()
-    _headline(figure, title, subtitle)
     return _save(figure, path)
 
 
@@ -366,27 +280,20 @@ def plot_images(
     subtitle: str = "",
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draw rows of images under each other, such as originals and what attackers made of them.
+    """Draws rows of images under each other, such as originals and what attackers made of them.
 
     Every pixel is a square of one colour.
 
     Args:
-        path: where to write; the suffix chooses the format (.png, .pdf, .svg). The folder is created if
-          needed.
+        path, title, subtitle: see above.
         rows: name, at the left of the row, to images: floating point [n, H, W, C] in [0, 1], all of one shape; C is 1
           (grey) or 3 (RGB).
-        title, subtitle: two lines above the rows.
-        notes: name of a row to what stands at its right; rows without a note have none.
-
-    Returns:
-        The path written.
+        notes: name of a row to what stands at its right.
 
     Raises:
         ValueError: if there is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values are not in
           [0, 1], or a note has no row.
     """
-    from matplotlib.figure import Figure
-
     images = {name: np.asarray(value) for name, value in rows.items()}
     shapes = {value.shape for value in images.values()}
     shape = next(iter(shapes), ())
@@ -404,11 +311,10 @@ def plot_images(
     inches = min(0.95, 9.0 / across)  # the height of an image
     bottom, top = 0.1, 0.95 if subtitle else 0.64
     size = (inches * across, bottom + top + inches * (1.08 * len(rows) - 0.08))
-    figure = Figure(figsize=size, dpi=160, facecolor="white")
-    panels = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"hspace": 0.08})[:, 0]
-    figure.subplots_adjust(left=0, right=1, bottom=bottom / size[1], top=1 - top / size[1])
+    grid = {"left": 0, "right": 1, "bottom": bottom / size[1], "top": 1 - top / size[1], "hspace": 0.08}
+    figure, panels = _page(title, subtitle, size, len(rows), 1, grid)
     label = {"fontsize": _FONT, "va": "center", "annotation_clip": False, "textcoords": "offset points"}
-    for axes, (name, value) in zip(panels, images.items(), strict=True):
+    for (axes,), (name, value) in zip(panels, images.items(), strict=True):
         for k, image in enumerate(value):
             extent = (k * step, k * step + width / height, 0, 1)
             axes.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=extent)
@@ -417,53 +323,65 @@ def plot_images(
         axes.annotate(name, (0, 0.5), xytext=(-10, 0), ha="right", color=_INK, fontweight="bold", **label)
         note = (notes or {}).get(name, "")
         axes.annotate(note, (across, 0.5), xytext=(10, 0), ha="left", color=_GREY, **label)
-    _headline(figure, title, subtitle)
     return _save(figure, path)
 
 
-def _curve(axes: "Axes", points: Sequence[tuple[int, float]]) -> None:
-    steps, values = _arrays(points)
+def _page(
+    title: str,
+    subtitle: str,
+    size: tuple[float, float] = (7.6, 5.2),
+    rows: int = 1,
+    columns: int = 1,
+    grid: Mapping[str, Any] = types.MappingProxyType({}),
+) -> tuple["Figure", Any]:
+    """A figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=160, facecolor="white")
+    grid = {"left": 0.085, "right": 0.97, "top": 0.79, "bottom": 0.12, **grid}
+    panels = figure.subplots(rows, columns, sharex=rows > 1, sharey="row", squeeze=False, gridspec_kw=grid)
+    figure.text(grid["left"], 1 - 0.286 / size[1], title, fontsize=17, fontweight="bold", color=_INK, va="center")
+    figure.text(grid["left"], 1 - 0.598 / size[1], subtitle, fontsize=_FONT, color=_GREY, va="center")
+    for axes in panels.flat:
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color("#B0B0B0")
+        axes.grid(axis="y", color="#E6E6E6", linewidth=0.9)
+        axes.set_axisbelow(True)
+        axes.tick_params(which="both", length=0, labelsize=_FONT - 1, labelcolor=_GREY, pad=5)
+    return figure, panels
+
+
+def _progress(axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]) -> list[float]:
+    """Draws the curve of a run, whose label is the first, and lines at the others; returns its values, or NaN."""
+    for value, _, colour in labels[1:]:
+        if math.isfinite(value):
+            axes.axhline(value, color=colour, **_DASHED)
+    values = [value if math.isfinite(value) else math.nan for _, value in points]
     marker = "o" if len(points) <= 40 else None
-    axes.plot(steps, values, color=_BLUE, linewidth=2.4, marker=marker, markersize=4.5, zorder=3, clip_on=False)
+    look: dict[str, Any] = {"color": _BLUE, "linewidth": 2.4, "marker": marker, "markersize": 4.5, "zorder": 3}
+    axes.plot([step for step, _ in points], values, clip_on=False, **look)
+    return values
 
 
-def _curves(
-    axes: "Axes",
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    styles: Mapping[str, Mapping[str, Any]],
-    yscale: Literal["linear", "log"],
-) -> dict[str, float]:
-    """Draw named curves and return the last value that each shows, NaN for none."""
+def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
+    """Draws curves in the looks of their places among all names; returns labels at their last numbers, if any."""
     axes.set_yscale(yscale)
-    ends = {}
+    labels = {}
     for name, points in curves.items():
         drawable = [(x, y if math.isfinite(y) and (y > 0 or yscale == "linear") else math.nan) for x, y in points]
-        axes.plot(*zip(*drawable, strict=True), **styles[name])
-        ends[name] = next((y for _, y in reversed(drawable) if not math.isnan(y)), math.nan)
-    axes.margins(x=0)
-    return ends
-
-
-def _styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A look for each name: the first is the strongest, and where colours repeat lines are dashed."""
-    colours = _cycle(_CURVE_COLOURS, len(names))
-    return {
-        name: {
-            "color": colour,
-            "linestyle": "-" if i < len(_CURVE_COLOURS) else "--",
+        i = names.index(name)
+        colour, dashed = _CURVE_COLOURS[i % len(_CURVE_COLOURS)], i >= len(_CURVE_COLOURS)
+        look: dict[str, Any] = {
+            "linestyle": "--" if dashed else "-",
             "linewidth": 1.9 if i else 2.8,
             "zorder": 3 if i else 4,
         }
-        for i, (name, colour) in enumerate(zip(names, colours, strict=True))
-    }
-
-
-def _labels(ends: Mapping[str, float], styles: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, str]]:
-    """Names for `_label_right`, with a sign of the dashes of those that have them."""
-    return [
-        (end, name if styles[name]["linestyle"] == "-" else f"– – {name}", styles[name]["color"])
-        for name, end in ends.items()
-    ]
+        axes.plot(*zip(*drawable, strict=True), color=colour, **look)
+        if numbers := [y for _, y in drawable if not math.isnan(y)]:
+            labels[name] = (numbers[-1], f"– – {name}" if dashed else name, colour)
+    axes.margins(x=0)
+    return labels
 
 
 def _log_marks(axis: Any, low: float, high: float) -> None:
@@ -475,27 +393,25 @@ def _log_marks(axis: Any, low: float, high: float) -> None:
         axis.set_major_formatter("{x:g}")
 
 
+def _round_marks(axis: Any, count: int, form: str = "", *, integer: bool = False) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer))
+    if form:
+        axis.set_major_formatter(form)
+
+
 def _y_marks(axes: "Axes", *, percent: bool) -> None:
     """Round marks on the y axis; percentages end at 0 and 100% unless there are others."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
     limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
     low, high = min(low for low, _ in limits), max(high for _, high in limits)
     if axes.get_yscale() == "log":
         _log_marks(axes.yaxis, low, high)
         return
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    _round_marks(axes.yaxis, 6, "" if not percent else _PERCENT if high - low > 0.05 else _PERMILLE)
     if percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if high - low > 0.05 else 1))
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.015) if low >= 0 else bottom, min(top, 1.015) if high <= 1 else top)
-
-
-def _headline(figure: "Figure", title: str, subtitle: str) -> None:
-    """Two lines above the panels, at a fixed distance from the top."""
-    left, height = figure.subplotpars.left, figure.get_figheight()
-    figure.text(left, 1 - 0.286 / height, title, fontsize=17, fontweight="bold", color=_INK, va="center")
-    figure.text(left, 1 - 0.598 / height, subtitle, fontsize=_FONT, color=_GREY, va="center")
 
 
 def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
@@ -506,25 +422,14 @@ def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _arrays(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [v if math.isfinite(v) else math.nan for _, v in points]
+def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
+    """The title of a panel, and the names at its right, for which the y axis must be as it will be drawn."""
+    axes.set_title(title, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
+    _label_right(axes, labels)
 
 
-def _style(axes: "Axes") -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#B0B0B0")
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0, labelsize=_FONT - 1, labelcolor=_GREY, pad=5)
-
-
-def _panel_title(axes: "Axes", text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
-
-
-def _label_right(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None:
-    """Name each line at its right end, moved apart where two would overlap; beside the panel if there is room."""
+def _label_right(axes: "Axes", labels: Sequence[Label]) -> None:
+    """Names each line at its right end, moved apart where two would overlap; beside the panel if there is room."""
     labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
     scale = axes.yaxis.get_transform().transform
     bottom, top, *places = (float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels)))
@@ -544,16 +449,12 @@ def _label_right(axes: "Axes", labels: Sequence[tuple[float, str, str]]) -> None
         name.set(color=colour, fontsize=_FONT, fontweight="bold")
 
 
-def _cycle(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[i % len(colours)] for i in range(count)]
-
-
 def _percent(value: float) -> str:
     return f"{100 * value:.1f}%" if math.isfinite(value) else "unknown"
 
 
 def _number(value: float) -> str:
-    """Write an epsilon with three significant digits, rounded up: a report must not understate the cost."""
+    """An epsilon with three significant digits, rounded up: a report must not understate the cost."""
     if not math.isfinite(value):
         return "∞" if value == math.inf else "unknown"
     if value <= 0:

@@ -12,7 +12,7 @@ def format_table(
     style: Literal["plain", "markdown"] = "plain",
     digits: int = 4,
 ) -> str:
-    """Lay out rows as a table with aligned columns: text to the left, numbers to the right.
+    """Lays out rows as a table with aligned columns: text to the left, numbers to the right.
 
     Args:
         rows: one mapping per row, from column key to value; a missing key or None is an empty cell.
@@ -22,7 +22,7 @@ def format_table(
         digits: significant digits of floats; integers, and booleans as yes or no, are written in full.
 
     Returns:
-        The table as lines without a final newline.
+        Lines without a final newline.
 
     Raises:
         ValueError: if `style` is unknown or there is no column.
@@ -34,25 +34,20 @@ def format_table(
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
     if not headings:
         raise ValueError("the table has no columns; name them in columns=")
-    texts = [list(headings.values())]
-    texts += [[_cell(row.get(key), digits) for key in headings] for row in rows]
+    texts = [list(headings.values()), *([_cell(row.get(key), digits) for key in headings] for row in rows)]
     if style == "markdown":
         texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]
     widths = [max(3, *(len(line[i]) for line in texts)) for i in range(len(headings))]
     numeric = [all(_is_number(row.get(key)) for row in rows) and bool(rows) for key in headings]
 
     def layout(cells: Sequence[str]) -> str:
-        aligned = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
-        ]
+        sides = zip(cells, widths, numeric, strict=True)
+        aligned = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sides]
         return f"| {' | '.join(aligned)} |" if style == "markdown" else "  ".join(aligned).rstrip()
 
-    if style == "markdown":
-        rule = ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, numeric, strict=True)]
-    else:
-        rule = ["-" * width for width in widths]
-    return "\n".join([layout(texts[0]), layout(rule), *(layout(line) for line in texts[1:])])
+    ends = [":" if right and style == "markdown" else "-" for right in numeric]
+    rule = ["-" * (width - 1) + end for width, end in zip(widths, ends, strict=True)]
+    return "\n".join(layout(line) for line in (texts[0], rule, *texts[1:]))
 
 
 def _is_number(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxdp.data import Source, bundled, fit_images, from_tfds
+from jaxdp.data import Source, bundled, from_tfds, resize_images
 from jaxdp.models import Preprocessing
 
 
@@ -14,4 +14,4 @@ def read_images(spec: Any, preprocessing: Preprocessing) -> Source:
         prepare = preprocessing.prepare if spec.prepare else None
         source = from_tfds(spec.name, spec.split, data_dir=spec.data_dir or None, prepare=prepare)
     source = source.of_classes(spec.classes) if spec.classes else source
-    return fit_images(source, preprocessing.size, len(preprocessing.mean))
+    return resize_images(source, preprocessing.size, len(preprocessing.mean))

@@ -77,7 +77,7 @@ def load(config: Any) -> Parts:
         return data.in_memory(data.under(source, config, shift), name or source.name)
 
     return Parts(
-        public=sources.fit_images(found["public"], side, channels),
+        public=sources.resize_images(found["public"], side, channels),
         private=dataclasses.replace(found["private"], name=f"{config.name}/private"),
         sources=tuple(corrupted(images, config.source_shift, name) for name, images in hospitals.items()),
         stream={shift: corrupted(images, shift, "stream") for shift, images in stream.items()},

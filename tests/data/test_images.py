@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxdp import data
-from jaxdp.data import fit_images
+from jaxdp.data import resize_images
 
 RNG = np.random.default_rng(0)
 
@@ -18,7 +18,7 @@ def source(shape, dtype=np.uint8, n=5):
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_grey_images_grow_and_become_rgb(dtype):
     given = source((16, 16, 1), dtype)
-    fitted = fit_images(given, 32, 3)
+    fitted = resize_images(given, 32, 3)
     assert fitted.arrays["image"].shape == (5, 32, 32, 3) and fitted.arrays["image"].dtype == dtype
     assert (fitted.name, fitted.num_classes, len(fitted)) == ("made", 2, 5)
     image = fitted[2]["image"]
@@ -34,29 +34,29 @@ def test_grey_images_grow_and_become_rgb(dtype):
 def test_shrinking_averages_over_the_area():
     flat = np.zeros((1, 32, 32, 1), np.float32)
     flat[:, ::2] = 1.0  # stripes of one pixel, which sampling would miss or double
-    fitted = fit_images(data.from_arrays(image=flat, label=np.zeros(1, int), num_classes=2), 8)
+    fitted = resize_images(data.from_arrays(image=flat, label=np.zeros(1, int), num_classes=2), 8)
     np.testing.assert_allclose(fitted[0]["image"], 0.5, atol=0.08)
 
 
 def test_a_part_of_a_source_is_fitted_and_no_more():
     given = source((6, 4, 3), n=2000)
     part = given.take(np.array([7, 1500, 3]))
-    fitted = fit_images(part, 6)
+    fitted = resize_images(part, 6)
     assert len(fitted) == len(fitted.arrays["image"]) == 3
     np.testing.assert_array_equal(fitted.gather(np.arange(3))["label"], part.gather(np.arange(3))["label"])
     np.testing.assert_allclose(fitted[1]["image"].mean(), given[1500]["image"].mean(), atol=0.05)
-    assert len(fit_images(given, 3).gather(np.arange(2000))["image"]) == 2000
+    assert len(resize_images(given, 3).gather(np.arange(2000))["image"]) == 2000
 
 
 def test_nothing_to_do_is_nothing_done():
     given = source((6, 6, 3))
-    assert fit_images(given) is given and fit_images(given, 6, 3) is given
+    assert resize_images(given) is given and resize_images(given, 6, 3) is given
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="channels must be 3 or 0 for source 'made'"):
-        fit_images(source((6, 6, 3)), 0, 1)
+        resize_images(source((6, 6, 3)), 0, 1)
     with pytest.raises(ValueError, match="size and channels must be at least 0, got -1 and 0"):
-        fit_images(source((6, 6, 3)), -1)
-    with pytest.raises(ValueError, match="source 'blobs' has no images to fit; it has features, label"):
-        fit_images(data.bundled("blobs"), 8)
+        resize_images(source((6, 6, 3)), -1)
+    with pytest.raises(ValueError, match="source 'blobs' has no column 'image'; it has features, label"):
+        resize_images(data.bundled("blobs"), 8)

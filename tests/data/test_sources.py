@@ -1,9 +1,13 @@
 import hashlib
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.data import Source, bundled, from_arrays
+from jaxdp import clipped_grad
+from jaxdp.data import PoissonSampler, Source, bundled, from_arrays, pad_to_physical
 
 
 def pixels(count: int = 12) -> Source:
@@ -119,6 +123,15 @@ def test_the_fingerprint_follows_its_description():
     assert source.fingerprint == hashlib.sha256(text).hexdigest()
 
 
+def test_fingerprints_never_change():
+    """Known answers: runs that were started by an older version must be able to resume."""
+    assert bundled("digits").fingerprint == "dcbc855b7df83ee0106bd9549a50b65504a552ba7e5ed4a57159b37ffe1b25cb"
+    assert (
+        bundled("blobs").take(np.arange(7, 90, 3)).fingerprint
+        == "4c97d85fcc01dce0f35048c1490dc92a9aebc90a642e604550f87275af16ebf9"
+    )
+
+
 def test_a_fingerprint_spans_chunks():
     many = from_arrays(features=np.arange(9000.0)[:, None], label=np.zeros(9000, int), num_classes=2)
     swapped = np.arange(9000)
@@ -139,6 +152,86 @@ def test_the_stored_arrays_are_read_only_and_the_callers_stay_writable():
     source = from_arrays(image=image, label=np.array([0, 1]), num_classes=2)
     assert not source.arrays["image"].flags.writeable
     assert image.flags.writeable
+
+
+class Pair(NamedTuple):
+    query: np.ndarray
+    answer: dict[str, np.ndarray]
+
+
+def pairs(count: int = 40, seed: int = 0) -> Source:
+    """Records of two levels: a dict of a named tuple that holds another dict, and of a tuple."""
+    rng = np.random.default_rng(seed)
+    query, answer, weight = (rng.normal(size=(count, *shape)).astype(np.float32) for shape in ((3,), (2,), ()))
+    return Source({"pair": Pair(query, {"y": answer}), "extra": (weight, np.arange(count))}, 2, "pairs")
+
+
+def test_records_of_any_nesting_are_gathered_taken_and_split():
+    source = pairs()
+    batch, one = source.gather([5, 0, 5]), source[5]
+    assert isinstance(batch["pair"], Pair) and batch["pair"].answer["y"].shape == (3, 2)
+    assert one["extra"][1] == 5 and isinstance(one["pair"], Pair) and one["pair"].query.shape == (3,)
+    np.testing.assert_array_equal(batch["pair"].query[2], source.arrays["pair"].query[5])
+    assert len(source) == 40 and source.gather([])["extra"][0].shape == (0,)
+    parts = source.split([0.5, 0.5], seed=1)
+    seen = np.concatenate([part.gather(np.arange(len(part)))["extra"][1] for part in parts])
+    assert sorted(seen) == list(range(40))
+    np.testing.assert_array_equal(source.take([9, 4]).take([1]).gather([0])["extra"][1], [4])
+    assert len(Source(np.arange(6), 2, "one array").take([1, 2])) == 2
+
+
+def test_the_fingerprint_of_nested_records_is_of_all_of_them():
+    source, weight = pairs(), pairs().arrays["extra"][0].copy()
+    weight[-1] += 1
+    others = [
+        {**source.arrays, "extra": (weight, np.arange(40))},
+        {**source.arrays, "extra": (np.arange(40), source.arrays["extra"][0])},
+        {**source.arrays, "pair": Pair(source.arrays["pair"].query, {"z": source.arrays["pair"].answer["y"]})},
+    ]
+    prints = {source.fingerprint, *(Source(other, 2, "pairs").fingerprint for other in others)}
+    assert len(prints) == 4 and pairs().fingerprint == source.fingerprint
+    assert source.take(np.arange(40)).fingerprint == source.fingerprint
+    nested, flat = Source({"a": {"b": weight}}, 2, "nested"), Source({"a/b": weight}, 2, "flat")
+    assert nested.fingerprint != flat.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": (np.zeros(3), np.zeros(2))}, "a/0 and a/1 of source 'mine' must have one length, got 3 and 2"),
+        ({}, "arrays of source 'mine' must have one length, got no array"),
+    ],
+)
+def test_records_of_different_lengths_are_refused(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        Source(arrays, 2, "mine")
+
+
+def test_records_without_the_column_that_is_needed_are_refused():
+    with pytest.raises(ValueError, match="source 'pairs' has no column 'label'; it has extra, pair"):
+        pairs().of_classes([0, 1])
+    with pytest.raises(ValueError, match="source 'tuple' has no column 'label'; it has tuple"):
+        Source((np.zeros(2), np.zeros(2)), 2, "tuple").of_classes([0, 1])
+
+
+def test_nested_records_are_sampled_and_clipped():
+    """Poisson batches of nested records, padded and masked, give the sum that one record after the other gives."""
+    source, sampler = pairs(), PoissonSampler(40, 0.2, seed=bytes(16))
+
+    def loss(params, record):
+        residual = params @ record["pair"].query - record["pair"].answer["y"]
+        return record["extra"][0] * jnp.vdot(residual, residual)
+
+    params = jax.random.normal(jax.random.key(0), (2, 3))
+    clipped = clipped_grad(loss, clip_norm=1.0)
+    for step in range(3):
+        indices = sampler.batch(step)
+        (rows,), (mask,) = pad_to_physical(indices, 24)
+        found = clipped(params, source.gather(rows), mask=mask).grads
+        alone = [jax.grad(loss)(params, source[i]) for i in indices]
+        expected = sum(g / jnp.maximum(1.0, jnp.linalg.norm(g)) for g in alone)
+        assert len(indices) and np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 LABEL = np.array([0, 1])

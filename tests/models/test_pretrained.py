@@ -57,7 +57,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_what_is_not_nested_dicts_of_arrays_is_refused(tmp_path):
     with pytest.raises(TypeError, match="params must be nested dicts of arrays, got list at 'a/b'"):
         models.save_params(tmp_path / "m", {"a": {"b": [1.0]}})
-    with pytest.raises(ValueError, match="got 'b/c' under 'a/'"):
+    with pytest.raises(ValueError, match=r"got 'b/c' in \('a', 'b/c'\)"):
         models.save_params(tmp_path / "m", {"a": {"b/c": jnp.ones(1)}})
     with pytest.raises(FileNotFoundError, match="there is no parameter file"):
         models.load_params(tmp_path / "missing")
