@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxdp.transforms.clip_rules import CLIP_RULES
 from ml_collections import ConfigDict
 
 import jaxdp
@@ -18,6 +17,7 @@ from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, stream
 from jaxdp.transforms import noise
+from jaxdp.transforms.clip_rules import CLIP_RULES
 from launch import data as images
 from launch import frame
 
@@ -57,6 +57,25 @@ def test_a_clipping_rule_reaches_every_engine_and_trainer(monkeypatch):
     sums = trainer.sums(trainer.init(params), examples, np.arange(3))
     np.testing.assert_allclose(sums["w"], [0.5, 0.1, 0.5], rtol=1e-6)
     assert trainer.query.sensitivity("add_remove") == 0.5
+
+
+@pytest.mark.parametrize("method", sorted(finetune.METHODS))
+def test_no_contribution_exceeds_the_sensitivity_under_a_rule_of_ones_own(monkeypatch, method):
+    monkeypatch.setitem(CLIP_RULES, "half", Half())
+    rows = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32) * np.logspace(-3, 3, 8)[:, None]
+    examples = data.from_arrays(features=rows.astype(np.float32), label=np.zeros(8, int), num_classes=2)
+    own = {
+        "adp_alloc": {"schedule": finetune.exponential_noise(0.1)},
+        "adp_clip": {"count_noise": 4.0},
+        "gep": {"anchors": examples.gather(np.arange(6)), "basis_size": 2, "groups": 1, "residual_clip_norm": 2.0},
+    }
+    shared = {"sampler": data.PoissonSampler(8, 1.0), "noise_multiplier": 1.0, "physical_batch_size": 8}
+    make = finetune.METHODS[method]
+    trainer = make(loss, optax.sgd(1.0), clip_norm=1.0, clip_rule="half", **shared, **own.get(method, {}))
+    state = trainer.refreshed(trainer.init({"w": jnp.zeros(6)}))
+    lengths = [float(optax.tree.norm(trainer.sums(state, examples, np.array([row])))) for row in range(8)]
+    assert max(lengths) <= trainer.query.sensitivity("add_remove") * (1 + 1e-5)
+    assert max(lengths) > 0.9 * trainer.query.sensitivity("add_remove")  # nor is noise wasted
 
 
 # --- A method of test-time adaptation ---------------------------------------------------------------------------------

@@ -78,14 +78,14 @@ class QuantileClipping(Query):
     ) -> _Contribution:
         """Weighted clipped gradients and centred indicators, summed."""
         out = dataclasses.replace(self.gradient, clip_norm=carried)(params, batch, mask, key=key)
-        scale = self.gradient_weight / carried
+        scale = self.gradient_weight / self.gradient.clip_rule.bound(carried)
         unmasked = mask.any(1) if mask.ndim == 2 else mask
         below = jnp.where(unmasked, (out.norms <= carried) - 0.5, 0.0)  # an example that is not finite is above
         return _Contribution(jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum())
 
     def read(self, params: Any, carried: jax.Array, mean: _Contribution) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
         """g~, or g~ / C_t with `unit_norm`; and C_{t+1}."""
-        scale = (1.0 if self.unit_norm else carried) / self.gradient_weight
+        scale = (1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)) / self.gradient_weight
         gradient = jax.tree.map(lambda g: g * scale, mean.grads)
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
         updated = carried * jnp.exp(-self.clip_learning_rate * (fraction - self.quantile))

@@ -40,6 +40,7 @@ from jaxdp.finetune.trainer import (
     moving_params,
     repeatable,
 )
+from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
 
 _PUBLIC_KEY = 0  # of the random start of the power iteration, which hides nothing
@@ -145,24 +146,31 @@ class GradientEmbedding(Query):
         layout, (a, b) = self._layout(params), self.weights
         g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
         w = layout.embed(g, carried)
-        factors = a / self.gradient.clip_norm * _clip_factors(w, self.gradient.clip_norm)
+        factors = a * self._shares(w, self.gradient.clip_norm)
         embeddings = [_weighted(factors, part) for part in w]
         if not self.residual_share:
             return _Contribution(embeddings, None)
         # Formed, not inferred from ||g||^2 - ||w||^2: rounding there could let a large residual pass unclipped.
         r = [g_leaf - lifted for g_leaf, lifted in zip(g, layout.lift(w, carried), strict=True)]
-        factors = b / self.residual_clip_norm * _clip_factors(r, self.residual_clip_norm)
+        factors = b * self._shares(r, self.residual_clip_norm)
         return _Contribution(embeddings, _unflatten(layout, [_weighted(factors, part) for part in r]))
 
     def read(self, params: Any, carried: Any, mean: _Contribution) -> tuple[Any, Any, dict[str, jax.Array]]:
         """g~ = B w~ + r~."""
         layout, (a, b) = self._layout(params), self.weights
-        lifted = layout.lift([w * (self.gradient.clip_norm / a) for w in mean.embeddings], carried)
+        bound = self.gradient.clip_rule.bound
+        lifted = layout.lift([w * (bound(self.gradient.clip_norm) / a) for w in mean.embeddings], carried)
         gradient = _unflatten(layout, lifted)
         if self.residual_share:
-            scale = self.residual_clip_norm / b
+            scale = bound(self.residual_clip_norm) / b
             gradient = jax.tree.map(lambda bw, r: bw + scale * r, gradient, mean.residual)
         return gradient, carried if self.refresh_every > 1 else None, {}
+
+    def _shares(self, parts: list[jax.Array], clip_norm: float) -> jax.Array:
+        """[B] factors that clip the concatenation of the parts, over the bound of what they clip."""
+        rule = self.gradient.clip_rule
+        norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
+        return clip_factors(rule, norms, clip_norm, rule.bound(clip_norm)) / rule.bound(clip_norm)
 
     def _layout(self, params: Any) -> _Layout:
         moving = self.gradient.trainable_params(params)
@@ -276,12 +284,6 @@ def _unflatten(layout: _Layout, leaves: list[jax.Array]) -> Any:
     return jax.tree.unflatten(layout.structure, shaped)
 
 
-def _clip_factors(parts: list[jax.Array], clip_norm: float) -> jax.Array:
-    """[B] factors min(1, C / norm) of the concatenation of the parts."""
-    norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
-    return clip_norm / jnp.maximum(norms, clip_norm)
-
-
 def _weighted(factors: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.einsum("b,bp->p", factors, rows, precision=_PRECISION)
 
@@ -309,7 +311,7 @@ def gep(
     """DP-SGD in which embeddings of gradients in a public subspace, and what is left of them, get noise of their own.
 
     Args:
-      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply. A physical batch needs memory for
+      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply, `clip_rule` does to both parts. A physical batch needs memory for
         its per-example gradients, twice.
       clip_norm: C_0, of the embedding. Yu et al. use 5, and 2 for C_1.
       residual_clip_norm: C_1, of the residual.

@@ -120,8 +120,6 @@ class PrivateTrainer:
     update: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        if self.physical_batch_size < 1:
-            raise ValueError(f"physical_batch_size must be at least 1, got {self.physical_batch_size}.")
         if self.augmult < 1 or (self.augment is None and self.augmult != 1):
             raise ValueError(f"augmult must be at least 1, and 1 without augment; got {self.augmult}.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
@@ -287,6 +285,8 @@ def make_trainer(
 ) -> PrivateTrainer:
     """Returns a trainer from the query that a method makes of a clipped gradient function; arguments as `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
+    if options["physical_batch_size"] < 1:
+        raise ValueError(f"physical_batch_size must be at least 1, got {options['physical_batch_size']}.")
     rest: dict[str, Any] = {**options}
     how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}
     grouped = rest.get("augment") is not None
