@@ -311,8 +311,8 @@ def gep(
     """DP-SGD in which embeddings of gradients in a public subspace, and what is left of them, get noise of their own.
 
     Args:
-      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply, `clip_rule` does to both parts. A physical batch needs memory for
-        its per-example gradients, twice.
+      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply, `clip_rule` does to both parts. A
+        physical batch needs memory for its per-example gradients, twice.
       clip_norm: C_0, of the embedding. Yu et al. use 5, and 2 for C_1.
       residual_clip_norm: C_1, of the residual.
       noise_multiplier: z of the whole step, or a public schedule; Yu et al.'s sigma is z sqrt(2) with equal shares.
@@ -353,7 +353,7 @@ def gep(
         raise ValueError(f"residual_share must be in [0, 1), got {residual_share}; 0 drops the residual.")
 
     def make_query(gradient: ClippedGrad) -> GradientEmbedding:
-        size = options["physical_batch_size"]
+        size = options.get("physical_batch_size", 1)
         starts = range(0, len(leaves[0]), size)
         return GradientEmbedding(
             gradient=gradient,

@@ -285,9 +285,9 @@ def make_trainer(
 ) -> PrivateTrainer:
     """Returns a trainer from the query that a method makes of a clipped gradient function; arguments as `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
-    if options["physical_batch_size"] < 1:
-        raise ValueError(f"physical_batch_size must be at least 1, got {options['physical_batch_size']}.")
     rest: dict[str, Any] = {**options}
+    if rest.get("physical_batch_size", 1) < 1:
+        raise ValueError(f"physical_batch_size must be at least 1, got {rest['physical_batch_size']}.")
     how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}
     grouped = rest.get("augment") is not None
     query = make_query(clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **how))
