@@ -37,7 +37,7 @@ from jaxdp.lifecycle.cache import Charges, Job, Stage
 from jaxdp.lifecycle.parts import Parts
 from jaxdp.models import Pretrained
 from jaxdp.prediction import checks
-from jaxdp.prediction.tasks import FeatureMap
+from jaxdp.prediction.features import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
@@ -449,7 +449,7 @@ def _featurise(job: Job) -> Callable[[data.Source], dict[str, np.ndarray]]:
     how, public = job.config.predict, job.data.public
     network = _network(job.config, public.num_classes)
     backbone = models.load_params(job.before["pretrain"].folder / "backbone.safetensors")
-    features = FeatureMap.fit(_logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
+    features = FeatureMap.from_public(_logits(network, backbone, public), dimensions=how.dimensions, whiten=how.whiten)
     return lambda source: {"x": features(_logits(network, backbone, source)), "y": _labels(source)}
 
 

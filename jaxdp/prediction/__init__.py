@@ -2,7 +2,6 @@
 
 from jaxdp.prediction.agt import Bounds, Certificates, certify, train_with_bounds
 from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
-from jaxdp.prediction.experiment import run
 from jaxdp.prediction.mechanisms import flip_probability, randomised_response, smooth_cauchy, smooth_laplace
 from jaxdp.prediction.private import (
     answered,
@@ -28,7 +27,6 @@ __all__ = [
     "private_values",
     "query_epsilon",
     "randomised_response",
-    "run",
     "smooth_cauchy",
     "smooth_laplace",
     "train_student",

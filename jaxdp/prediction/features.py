@@ -1,0 +1,66 @@
+"""Vectors that suit private prediction: a linear map that is fitted to public vectors."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureMap:
+    """x -> radius * u / |u|, u = (x - mean) matrix; fitted to PUBLIC vectors, applied to one record at a time.
+
+    Attributes:
+      mean: float64 [d].
+      matrix: float64 [d, r].
+      radius: Euclidean length of every result.
+    """
+
+    mean: np.ndarray
+    matrix: np.ndarray
+    radius: float
+
+    @classmethod
+    def from_public(
+        cls,
+        public: np.ndarray,
+        *,
+        dimensions: int = 0,
+        whiten: float = 1.0,
+        radius: float = 1.0,
+        weights: np.ndarray | None = None,
+    ) -> "FeatureMap":
+        """Centres on the mean of `public` and projects on its principal axes, each divided by std**whiten.
+
+        Args:
+          public: [m, d], public vectors that resemble the private ones.
+          dimensions: r, the number of leading axes; 0 for all with a standard deviation above 1e-6 of the largest.
+          whiten: 0 keeps the variances, 1 makes them equal.
+          radius: see the class.
+          weights: [m], non-negative; None for equal ones.
+
+        Raises:
+          ValueError: fewer than two vectors, or `dimensions` exceeds the number of axes with any variance.
+        """
+        public = np.asarray(public, np.float64)
+        if public.ndim != 2 or len(public) < 2:
+            raise ValueError(f"public must hold at least two vectors [m, d], got shape {public.shape}.")
+        share = np.full(len(public), 1 / len(public)) if weights is None else weights / np.sum(weights)
+        mean = share @ public
+        centred = public - mean
+        if len(public) > public.shape[1]:
+            variances, axes = np.linalg.eigh((centred * share[:, None]).T @ centred)
+            deviations, axes = np.sqrt(np.maximum(variances[::-1], 0)), axes[:, ::-1]
+        else:
+            _, deviations, rows = np.linalg.svd(centred * np.sqrt(share)[:, None], full_matrices=False)
+            axes = rows.T
+        available = int(np.sum(deviations > 1e-6 * deviations[0]))
+        if dimensions > available:
+            raise ValueError(f"dimensions={dimensions} exceeds the {available} that the public vectors span.")
+        kept = dimensions or available
+        return cls(mean, axes[:, :kept] / deviations[:kept] ** whiten, radius)
+
+    def __call__(self, vectors: np.ndarray) -> np.ndarray:
+        """Maps [n, d] to float32 [n, r]; a vector equal to the mean becomes zero."""
+        mapped = (np.asarray(vectors, np.float64) - self.mean) @ self.matrix
+        lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
+        return (self.radius * mapped / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
