@@ -164,7 +164,7 @@ def _outcome(fit: jax.Array, tested: int) -> Outcome:
 
 
 def simulate(
-    method: Method,
+    method: Any,
     records: Records,
     order: Order,
     settings: Sequence[Setting],
@@ -192,11 +192,12 @@ def simulate(
     shape = (len(order.rows), method.rounds, answers[0].everyone.shape[1])
     outcomes = []
     for index, (sources, samples, epsilon) in enumerate(settings):
-        drawn, variance, used, scale = jnp.zeros(shape), 0.0, sources * samples, None
+        drawn, variance, used = jnp.zeros(shape), 0.0, sources * samples
         if key is not None:
             scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
-        if scale is not None:
-            drawn, variance = _noise(jax.random.fold_in(key, index), shape, sources, scale), scale.variance * sources
+            if scale is not None:
+                drawn = _noise(jax.random.fold_in(key, index), shape, sources, scale)
+                variance = scale.variance * sources
         heard = samples if key is None else used
         found = _play(method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance)
         if fits is not None:

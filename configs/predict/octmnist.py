@@ -26,7 +26,12 @@ def get_config() -> ConfigDict:
                 "data_dir": "",
                 "name": "octmnist",
                 "num_classes": 4,
-                "parts": {"upstream": "fashion_mnist/train[:20000]", "public": "val", "private": "train", "test": "test"},
+                "parts": {
+                    "upstream": "fashion_mnist/train[:20000]",
+                    "public": "val",
+                    "private": "train",
+                    "test": "test",
+                },
                 "classes": (3, 2),  # normal, drusen
                 "keep": (0.168, 1.0),
                 "network": {"steps": 800, "batch_size": 64, "learning_rate": 1e-3, "seed": 0},

@@ -28,7 +28,12 @@ def get_config() -> ConfigDict:
                 "source": "tfds",
                 "data_dir": "",  # by default the environment variable TFDS_DATA_DIR
                 "name": "pneumonia_mnist",
-                "parts": {"upstream": "fashion_mnist/train[:20000]", "public": "val", "private": "train", "test": "test"},
+                "parts": {
+                    "upstream": "fashion_mnist/train[:20000]",
+                    "public": "val",
+                    "private": "train",
+                    "test": "test",
+                },
                 "classes": (),
                 "keep": (),
                 "network": {"steps": 800, "batch_size": 64, "learning_rate": 1e-3, "seed": 0},

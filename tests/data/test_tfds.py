@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 from jaxdp.data import check_disjoint, from_tfds, shifts, sources
 from jaxdp.files import Limits
 from jaxdp.lifecycle import parts as lifecycle
-from jaxdp.prediction import tasks
 from jaxdp.split import tasks as split_tasks
+from launch import data as studies
 
 EXPECTED = {
     ("fashion_mnist", "train"): (60000, 10, (28, 28, 1)),
@@ -207,10 +207,10 @@ def test_stages_refuse_overlapping_splits(data_dir):
         lifecycle._parts, ("parts.private", "parts.sources"), 1,
         parts={part: f"tiny_slices/{split}" for part, split in {**splits, "test": "train[35:]"}.items()},
     )  # fmt: skip
-    fields = {"public_split": "test[:5]", "private_split": "train", "test_split": "test[3:]"}
-    refused(tasks._image_splits, ("public_split", "test_split"), 2, **fields)
-    fields |= {"network": {"name": "tiny_slices", "split": "train[:3]"}}
-    refused(tasks._network_source, ("network.split", "private_split"), 3, **fields)
+    splits = {"upstream": "tiny_slices/train[:3]", "public": "test[:5]", "private": "train[3:]", "test": "test[3:]"}
+    refused(lambda config: studies.parts(config, "test"), ("parts.public", "parts.test"), 2, parts=splits)
+    splits |= {"private": "train", "test": "test[5:]"}
+    refused(lambda config: studies.parts(config, "test"), ("parts.upstream", "parts.private"), 3, parts=splits)
     fields = {"public_name": "tiny_slices", "public_split": "train", "test_split": "train[:4]", "corrupted_name": ""}
     refused(lambda config: shifts.clean_images(config, None), ("public_split", "test_split"), 4, **fields)
 

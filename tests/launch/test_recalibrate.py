@@ -1,7 +1,11 @@
-"""The recalibration experiment: what it keeps, what its tables hold, what it refuses."""
+"""Recalibration: what it keeps, what its tables hold, what it refuses."""
 
 import json
 import math
+import os
+import pathlib
+import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -10,36 +14,72 @@ import pytest
 from configs.recalibration import cifar10, digits, imagenet
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from jaxdp.recalibration import experiment
-from jaxdp.recalibration.sweep import Order
-from jaxdp.release import alone
+from launch import frame, recalibrate, simulation
+from launch.simulation import Order
+from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def small():
-    config = digits.get_config()
-    config.data.corruptions = ("clean", "contrast", "fog")
-    config.model.options.hidden = (16,)
-    config.train.steps = 20
-    config.methods = ("Acc-T", "HB split", "one source", "none")
-    config.method_options["Acc-T"].iterations = 2
-    config.method_options["one source"].iterations = 2
-    config.sweep.trials = 5
-    config.sweep.sources = {"values": (4, 8), "samples": 5, "epsilon": 1.0}
-    config.sweep.samples = {"values": (5, 10), "sources": 4, "epsilon": 1.0}
-    config.sweep.epsilon = {"values": (0.5, 2.0), "sources": 4, "samples": 10}
-    config.sweep.centre = {"sources": 4, "samples": 10, "epsilon": 2.0}
-    config.figures.methods = ("Acc-T", "none")
-    config.figures.reliability_shift = "fog"
-    config.figures.reliability_methods = ("Acc-T", "HB split")
-    return config
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHIFTS, METHODS = ("clean", "contrast", "fog"), ("Acc-T", "HB split", "one source", "none")
+PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
+
+
+def run(config, root):
+    return frame.run(recalibrate.STUDY, config, root)
+
+
+def settings(config):
+    return list(dict.fromkeys(setting for part in recalibrate.parts(config).values() for setting in part))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("recalibrate")
-    return root, experiment.run(small(), root)
+    return root, run(tiny.recalibrate(), root)
+
+
+def launch(workdir, overrides):
+    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+    # ml_collections still loads config files by a deprecated function; everything else may not warn.
+    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
+    command = [sys.executable, *warnings, "-m", "launch.recalibrate", "--config", "configs/recalibration/digits.py"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [*command, "--workdir", str(workdir), *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_launcher_recalibrates_and_prints_scores_and_costs(tmp_path):
+    overrides = {
+        "data.corruptions": "('contrast',)",
+        "train.steps": 20,
+        "methods": "('HB split', 'none')",
+        "sweep.trials": 3,
+        "sweep.sources.values": "(4,)",
+        "sweep.samples.values": "(5,)",
+        "sweep.epsilon.values": "(1.0,)",
+        "figures.methods": "('HB split', 'none')",
+        "figures.reliability_shift": "contrast",
+        "figures.reliability_methods": "('HB split',)",
+    }
+    process = launch(tmp_path / "run", overrides)
+    assert process.returncode == 0, process.stderr
+    assert "2 methods under 1 shifts of 1078 test images, 4 settings" in process.stdout
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    for name, releases, epsilon in (("HB split", "1", "1"), ("none", "0", "0")):
+        (line,) = (line for line in process.stdout.splitlines() if line.startswith(name))
+        assert line.removeprefix(name).split()[:2] == [releases, epsilon]
+        assert f"{result['cells']['contrast'][name]['centre']['ece'][0]:.4f}" in line
+    assert "Every source pays PureDpEvent(epsilon) for one record (add_remove)" in process.stdout
+    assert "for public benchmarks only" in process.stdout
 
 
 def float64_scores(logits, labels):
@@ -54,13 +94,13 @@ def float64_scores(logits, labels):
 
 def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
     root, result = finished
-    plan = experiment._Plan.of(small())
+    parts = recalibrate.parts(tiny.recalibrate())
     with np.load(root / "logits" / "fog.npz") as file:
         logits, labels = file["logits"], file["labels"]
-    order = Order.draw(0, records=len(labels), trials=5, settings=plan.settings)
+    order = Order.draw(0, records=len(labels), trials=5, settings=settings(tiny.recalibrate()))
     for factor in ("sources", "samples", "epsilon"):
         found = result["cells"]["fog"]["none"][factor]
-        for k, setting in enumerate(plan.parts[factor]):
+        for k, setting in enumerate(parts[factor]):
             kept = [
                 np.setdiff1d(np.arange(len(labels)), row[: setting.sources * setting.samples]) for row in order.rows
             ]
@@ -75,18 +115,18 @@ def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
 def test_tables_hold_what_was_kept(finished):
     root, result = finished
     assert result == json.loads((root / "result.json").read_text())
-    kept = {
-        (shift, name): json.loads((root / "sweep" / shift / f"{name.replace(' ', '_')}.json").read_text())
-        for shift in ("clean", "contrast", "fog")
-        for name in ("Acc-T", "HB split", "one source", "none")
-    }
+    kept = {}
+    for shift in SHIFTS:
+        for name in METHODS:
+            row = json.loads((root / "cells" / shift / name.replace(" ", "_") / "row.json").read_text())
+            kept[shift, name] = {part: row[part] for part in PARTS}
     text = (root / "tables.md").read_text()
     tables = [
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")]
         for part in text.split("## ")[1:]
     ]
     overall, centre, per_shift, no_privacy, costs = ({row[0]: row[1:] for row in table[2:]} for table in tables)
-    for name in ("Acc-T", "HB split", "one source", "none"):
+    for name in METHODS:
         shifted = [kept[shift, name] for shift in ("contrast", "fog")]  # the clean images do not count
         for table, factors in ((overall, ("sources", "samples", "epsilon")), (centre, ("centre",))):
             for column, (score, mean) in enumerate(
@@ -97,10 +137,8 @@ def test_tables_hold_what_was_kept(finished):
     assert overall.keys() == centre.keys() and len(overall["none"]) == 4
     for table, part in ((per_shift, "centre"), (no_privacy, "no privacy")):
         assert table["contrast"][0] == f"{result['accuracy']['contrast']:.4f}"
-        assert table["contrast"][1:] == [
-            f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in ("Acc-T", "HB split", "one source", "none")
-        ]
-        assert list(table) == ["clean", "contrast", "fog"]
+        assert table["contrast"][1:] == [f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in METHODS]
+        assert list(table) == list(SHIFTS)
     worst = max(error for cell in kept.values() for part in cell.values() for error in part["ece_error"])
     assert f"means of 5 trials; the standard error of an ECE is at most {worst:.2g}." in text
     assert "binning with a single bin would win" in text and "Brier" in text
@@ -150,44 +188,38 @@ def test_figures_are_drawn(finished):
     assert all((root / "figures" / name).stat().st_size > 10_000 for name in names)
 
 
-def test_an_interrupted_experiment_goes_on_where_it_was(finished, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_experiment_goes_on_where_it_was(finished, tmp_path, monkeypatch):
     _, result = finished
-    simulate, calls = experiment.simulate, []
+    simulate, calls = simulation.simulate, []
 
     def interrupted(*args, **kwargs):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 4:
             raise KeyboardInterrupt
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr(experiment, "simulate", interrupted)
+    monkeypatch.setattr(simulation, "simulate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        experiment.run(small(), tmp_path)
+        run(tiny.recalibrate(), tmp_path)
     assert not (tmp_path / "result.json").exists() and not (tmp_path / "ledger.sqlite").exists()
-    with alone(tmp_path), pytest.raises(ValueError, match="another process is running"):
-        experiment.run(small(), tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".npz", ".safetensors")}
-    kept |= {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").rglob("*.json")}
-    assert len(kept) == 3 + 1 + 4
-    capsys.readouterr()
-    again = experiment.run(small(), tmp_path)
-    assert "nothing to do" not in capsys.readouterr().out
+    assert len(kept) == 2 + 1  # logits of the clean images and under contrast, and the classifier
+    kept |= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("row.json")}
+    assert len(kept) == 3 + 4
+    again = run(tiny.recalibrate(), tmp_path)
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
-    assert len(calls) == 7  # contrast and fog once more, nothing of the clean images
+    assert len(calls) == 1 + 9  # three of four methods under three shifts
     assert again["cells"] == result["cells"] and again["accuracy"] == result["accuracy"]
-    assert experiment.run(small(), tmp_path) == again
-    assert "nothing to do" in capsys.readouterr().out and len(calls) == 7
 
 
 @pytest.mark.parametrize("place", ["computed", "kept"])
 def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished, tmp_path, monkeypatch, place):
     """The first method was paid for, and its result was lost before it was kept, or after."""
-    root, _ = finished
-    plan = experiment._Plan.of(small())
-    order = Order.draw(0, records=1078, trials=5, settings=plan.settings)
-    (tmp_path / "logits").symlink_to(root / "logits")
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    for name in ("result.json", "ledger.sqlite", "ledger.sqlite.head", "cells/reliability/fog/row.json"):
+        (tmp_path / name).unlink()
     module = sys.modules["jaxdp.recalibration.recalibrate"]
-    owner, name = (module, "converse") if place == "computed" else (experiment, "recalibrate")
+    owner, name = (module, "converse") if place == "computed" else (recalibrate.recalibration, "recalibrate")
     work, heard = getattr(owner, name), []
 
     def interrupted(*args, **kwargs):
@@ -198,9 +230,9 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished,
 
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        experiment._example(plan, order, tmp_path)
+        run(tiny.recalibrate(), tmp_path)
     assert list(tmp_path.rglob("secret_seed")) != [] or place == "kept"
-    example = experiment._example(plan, order, tmp_path)
+    example = run(tiny.recalibrate(), tmp_path)["example"]
     first, second = (getattr(found, "parameters", found) for found in heard[:2])
     assert first.temperature == second.temperature == pytest.approx(example["temperatures"]["Acc-T"])
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
@@ -210,26 +242,39 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished,
     assert not list(tmp_path.rglob("secret_seed"))
 
 
-def test_another_config_in_the_same_workdir_is_refused(finished):
-    config = small()
-    config.sweep.trials = 6
-    with pytest.raises(ValueError, match=r"another sweep\.trials; use a new workdir"):
-        experiment.run(config, finished[0])
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("public_benchmark", False, "config.public_benchmark must be True"),
-        ("methods", ("Acc-T", "Acc-U"), r"config.method_options\['Acc-U'\] must have a kind, one of none, acc_t"),
-        ("method_options.Acc-T.kind", "acc", "must have a kind, one of none, acc_t, .*, got 'acc'"),
-        ("method_options.Acc-T.bins", 3, r"config.method_options\['Acc-T'\] has bins; acc_t has bracket, iterations"),
+        ("methods", ("Acc-T", "Acc-U"), "config.method_options.Acc-U.kind has None, which is not one of none, acc_t"),
+        (
+            "method_options.Acc-T.kind",
+            "acc",
+            "kind has 'acc', which is not one of none, acc_t",
+        ),
+        (
+            "method_options.Acc-T.bins",
+            3,
+            "config.method_options.Acc-T has 'bins', which is not one of bracket",
+        ),
         ("method_options.Acc-T.bracket", (3.0, 0.5), r"bracket must be \(low, high\) with 0 < low < high"),
-        ("method_options.none.bins", 3, "must have a kind"),
-        ("data.corruptions", ("clean", "rain"), "config.data.corruptions has 'rain'; there are clean, gaussian_noise"),
-        ("figures.methods", ("Acc-T", "ECE-T"), "config.figures.methods has 'ECE-T'; there are Acc-T, HB split"),
+        ("method_options.none.bins", 3, "config.method_options.none has 'bins'"),
+        (
+            "data.corruptions",
+            ("clean", "rain"),
+            "config.data.corruptions has 'rain', which is not one of clean",
+        ),
+        (
+            "figures.methods",
+            ("Acc-T", "ECE-T"),
+            "config.figures.methods has 'ECE-T', which is not one of Acc-T",
+        ),
         ("figures.reliability_shift", "snow", "config.figures.reliability_shift has 'snow'"),
-        ("figures.reliability_methods", ("none",), "config.figures.reliability_methods has 'none'; there are Acc-T"),
+        (
+            "figures.reliability_methods",
+            ("none",),
+            "config.figures.reliability_methods has 'none', which",
+        ),
         ("figures.reliability_methods", (), "config.figures.reliability_methods must be one to three, got 0"),
         ("sweep.trials", 0, "config.sweep.trials must be an integer of at least 1, got 0"),
         ("sweep.adjacency", "remove", "adjacency must be one of .*, got 'remove'"),
@@ -243,11 +288,14 @@ def test_another_config_in_the_same_workdir_is_refused(finished):
         ("sweep.epsilon.values", (math.inf,), "config.sweep.epsilon.values must be positive"),
         ("sweep.epsilon.values", (1e-12,), "epsilon=1e-12 needs more noise than exact sums hold"),
         ("sweep.centre.samples", 500, "sources x samples must be below 1078, the number of records, got 2000"),
+        ("sweep.centre.factor", 3, "config.sweep.centre must fix sources, samples, epsilon, but it names"),
         ("model.preprocessing", None, "config.model.preprocessing must be given"),
+        ("data.parts.public", 0.5, "config.data.parts must add up to at most 1797"),
+        ("data.parts", {"test": 0.6}, "config.data.parts.public must name images to train the classifier on"),
     ],
 )
 def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
-    config = small()
+    config = tiny.recalibrate()
     *parents, last = field.split(".")
     part = config
     for name in parents:
@@ -255,7 +303,7 @@ def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, fie
     with config.unlocked(), part.unlocked(), part.ignore_type():
         part[last] = value
     with pytest.raises(ValueError, match=message):
-        experiment.run(config, tmp_path / "run")
+        run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -271,18 +319,20 @@ def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, fie
     ids=["cifar10", "checkpoint", "digits", "imagenet", "convnext"],
 )
 def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
-    plan = experiment._Plan.of(config)
-    assert {"Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"} <= set(plan.methods)
-    assert plan.centre.epsilon == 1
+    if config.model.name in ("vit_b16", "convnext_tiny"):
+        config.model.checkpoint = "model.safetensors"
+    *cells, _ = recalibrate.STUDY.cells(config)
+    assert {"Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"} <= {cell.method for cell in cells}
+    assert recalibrate.parts(config)["centre"][0].epsilon == 1
     assert set(config) == set(cifar10.get_config())
     json.loads(config.to_json())
 
 
 def test_the_paper_s_factors():
-    cifar = experiment._Plan.of(cifar10.get_config()).parts
+    cifar = recalibrate.parts(cifar10.get_config())
     assert cifar["sources"][-1] == (250, 10, 1.0) and cifar["samples"][-1] == (50, 50, 1.0)
     assert cifar["epsilon"][0] == (50, 30, 0.2) and cifar["centre"] == [(50, 30, 1.0)]
-    large = experiment._Plan.of(imagenet.get_config()).parts
+    large = recalibrate.parts(imagenet.get_config())
     assert large["sources"][-1] == (2000, 10, 1.0) and large["samples"][-1] == (100, 100, 1.0)
     assert large["epsilon"][0] == (100, 50, 0.2)
 
