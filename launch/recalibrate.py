@@ -24,11 +24,10 @@ from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Records
 from jaxdp.recalibration import Source as Party
 from jaxdp.recalibration.methods import TemperatureSearch
-from jaxdp.recalibration.metrics import Reliability
 from jaxdp.release import stream
-from jaxdp.report import format_table, plot_panels, plot_reliability
 
-from . import data, frame, models, simulation
+from . import calibration, data, frame, models, simulation
+from .calibration import CENTRE, FACTORS, NO_PRIVACY
 from .simulation import Setting
 
 METHODS: Mapping[str, Any] = {
@@ -41,13 +40,6 @@ METHODS: Mapping[str, Any] = {
 }
 # What else a config may ask for: nothing, and what the first source does alone, as usual (Guo et al. 2017).
 _KINDS = {"none": None, **METHODS, "one_source": METHODS["nll_t"]}
-# The factor that varies, what the figures call it, and what is fixed.
-_FACTORS = {
-    "sources": ("number of sources", "{samples} samples each, ε = {epsilon:g}"),
-    "samples": ("samples of each source", "{sources} sources, ε = {epsilon:g}"),
-    "epsilon": ("ε of each source", "{sources} sources of {samples} samples"),
-}
-_CENTRE, _NO_PRIVACY = "centre", "no privacy"
 
 
 class Cell(NamedTuple):
@@ -88,17 +80,17 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
 def parts(config: Any) -> dict[str, list[Setting]]:
     """Returns the settings in which each factor varies, and the centre with and without privacy."""
     found, centre = {}, dict(config.sweep.centre)
-    for factor in _FACTORS:
+    for factor in FACTORS:
         fields = dict(config.sweep[factor])
         values = fields.pop("values", ())
-        if not values or sorted((factor, *fields)) != sorted(_FACTORS):
+        if not values or sorted((factor, *fields)) != sorted(FACTORS):
             raise ValueError(
                 f"config.sweep.{factor} must have values, the {factor} to try, and fix the other two factors."
             )
         found[factor] = [Setting(**{factor: value, **fields}) for value in values]
-    if set(centre) != set(_FACTORS):
-        raise ValueError(f"config.sweep.centre must fix {', '.join(_FACTORS)}, but it names {', '.join(centre)}.")
-    return found | {_CENTRE: [Setting(**centre)], _NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})]}
+    if set(centre) != set(FACTORS):
+        raise ValueError(f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}.")
+    return found | {CENTRE: [Setting(**centre)], NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})]}
 
 
 def _settings(config: Any) -> list[Setting]:
@@ -200,7 +192,7 @@ def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
 def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """The first trial at the centre with real sources that pay, judged on the records that are nobody's."""
     config, records = work.config, _records(work, cell.shift)
-    adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[_CENTRE]
+    adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
     rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
     found, parties = {"before": recalibration.none()}, []
@@ -235,7 +227,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "images": len(work.shared.order.rank[0]),
         "trials": config.sweep.trials,
         "adjacency": config.sweep.adjacency,
-        "settings": {part: [list(s) for s in points] for part, points in parts(config).items() if part != _NO_PRIVACY},
+        "settings": {part: [list(s) for s in points] for part, points in parts(config).items() if part != NO_PRIVACY},
         "accuracy": {shift: float(found.correct.mean()) for shift, found in records.items()},
         "cells": cells,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
@@ -249,116 +241,9 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
         return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
     if _kind(config, name) == "one_source":
         return {"method": name, "releases": 1, "noise": 0.0, "epsilon": None}  # its temperature
-    (centre,) = parts(config)[_CENTRE]
+    (centre,) = parts(config)[CENTRE]
     noise = math.sqrt(_scale(config, name, centre.epsilon).variance * centre.sources)
     return {"method": name, "releases": method.rounds, "noise": noise, "epsilon": centre.epsilon}
-
-
-def _paid(cost: Mapping[str, Any]) -> float:
-    return math.inf if cost["epsilon"] is None else cost["epsilon"]
-
-
-def _shifted(result: Mapping[str, Any]) -> list[str]:
-    """What medians and means are over: not the clean images, as in Table 1, whose first row is a mean of Table 4."""
-    return [shift for shift in result["cells"] if shift != data.CLEAN] or [data.CLEAN]
-
-
-def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
-    """Rows of Table 1."""
-    rows = []
-    for name in (cost["method"] for cost in result["costs"]):
-        row, cells = {"method": name}, [result["cells"][shift][name] for shift in _shifted(result)]
-        for score, heading in (("ece", "ECE"), ("brier", "Brier")):
-            values = [value for cell in cells for factor in factors for value in cell[factor][score]]
-            row |= {f"median {heading}": f"{np.median(values):.4f}", f"mean {heading}": f"{np.mean(values):.4f}"}
-        rows.append(row)
-    return rows
-
-
-def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
-    """Rows of Table 4, with the accuracies of Table 3."""
-    return [
-        {"shift": shift.replace("_", " "), "accuracy": f"{result['accuracy'][shift]:.4f}"}
-        | {name: f"{cell[part]['ece'][0]:.4f}" for name, cell in cells.items()}
-        for shift, cells in result["cells"].items()
-    ]
-
-
-def _centre(result: Mapping[str, Any]) -> str:
-    return "{} sources of {} samples at epsilon = {:g}".format(*result["settings"][_CENTRE][0])
-
-
-_CONSTANT = (
-    "The ECE alone does not say that a confidence is of use: one that is the same for all images, their accuracy, has "
-    "an ECE of nearly 0, so that binning with a single bin would win. The Brier score, the mean squared difference "
-    "between confidence and whether the prediction is right, is lower only for confidences that also tell images apart."
-)
-
-
-def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
-    centre, over = _centre(result), f"Calibration over {len(_shifted(result))} shifts"
-    cells = [cell for cells in result["cells"].values() for cell in cells.values()]
-    error = max(error for cell in cells for part in cell.values() for error in part["ece_error"])
-    costs = [
-        {
-            "method": cost["method"],
-            "releases of a source": cost["releases"],
-            "noise in the sum over sources, standard deviation": cost["noise"],
-            "what a source pays": _paid(cost),
-        }
-        for cost in result["costs"]
-    ]
-    trials = f"Scores are means of {result['trials']} trials; the standard error of an ECE is at most {error:.2g}."
-    return {
-        f"{over} and all numbers of sources, samples and epsilon": _overall(result, *_FACTORS),
-        "trials": trials,
-        "constant": _CONSTANT,
-        f"{over} with {centre}": _overall(result, _CENTRE),
-        f"ECE under each shift with {centre}": _per_shift(result, _CENTRE),
-        "ECE under each shift without privacy, with the same sources and samples": _per_shift(result, _NO_PRIVACY),
-        f"What {centre} cost, pure epsilon, {result['adjacency']}": costs,
-    }
-
-
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    def panel(factor: str, shifts: Sequence[str]) -> tuple[str, tuple[str, Any]]:
-        """The mean ECE over some shifts against a factor, by method."""
-        (label, fixed), settings = _FACTORS[factor], [Setting(*point) for point in result["settings"][factor]]
-        axis, curves = [getattr(setting, factor) for setting in settings], {}
-        for name in work.config.figures.methods:
-            means = np.mean([result["cells"][shift][name][factor]["ece"] for shift in shifts], 0)
-            curves[name] = list(zip(axis, means.tolist(), strict=True))
-        return fixed.format(**settings[0]._asdict()), (label, curves)
-
-    for file, shifts in {**{shift: [shift] for shift in result["cells"]}, "all_shifts": _shifted(result)}.items():
-        where = "clean images" if shifts == [data.CLEAN] else f"images under {shifts[0].replace('_', ' ')}"
-        plot_panels(
-            work.root / "figures" / f"{file}.png",
-            dict(panel(factor, shifts) for factor in _FACTORS),
-            title="Calibration under all shifts" if file == "all_shifts" else f"Calibration on {where}",
-            subtitle=f"{result['images']} test images, means of {result['trials']} trials",
-            ylabel="expected calibration error",
-        )
-    plot_reliability(
-        work.root / "figures" / "reliability.png",
-        {name: Reliability(**diagram) for name, diagram in result["example"]["diagrams"].items()},
-        title=f"Reliability under {result['example']['shift'].replace('_', ' ')}",
-        subtitle=f"One recalibration by each method: {_centre(result)}",
-    )
-
-
-def _summary(result: Mapping[str, Any]) -> str:
-    shown, rows = ("median ECE", "mean ECE", "mean Brier"), []
-    for cost, all_, centre in zip(result["costs"], _overall(result, *_FACTORS), _overall(result, _CENTRE), strict=True):
-        row = {"method": cost["method"], "releases": cost["releases"], "epsilon": _paid(cost)}
-        rows.append(row | {name: all_[name] for name in shown} | {f"centre: {name}": centre[name] for name in shown})
-    return (
-        f"{format_table(rows)}\n\n"
-        f"The centre is {_centre(result)}; the other scores are over all settings and shifts. Every source pays "
-        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), whatever the number of sources; with epsilon = "
-        "inf it has no privacy. Public are the classifier, the settings and the noisy answers. Scores and diagrams are "
-        "of test labels without noise, for public benchmarks only."
-    )
 
 
 STUDY = frame.Study(
@@ -367,9 +252,9 @@ STUDY = frame.Study(
     cells=_cells,
     run=_run,
     result=_result,
-    summary=_summary,
-    tables=_tables,
-    figures=_figures,
+    summary=calibration.summary,
+    tables=calibration.tables,
+    figures=calibration.figures,
     benchmark=(
         "calibration errors and reliability diagrams are functions of test labels that no ledger pays for. Private "
         "sources are recalibrated by jaxdp.recalibration.recalibrate."
