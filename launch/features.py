@@ -100,13 +100,9 @@ def embeddings(config: Any, _: pathlib.Path) -> Task:
 
 
 class Convolutions(nn.Module):
-    """The paper's convolutions on images of 28 by 28, grey and without each one's own brightness and contrast.
+    """The paper's convolutions on images of 28 by 28, grey and without each one's own brightness and contrast."""
 
-    Attributes:
-      num_classes: of a head to train them with; 0 is none, for the features [B, 3200].
-    """
-
-    num_classes: int
+    num_classes: int  # of a head to train them with; 0 is none, for the features [B, 3200]
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
