@@ -1,4 +1,4 @@
-"""Simulated recalibrations per second: `jaxdp.recalibration.sweep` beside a plain NumPy loop over trials.
+"""Simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over trials.
 
     python -m benchmarks.bench_recalibration --output .bench/recalibration.json
 
@@ -22,7 +22,7 @@ import numpy as np
 import jaxdp
 from benchmarks import timing
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
-from jaxdp.recalibration.sweep import Order, Setting, one_source, simulate, unchanged
+from launch.simulation import Order, Setting, simulate, unchanged
 
 RECORDS, CLASSES, BINS = 10_000, 10, 15
 PUBLISHED = Bracket(spacing="linear")
@@ -127,7 +127,7 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
     if name == "none":
         outcomes = unchanged(records, order, SETTINGS)
     elif name == "one source":
-        outcomes = one_source(METHODS["NLL-T"], records, order, SETTINGS)
+        outcomes = simulate(METHODS["NLL-T"], records, order, SETTINGS, key=None)
     else:
         outcomes = simulate(METHODS[name], records, order, SETTINGS, key=key)
     return np.stack([outcome.ece for outcome in outcomes])

@@ -2,13 +2,15 @@
 
 A *set of images* is described by
 
-    source      "bundled" with scikit-learn, or "tfds"
+    source      "bundled" with scikit-learn, "tfds", or "npz", a file as MedMNIST distributes it
     name        which set
     data_dir    tfds: where it is; "" is TFDS's usual directory
+    path        npz: of the file, with the arrays {part}_images and {part}_labels; num_classes, limits go with it
     split_seed  bundled: which record is in which part
     parts       who holds what, by role, one of `ROLES`:
                 bundled  a share of the set (below 1), or a number of records
                 tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
+                npz      a part of the file, or a split of a set of TFDS as above
     prepare     tfds: whether images differ in size and are resized and cut as the model's preprocessing says
     crop_padding, flip   of the augmentation, see `augmentation`
 
@@ -21,18 +23,20 @@ and a set under domain shift besides by
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Source
+from jaxdp.data import Source, sources
+from jaxdp.files import Limits, read_npz
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # the shift that is none
 # The order in which a bundled set is cut, so that studies with the same parts share the cut.
-ROLES = ("public", "private", "sources", "stream", "client", "test")
+ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
 
 
 def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Source]:
@@ -49,8 +53,8 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
       FileNotFoundError: the data is not there; the message says how to get it.
       ValueError: parts that do not fit the data or share a record, or an unknown source.
     """
-    wanted = {role: config.parts[role] for role in ROLES if config.parts.get(role)}
     if config.source == "bundled":
+        wanted = _wanted(config)
         whole = data.bundled(config.name)
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
@@ -60,16 +64,19 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
             )
         cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
         return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in roles if k in cut}
-    if config.source != "tfds":
-        raise ValueError(f"config.data.source must be 'bundled' or 'tfds', got {config.source!r}.")
-    for role, part in wanted.items():
-        if not isinstance(part, str):
-            raise ValueError(f"config.data.parts.{role} must be a TFDS split such as 'train[:500]', got {part!r}.")
-    data_dir = config.data_dir or None
-    where = {role: _split(config.name, part) for role, part in wanted.items()}
-    data.check_disjoint({f"config.data.parts.{role}": (*split, data_dir) for role, split in where.items()})
+    if config.source not in ("tfds", "npz"):
+        raise ValueError(f"config.data.source must be 'bundled', 'tfds' or 'npz', got {config.source!r}.")
+    where, wanted = splits(config), _wanted(config)
     how = prepare if config.get("prepare", False) else None
-    return {role: _read(*where[role], data_dir, how) for role in roles if role in where}
+    return {
+        role: _read(*where[role], config.data_dir or None, how) if role in where else _of_file(config, wanted[role])
+        for role in roles
+        if role in wanted
+    }
+
+
+def _wanted(config: Any) -> dict[str, Any]:
+    return {role: config.parts[role] for role in ROLES if config.parts.get(role)}
 
 
 def _share(role: str, part: Any, records: int) -> float:
@@ -80,10 +87,74 @@ def _share(role: str, part: Any, records: int) -> float:
     return part if part < 1 else part / records
 
 
-def _split(name: str, part: str) -> tuple[str, str]:
-    """(set, split): "train[:500]", or "cifar10/train[:500]" of another set."""
-    before, slash, split = part.rpartition("/")
-    return (before, split) if slash else (name, part)
+def splits(config: Any) -> dict[str, tuple[str, str]]:
+    """Returns (set, split) of each role whose part is one of TFDS.
+
+    Raises:
+      ValueError: two parts share a record, or a part is no text.
+      FileNotFoundError: as `parts`.
+    """
+    found, wanted = {}, _wanted(config)
+    for role, part in wanted.items():
+        if not isinstance(part, str):
+            raise ValueError(f"config.data.parts.{role} must be a split such as 'train[:500]', got {part!r}.")
+        name, _, split = part.rpartition("/")
+        if name or config.get("source") != "npz":
+            found[role] = (name or config.name, split)
+    if found:
+        data.check_disjoint({f"config.data.parts.{role}": (*at, config.data_dir or None) for role, at in found.items()})
+    return found
+
+
+def _of_file(config: Any, part: str) -> Source:
+    if [*config.parts.values()].count(part) > 1:
+        raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
+    keys = f"{part}_images", f"{part}_labels"
+    image, label = arrays(config, "path", keys, "as MedMNIST distributes it").values()
+    name = f"{config.name}/{part}"
+    return data.from_arrays(image=image, label=label.reshape(-1), num_classes=config.num_classes, name=name)
+
+
+def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str, np.ndarray]:
+    """Returns arrays of an .npz file, in the order of `keys`.
+
+    Args:
+      config: the `data` part of a study's config; a field `limits` may have fields of `jaxdp.files.Limits`.
+      field: of the config, with the path.
+      keys: of the arrays.
+      what: is in the file, for the message of an error.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is damaged or lacks an array.
+    """
+    path, content = config[field], f"{', '.join(keys)} ({what})"
+    if not path or not os.path.exists(path):
+        raise FileNotFoundError(
+            f"there is no file at {path!r}; it should be an .npz file with the arrays {content}. Give its path with "
+            f"--config.data.{field}=..., or run the config of the digits, which needs no file."
+        )
+    limits = Limits(**config.get("limits", {}))
+    return read_npz(path, keys, remedy=f"It should hold {content}; make it again.", limits=limits)
+
+
+def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> tuple[list[str], np.ndarray]:
+    """Returns the texts of a field, and the labels int32 [n], of a split of TFDS.
+
+    Raises:
+      ValueError: the split has no labels.
+      FileNotFoundError: as `parts`.
+    """
+    import tensorflow_datasets as tfds
+
+    with sources._quiet_array_record():
+        builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
+        records = builder.as_data_source(split=split)
+        rows = records.__getitems__(list(range(len(records))))
+    label = np.array([row["label"] for row in rows], np.int32)
+    if (label < 0).any():
+        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
+    return [row[field].decode("utf-8", "replace") for row in rows], label
 
 
 @functools.lru_cache(maxsize=8)

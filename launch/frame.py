@@ -24,11 +24,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from jaxdp.files import read_json, understood, write_durably, write_json
+from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
 
@@ -124,13 +125,26 @@ class Work:
             raise
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what `name` in the workdir holds, made first if it is not there; JSON, by one process."""
+        """Returns what the JSON file `name` in the workdir holds, made first if it is not there, by one process."""
+        path = self._once(name, lambda path: write_json(path, make()))
+        return read_json(path, kind=object)
+
+    def arrays(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        """Returns the arrays of the .npz file `name` in the workdir, as `kept` does."""
+
+        def write(path: pathlib.Path) -> None:
+            arrays = make()
+            write_durably(path, lambda file: np.savez(file, **arrays))
+
+        return read_npz(self._once(name, write))
+
+    def _once(self, name: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
         path = self.root / name
         if not path.exists():
             with locked(path.with_name(f"{path.name}.lock"), wait=True):
                 if not path.exists():
-                    write_json(path, make())
-        return read_json(path, kind=object)
+                    write(path)
+        return path
 
 
 def file_name(part: Any) -> str:

@@ -1,16 +1,323 @@
-"""Private prediction: python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits."""
+"""Private prediction: python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits.
 
-from typing import Any
+Answers queries privately, and compares as Wicker et al. (arXiv 2406.13433, table 1) do: one certified model or an
+ensemble, mechanisms that use certificates or do not, PATE and DP-SGD, at Q queries and one total (epsilon, delta). The
+workdir holds, besides what all studies keep:
 
-from launch import frame
+    answers.npz, ledger.sqlite   which test inputs were asked about, the private answers, and what they cost
+    student.safetensors          a model trained on the private answers, free to use and publish
+    network.safetensors          the frozen network of the features, if there is one
+    references/ledger.sqlite     what the models and answers would cost that are only there to be compared with
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp import finetune, prediction
+from jaxdp.data import PoissonSampler
+from jaxdp.models import save_params
+from jaxdp.prediction import mechanisms
+from jaxdp.privacy import Account, DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.release import Release, Till, stream
+from jaxdp.report import format_table, plot_curves
+
+from . import frame, models, results
+from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, flip_probability
+
+PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
+_SHORT = {GLOBAL: "global", SMOOTH: "smooth (paper)", OURS: "ours"}  # in figures
 
 
-def experiment(config: Any, workdir: str) -> None:
-    """Runs the experiment."""
-    from jaxdp.prediction import experiment
+class Cell(NamedTuple):
+    """The answers that are released, or a reference that they are compared with."""
 
-    experiment.run(config, workdir)
+    teacher: str
+    answers: str
 
+
+RELEASED, EXACT = Cell(SINGLE, "released"), Cell(SINGLE, "without noise")
+
+
+def _cells(config: Any) -> Iterator[Cell]:
+    frame.known("mechanisms", config.mechanisms, MECHANISMS)
+    if not config.mechanisms:
+        raise ValueError(f"config.mechanisms must have some of {', '.join(MECHANISMS)}.")
+    yield RELEASED
+    if config.references:
+        many = f"{config.ensemble.members} models"
+        yield from (Cell(pool, MECHANISMS[name]) for pool in (SINGLE, many) for name in config.mechanisms)
+        yield from (Cell(many, PATE), Cell(DP_SGD, "any number"), EXACT)
+
+
+def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+    bench = work.shared
+    if cell == RELEASED:
+        return _release(work)
+    if cell == EXACT:
+        return {"per_query": [], "student": [], "expected": bench.model.accuracy(bench.single[0].params, bench.test)}
+    with _account(work, "references") as account:
+        return _dp_sgd(cell, work, account) if cell.teacher == DP_SGD else _answers(cell, work, account)
+
+
+def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
+    train = work.shared.task.train
+    return frame.account(work.root / folder / "ledger.sqlite", train.name, records=len(train), **terms)
+
+
+def _release(work: frame.Work) -> dict[str, Any]:
+    """The answers, and the student that learns from them."""
+    bench, rows = work.shared, work.shared.asked(0)
+    if bench.task.network is not None:
+        save_params(work.root / "network.safetensors", bench.task.network)  # before anything is certified for it
+
+    def ask() -> dict[str, np.ndarray]:
+        queries, folder = bench.test["features"][rows], work.folder(RELEASED) / "scratch"
+        how = {"account": account, "epsilon": bench.epsilon, "workdir": folder}
+        given = prediction.private_predict(bench.single[0], bench.model.logits, queries, **how)
+        return {"rows": rows, "answers": given}
+
+    with _account(work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta) as account:
+        answers = work.arrays("answers.npz", ask)["answers"]
+        spent = account.epsilon(delta=bench.plan.delta)
+    student, accuracy = bench.student(rows, answers)
+    save_params(work.root / "student.safetensors", student)
+    return {"epsilon": spent, "per_query": float(np.mean(answers == bench.test["label"][rows])), "student": accuracy}
+
+
+def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+    """A teacher's answers to other queries in each repetition, with fresh noise, and what students learn from them."""
+    config, bench, truth = work.config, work.shared, work.shared.test["label"]
+    asked = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
+    answer, event = _mechanism(cell, bench)
+
+    def compute(secret: bytes) -> dict[str, Any]:
+        key = stream(secret, "repetitions")
+        return {"answers": np.stack([answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)])}
+
+    # All that answers are made from; the rest is the code of this library.
+    facts = [config.to_json(), bench.train, bench.test, [dataclasses.astuple(pool) for pool in bench.pools.values()]]
+    what = Release(
+        label=f"{cell.teacher}, {cell.answers}",
+        charges=[(account, SelfComposedDpEvent(event, config.repetitions))],
+        facts=lambda: facts,
+        compute=compute,
+    )
+    with Till(work.folder(cell) / "scratch") as till:
+        answers = till.once(what)["answers"]
+    found: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
+    for repetition, (rows, given) in enumerate(zip(asked, answers, strict=True)):
+        there = given >= 0
+        found["answered"].append(int(there.sum()))
+        if there.any():
+            found["per_query"].append(float(np.mean(given[there] == truth[rows[there]])))
+            if repetition < config.student.repetitions:
+                found["student"].append(bench.student(rows, given)[1])
+    if cell.answers != PATE:
+        found["expected"] = bench.pools[cell.teacher].expected_accuracy(cell.answers, bench.epsilon, truth)
+    return found
+
+
+def _mechanism(cell: Cell, bench: Bench) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
+    """What answers, and the event of a repetition."""
+    plan, pool = bench.plan, bench.pools[cell.teacher]
+    if cell.answers != PATE:
+        event = prediction.event(plan.queries, epsilon=bench.epsilon)
+        return functools.partial(pool.answer, cell.answers, bench.epsilon), event
+    assert pool.votes is not None
+    how, votes, limit = dict(bench.config.pate), pool.votes, {"max_answers": plan.queries}
+    how["threshold"] *= len(votes)  # a share
+    pate = prediction.ConfidentGNMax.calibrated(**how, **limit, **plan)
+    return (
+        lambda key, rows: pate.answer(key, votes[:, rows], num_classes=bench.classes, **limit),
+        pate.event(plan.queries, **limit),
+    )
+
+
+def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
+    """Returns the trainer of DP-SGD with the smallest noise with which a run costs at most the target epsilon."""
+    how, plan = config.dp_sgd, config.prediction
+    sampler = PoissonSampler(records, how.batch_size / config.training.records)
+    noise_multiplier = calibrate_noise(
+        lambda z: SelfComposedDpEvent(sampler.event(GaussianDpEvent(z)), how.steps),
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+    )
+    # A trainer divides by what it expects of the number of records, which is private; the declared one is public.
+    declared = optax.scale(sampler.expected_batch_size / how.batch_size)
+    return finetune.dp_sgd(
+        model.loss,
+        optax.chain(declared, optax.sgd(how.learning_rate, momentum=how.momentum or None)),
+        sampler=sampler,
+        clip_norm=how.clip_norm,
+        noise_multiplier=noise_multiplier,
+        physical_batch_size=how.batch_size,
+    )
+
+
+def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+    """The same model trained by DP-SGD, some times."""
+    how, bench = work.config.dp_sgd, work.shared
+    trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.model.init()
+    options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta, "progress": False}
+    found = []
+    for run in range(how.runs):
+        folder = work.folder(cell) / "scratch" / str(run)
+        state = finetune.fit(trainer, start, bench.task.train, account=account, workdir=folder, **options)
+        found.append(bench.model.accuracy(state.params, bench.test))
+    return {"per_query": found, "student": found, "expected": results.moments(found).mean}
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    bench, (released, *references) = work.shared, rows
+    result = {
+        "dataset": bench.task.train.name,
+        "private_records": work.config.training.records,
+        "queries": bench.plan.queries,
+        "epsilon": released["epsilon"],
+        "delta": bench.plan.delta,
+        "epsilon_per_query": bench.epsilon,
+        "released": {name: released[name] for name in ("per_query", "student")},
+    }
+    if references:
+        with _account(work, "references") as account:
+            result |= {"rows": references, "references_epsilon": account.epsilon(delta=bench.plan.delta)}
+    return result
+
+
+def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    if "rows" not in result:
+        return
+    bench, plan, each, dataset = work.shared, work.shared.plan, result["epsilon_per_query"], result["dataset"]
+    pools, truth, total = bench.pools, bench.test["label"], f"({plan.epsilon:g}, {_power(plan.delta)})"
+
+    def draw(file: str, curves: Any, heads: tuple[str, str], labels: tuple[str, str], **options: Any) -> None:
+        options |= dict(zip(("title", "subtitle", "xlabel", "ylabel"), heads + labels, strict=True))
+        plot_curves(work.root / file, curves, **options)
+
+    def accuracies(epsilons: Mapping[float, float]) -> dict[str, list[tuple[float, float]]]:
+        """Curves over the keys, each of which stands for an epsilon."""
+        ways = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
+        return {
+            f"{name}, {_SHORT[way]}": [(x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()]
+            for name, pool in pools.items()
+            for way in ways
+        }
+
+    shown = range(work.config.certificate.max_distance + 1)
+    draw(
+        "certified.png",
+        {name: [(k, float(np.mean(pool.distance >= k))) for k in shown] for name, pool in pools.items()},
+        (f"{dataset}: certified answers", f"{len(truth)} test inputs. Evaluation only, not private."),
+        ("records added or removed, k", "Share of test inputs whose answer no k changed records alter"),
+    )
+    dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
+    lines = {f"without noise  {100 * exact:.1f}%": exact}
+    draw(
+        "accuracy_by_epsilon.png",
+        accuracies({float(e): float(e) for e in np.logspace(-2, 1, 31)}),
+        (
+            f"{dataset}: accuracy over ε",
+            "Pure ε of each answer. Expectation over the noise; evaluation only, not private.",
+        ),
+        ("ε per query", "Accuracy of an answer"),
+        xscale="log",
+        references=lines,
+    )
+    numbers = sorted({int(q) for q in np.logspace(0, 4, 13).round()} | {plan.queries})
+    draw(
+        "accuracy_by_queries.png",
+        accuracies({q: prediction.query_epsilon(plan.epsilon, plan.delta, q) for q in numbers}),
+        (
+            f"{dataset}: accuracy over the number of queries",
+            f"All answers together {total}-DP. Evaluation only, not private.",
+        ),
+        ("number of queries", "Accuracy of an answer"),
+        xscale="log",
+        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | lines,
+    )
+    distance = np.arange(101)
+    flips = {OURS: flip_probability(OURS, distance, each, bench.classes)}
+    if bench.classes == 2:
+        delta = plan.delta / plan.queries
+        flips |= {
+            "Cauchy, stability": mechanisms.flip_probability_cauchy(distance, epsilon=each),
+            "Laplace, stability, δ > 0": mechanisms.flip_probability_smooth_laplace(
+                distance, epsilon=each, delta=delta
+            ),
+            "Cauchy, paper": flip_probability(SMOOTH, distance, each, 2),
+        }
+    flips[GLOBAL] = flip_probability(GLOBAL, distance, each, bench.classes)
+    queries = f"ε = {each:.3f} per query: {plan.queries} queries at {total}"
+    draw(
+        "flips.png",
+        {name: [(k, float(share)) for k, share in enumerate(shares)] for name, shares in flips.items()},
+        ("How often an answer differs from the model's", f"{bench.classes} classes, {queries}"),
+        ("calibrated distance k'", "Flip probability"),
+    )
+
+
+def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "teacher": row["teacher"],
+            "mechanism": row["answers"],
+            "per query": _percent(row["per_query"]),
+            "all inputs": _percent([row["expected"]] if "expected" in row else []),
+            "student": _percent(row["student"]),
+            "answered": f"{np.mean(row['answered']):.0f}/{result['queries']}" if "answered" in row else "all",
+        }
+        for row in result["rows"]
+    ]
+
+
+def _summary(result: Mapping[str, Any]) -> str:
+    released, each = result["released"], result["epsilon_per_query"]
+    text = (
+        f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
+        f"{_percent([released['per_query']])} % right; the student trained on them {_percent([released['student']])} %."
+        f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = {_power(result['delta'])} for all "
+        "answers together (adding or removing one example)."
+    )
+    if "rows" not in result:
+        return text
+    return (
+        f"{format_table(_table(result))}\n\n"
+        "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions with fresh noise and\n"
+        "other queries, each at the price below. All inputs: expectation over the noise for every test input. The\n"
+        f"table and the figures are evaluation, not private: they read certificates without noise.\n\n{text}\n"
+        f"Publishing the references too would cost epsilon = {result['references_epsilon']:.4g} on top; "
+        "--config.references=False leaves them out."
+    )
+
+
+def _power(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def _percent(values: Sequence[float]) -> str:
+    return results.percent(*results.moments(values)[:2]) if values else "-"
+
+
+STUDY = frame.Study(
+    name="predict",
+    open=Bench,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=_summary,
+    tables=lambda result, _: {"Accuracy in percent": _table(result)} if "rows" in result else {},
+    figures=_figures,
+)
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(STUDY)

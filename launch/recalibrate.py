@@ -1,16 +1,256 @@
-"""Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recal."""
+"""Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recal.
 
-from typing import Any
+Methods x shifts x sizes x budgets, hundreds of trials each, with Tables 1 and 4 and Figures 1 to 3 of "Privacy
+Preserving Recalibration under Domain Shift" (Luo et al. 2020). The workdir holds, besides what all studies keep,
+`logits` of the test images under each shift, `figures`, the classifier if it was trained here (source.safetensors), and
+what the sources of the reliability diagrams paid (ledger.sqlite).
+"""
 
-from launch import frame
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import recalibration
+from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Source
+from jaxdp.models import Pretrained
+from jaxdp.privacy import Ledger
+from jaxdp.recalibration import Records
+from jaxdp.recalibration.methods import TemperatureSearch
+from jaxdp.release import stream
+
+from . import calibration, data, frame, models, simulation
+from .calibration import CENTRE, FACTORS, NO_PRIVACY
+from .simulation import Setting
+
+# What else a config may ask for: nothing, and what the first source does alone, as usual (Guo et al. 2017).
+_KINDS: Mapping[str, Any] = {"none": None, **recalibration.METHODS, "one_source": recalibration.METHODS["nll_t"]}
 
 
-def experiment(config: Any, workdir: str) -> None:
-    """Runs the experiment."""
-    from jaxdp.recalibration import experiment
+class Cell(NamedTuple):
+    """A method under a shift, in all settings."""
 
-    experiment.run(config, workdir)
+    shift: str
+    method: str
 
+
+class Diagrams(NamedTuple):
+    """Reliability under a shift, before and after real sources paid for each of some methods."""
+
+    figure: str
+    shift: str
+
+
+# --- What a config says -----------------------------------------------------------------------------------------------
+
+
+def _cells(config: Any) -> Iterator[Cell | Diagrams]:
+    figures, shifts = config.figures, config.data.corruptions
+    asked = [name for name, one in methods(config).items() if one and _kind(config, name) != "one_source"]
+    frame.known("data.corruptions", shifts, (data.CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
+    frame.known("figures.methods", figures.methods, config.methods)
+    frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
+    frame.known("figures.reliability_methods", figures.reliability_methods, asked)
+    if not 1 <= len(figures.reliability_methods) <= 3:
+        count = len(figures.reliability_methods)
+        raise ValueError(f"config.figures.reliability_methods must be one to three, got {count}.")
+    if not (config.model.checkpoint or config.data.parts.get("public")):
+        raise ValueError("config.data.parts.public must name images to train the classifier on, without a checkpoint.")
+    for name, setting in itertools.product(asked, _settings(config)):
+        _scale(config, name, setting.epsilon)  # raises if there is none
+    yield from (Cell(shift, name) for shift in shifts for name in config.methods)
+    yield Diagrams("reliability", figures.reliability_shift)
+
+
+def parts(config: Any) -> dict[str, list[Setting]]:
+    """Returns the settings in which each factor varies, and the centre with and without privacy."""
+    found, centre = {}, dict(config.sweep.centre)
+    for factor in FACTORS:
+        fields = dict(config.sweep[factor])
+        values = fields.pop("values", ())
+        if not values or sorted((factor, *fields)) != sorted(FACTORS):
+            raise ValueError(
+                f"config.sweep.{factor} must have values, the {factor} to try, and fix the other two factors."
+            )
+        found[factor] = [Setting(**{factor: value, **fields}) for value in values]
+    if set(centre) != set(FACTORS):
+        raise ValueError(f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}.")
+    return found | {CENTRE: [Setting(**centre)], NO_PRIVACY: [Setting(**{**centre, "epsilon": math.inf})]}
+
+
+def _settings(config: Any) -> list[Setting]:
+    """All of them, once each."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(parts(config).values())))
+
+
+def methods(config: Any) -> dict[str, Any]:
+    """Returns the methods by name; None is no recalibration."""
+    found = {}
+    for name in config.methods:
+        options, kind = dict(config.method_options.get(name, {})), _kind(config, name)
+        frame.known(f"method_options.{name}.kind", [options.pop("kind", None)], _KINDS)
+        fields = {field.name for field in dataclasses.fields(_KINDS[kind])} if kind != "none" else set()
+        frame.known(f"method_options.{name}", options, sorted(fields | {"spacing"} if "bracket" in fields else fields))
+        if "bracket" in options:
+            options["bracket"] = recalibration.Bracket.of(options["bracket"], options.pop("spacing", "log"))
+        found[name] = None if kind == "none" else _KINDS[kind](**options)
+    return found
+
+
+def _kind(config: Any, name: str) -> str:
+    return config.method_options.get(name, {}).get("kind", "")
+
+
+def _scale(config: Any, name: str, epsilon: float) -> Any:
+    """The noise of a source."""
+    how: dict[str, Any] = {"adjacency": config.sweep.adjacency, "num_classes": config.model.num_classes}
+    return recalibration.noise_scale(methods(config)[name], epsilon=epsilon, **how)
+
+
+# --- Cells ------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """What the cells share: images, the classifier, and the order of records in each trial."""
+
+    def __init__(self, config: Any, root: pathlib.Path):
+        self.config, self.root = config, root
+        self.prepare = models.network(config.model).preprocessing.prepare
+        self.test = data.parts(config.data, "test", prepare=self.prepare)["test"]
+        sweep, settings, shifts = config.sweep, _settings(config), config.data.corruptions
+        records = len(self.images(shifts[0]))
+        self.order = simulation.Order.draw(sweep.seed, records=records, trials=sweep.trials, settings=settings)
+        print(
+            f"{len(config.methods)} methods under {len(shifts)} shifts of {records} test images, {len(settings)} "
+            "settings of sources, samples and epsilon.",
+            flush=True,
+        )
+
+    def images(self, shift: str) -> Source:
+        """Returns the test images under a shift."""
+        return data.under(self.test, self.config.data, shift)
+
+    @functools.cached_property
+    def network(self) -> Pretrained:
+        """The classifier."""
+        public = functools.partial(data.parts, self.config.data, "public", prepare=self.prepare)
+        return models.source_model(self.config, lambda: public()["public"], self.root)
+
+
+def _records(work: frame.Work, shift: str) -> Records:
+    """The labelled logits of the test images under a shift."""
+
+    def classify() -> dict[str, np.ndarray]:
+        images, network = work.shared.images(shift), work.shared.network
+        logits = models.logits(network, network.params, images, batch_size=work.config.data.batch_size)
+        if not np.isfinite(logits).all():
+            raise ValueError(f"the classifier has logits that are not finite, {shift}; train or choose another one.")
+        return {"logits": logits, "labels": data.labels(images)}
+
+    found = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
+    return Records(jnp.asarray(found["logits"]), jnp.asarray(found["labels"]))
+
+
+def _run(cell: Cell | Diagrams, work: frame.Work) -> dict[str, Any]:
+    if isinstance(cell, Diagrams):
+        return _diagrams(cell, work)
+    config, settings, method = work.config, _settings(work.config), methods(work.config)[cell.method]
+    task = _records(work, cell.shift), work.shared.order, settings
+    if method is None:
+        outcomes = simulation.unchanged(*task)
+    elif _kind(config, cell.method) == "one_source":
+        outcomes = simulation.simulate(method, *task, key=None)
+    else:
+        key = stream(config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}")  # of no secret
+        outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
+    found = dict(zip(settings, outcomes, strict=True))
+    return {part: _moments([found[setting] for setting in points]) for part, points in parts(config).items()}
+
+
+def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
+    """Means over the trials and their standard errors, per setting."""
+    ece, brier = (np.array(values, np.float64) for values in zip(*outcomes, strict=True))
+    error = ece.std(1) / math.sqrt(ece.shape[1])
+    return {"ece": ece.mean(1).tolist(), "ece_error": error.tolist(), "brier": brier.mean(1).tolist()}
+
+
+def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
+    """The first trial at the centre with real sources that pay, judged on the records that are nobody's."""
+    config, records = work.config, _records(work, cell.shift)
+    adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
+    rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
+    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
+    found, parties = {"before": recalibration.none()}, []
+    with Ledger(work.root / "ledger.sqlite") as ledger:
+        for i, owned in enumerate(np.split(rows, sources)):
+            ledger.register(f"source {i}", adjacency=adjacency, unit="example", records=len(owned), delta=0.0)
+            parties.append(recalibration.Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
+        for name in config.figures.reliability_methods:
+            folder = work.folder(cell) / "scratch" / frame.file_name(name)
+            how: dict[str, Any] = {"epsilon": epsilon, "adjacency": adjacency, "workdir": folder}
+            found[name] = recalibration.recalibrate(methods(config)[name], parties, **how)
+    test = np.setdiff1d(np.arange(len(labels)), rows)
+    right, diagrams = records.correct[test], {}
+    for name, one in found.items():
+        curve = recalibration.reliability(jnp.asarray(one.apply(logits[test])), right)._asdict()
+        numbers = {key: np.asarray(values).tolist() for key, values in curve.items()}
+        diagrams[name] = {k: [None if math.isnan(x) else x for x in v] for k, v in numbers.items()}  # JSON has no NaN
+    searched = {name: one.temperature for name, one in found.items() if isinstance(one.method, TemperatureSearch)}
+    return {"diagrams": diagrams, "temperatures": searched}
+
+
+# --- Results ----------------------------------------------------------------------------------------------------------
+
+
+def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+    config, (*rows, example) = work.config, rows
+    records = {shift: _records(work, shift) for shift in config.data.corruptions}
+    cells: dict[str, Any] = {shift: {} for shift in records}
+    for row in rows:
+        cells[row["shift"]][row["method"]] = {part: row[part] for part in parts(config)}
+    return {
+        "images": len(work.shared.order.rank[0]),
+        "trials": config.sweep.trials,
+        "adjacency": config.sweep.adjacency,
+        "settings": {part: [list(s) for s in points] for part, points in parts(config).items() if part != NO_PRIVACY},
+        "accuracy": {shift: float(found.correct.mean()) for shift, found in records.items()},
+        "cells": cells,
+        "costs": [_cost(config, name, method) for name, method in methods(config).items()],
+        "example": {key: example[key] for key in ("shift", "diagrams", "temperatures")},
+    }
+
+
+def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
+    """What a source releases and pays at the centre; an epsilon of None is infinite."""
+    if method is None:
+        return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
+    if _kind(config, name) == "one_source":
+        return {"method": name, "releases": 1, "noise": 0.0, "epsilon": None}  # its temperature
+    (centre,) = parts(config)[CENTRE]
+    noise = math.sqrt(_scale(config, name, centre.epsilon).variance * centre.sources)
+    return {"method": name, "releases": method.rounds, "noise": noise, "epsilon": centre.epsilon}
+
+
+STUDY = frame.Study(
+    name="recalibrate",
+    open=Bench,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=calibration.summary,
+    tables=calibration.tables,
+    figures=calibration.figures,
+    benchmark=(
+        "calibration errors and reliability diagrams are functions of test labels that no ledger pays for. Private "
+        "sources are recalibrated by jaxdp.recalibration.recalibrate."
+    ),
+)
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(STUDY)

@@ -33,7 +33,7 @@ _NAMES: Mapping[_Rule, str] = {
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons budgets std scales radius "
         "separation threshold ratio temperature factor "
-        "parts.public parts.private parts.sources parts.stream parts.client parts.test"
+        "parts.upstream parts.public parts.private parts.sources parts.stream parts.client parts.test"
     ),
     _COUNT: (
         "steps epochs batch_size physical_batch_size perturbation_batch_size checkpoint_every accumulate every period "

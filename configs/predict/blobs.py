@@ -25,6 +25,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "query_seed": 0,
             "references": True,
             "repetitions": 20,
+            "mechanisms": ("global", "smooth", "ours"),
             "data": {
                 "kind": "blobs",
                 "separation": 1.0 if close else 1.25,

@@ -16,17 +16,17 @@ def get_config() -> ConfigDict:
         {
             "query_seed": 0,  # which test inputs are asked about; public
             "references": True,  # also the comparison and the figures, which read the private data without noise
+            "mechanisms": ("global", "ours"),  # and "smooth", which answers two classes only
             "repetitions": 20,  # of each row of the table, with fresh noise and other queries
             "data": {
                 "kind": "images",
                 "source": "bundled",
                 "name": "digits",
-                "public_fraction": 0.1,  # images without labels, on which features are centred and scaled
-                "test_fraction": 0.3,
                 "split_seed": 0,
+                # Of the public images no label is used: features are centred and scaled on them.
+                "parts": {"public": 0.1, "private": 0.6, "test": 0.3},
                 "classes": (),  # all
                 "keep": (),
-                "network": {"name": ""},  # pixels
                 "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},

@@ -18,8 +18,7 @@ _DATA = {
         "kind": "text",
         "name": "imdb_reviews",
         "data_dir": "",
-        "private_split": "train",
-        "test_split": "test[:5000]",
+        "parts": {"private": "train", "test": "test[:5000]"},
         "field": "text",
         "word_vectors": "",
         "weight": 1e-3,
@@ -44,6 +43,7 @@ def get_config(variant: str = "reviews") -> ConfigDict:
             "query_seed": 0,
             "references": True,
             "repetitions": 20,
+            "mechanisms": ("global", "smooth", "ours"),
             "data": _DATA[variant],
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {

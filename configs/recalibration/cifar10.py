@@ -35,9 +35,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
-                "test_split": "test",
-                "public_name": "cifar10",  # clean images, to train the classifier on
-                "public_split": "train",
+                "parts": {"public": "train", "test": "test"},  # the public images train the classifier
                 "prepare": False,  # whether images differ in size and are cut to the model's
                 "corrupted_name": "",  # corrupt on the fly; "cifar10_corrupted" reads the published set instead
                 "severity": 5,
@@ -66,7 +64,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 *("Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"),  # as published
                 *("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB split", "Acc-T bisection", "logistic binning"),
             ),
-            "method_options": {  # a kind, and the attributes of its class in jaxdp.recalibration.methods
+            "method_options": {  # a kind, and the attributes of its class in jaxdp.recalibration
                 "none": {"kind": "none"},
                 "one source": {"kind": "one_source", **_WIDE},  # its own data costs it nothing
                 "Acc-T": {"kind": "acc_t", **_PUBLISHED},

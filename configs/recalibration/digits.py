@@ -17,7 +17,8 @@ def get_config() -> ConfigDict:
     config.data = {
         "source": "bundled",
         "name": "digits",
-        "test_fraction": 0.6,
+        "split_seed": 0,
+        "parts": {"public": 0.4, "test": 0.6},
         "severity": 5,
         "corruptions": ("clean", "motion_blur", "defocus_blur", "glass_blur", "fog"),
         "batch_size": 250,

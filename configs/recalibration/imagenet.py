@@ -20,10 +20,8 @@ def get_config(variant: str = "vit") -> ConfigDict:
     config = cifar10.get_config()
     config.data.update(
         name="imagenet2012",
-        test_split="validation",
+        parts={"public": "", "test": "validation"},  # the classifier comes from a checkpoint
         corrupted_name="imagenet2012_corrupted",
-        public_name="",  # the classifier comes from a checkpoint
-        public_split="",
         prepare=True,
     )
     config.model = {

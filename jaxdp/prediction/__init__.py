@@ -11,7 +11,6 @@ from jaxdp.prediction.answers import (
     train_student,
 )
 from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
-from jaxdp.prediction.experiment import run
 from jaxdp.prediction.features import FeatureMap
 from jaxdp.prediction.mechanisms import METHODS, Mechanism, flip_probability, randomised_response, smooth_cauchy
 from jaxdp.prediction.plan import Threat, Training
@@ -35,7 +34,6 @@ __all__ = [
     "private_values",
     "query_epsilon",
     "randomised_response",
-    "run",
     "smooth_cauchy",
     "train_student",
     "train_with_bounds",

@@ -55,6 +55,7 @@ from ml_collections import ConfigDict
 
 import launch.adapt
 import launch.finetune
+import launch.frame
 import launch.lifecycle
 import launch.predict
 import launch.recalibrate
@@ -143,7 +144,7 @@ def _predict(root: pathlib.Path) -> None:
         "dp_sgd.batch_size": 64,
         "dp_sgd.runs": 1,
     }
-    launch.predict.experiment(_config("configs.predict.digits", changes), os.fspath(root))
+    launch.frame.run(launch.predict.STUDY, _config("configs.predict.digits", changes), root)
 
 
 def _predict_claims(root: pathlib.Path) -> list[tuple[float, float]]:
@@ -166,7 +167,7 @@ def _recalibrate(root: pathlib.Path) -> None:
     config.sweep.centre = {"sources": 3, "samples": 5, "epsilon": 1.0}
     config.figures.update({"methods": ("Acc-T",), "reliability_shift": "contrast"})
     config.figures.reliability_methods = ("Acc-T", "HB split")
-    launch.recalibrate.experiment(config, os.fspath(root))
+    launch.frame.run(launch.recalibrate.STUDY, config, root)
 
 
 def _recalibrate_claims(root: pathlib.Path) -> list[tuple[float, float]]:

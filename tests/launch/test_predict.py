@@ -1,18 +1,27 @@
-"""The prediction launcher as a user runs it, and its configs."""
+"""Private prediction: what it charges, keeps, refuses and computes, on a small version of the digits config."""
 
-import importlib.util
+import dataclasses
+import importlib
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
+from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
-from jaxdp.prediction import experiment
-from jaxdp.privacy import Ledger, PureDpEvent
+from jaxdp import data, models
+from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import composition
+from launch import frame, predict, teachers
+from launch.models import Dense
+from tests.launch import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,29 +36,51 @@ CONFIGS = [
     ("imdb", ()),
     ("imdb", ("embeddings",)),
 ]
+FIGURES = {"certified.png", "accuracy_by_epsilon.png", "accuracy_by_queries.png", "flips.png"}
+RELEASE = {"config.json", "answers.npz", "student.safetensors", "ledger.sqlite", "result.json", "rows.jsonl", "cells"}
+ANSWERS = pathlib.Path("cells") / "single_model" / "released"
 
 
-def load(name):
-    path = ROOT / "configs" / "predict" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(name, *variant):
+    return importlib.import_module(f"configs.predict.{name}").get_config(*variant)
 
 
-def launch(workdir, config="configs/predict/digits.py", **overrides):
-    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in overrides.items()]
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    command = [sys.executable, *warnings, "-m", "launch.predict", "--config", config, "--workdir", str(workdir)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+def run(config, root):
+    return frame.run(predict.STUDY, config, root)
+
+
+def files(root):
+    return {path.name for path in root.iterdir() if not path.name.endswith(("-wal", "-shm", ".head", ".lock"))}
+
+
+def bench_of(config):
+    return teachers.Bench(config, pathlib.Path("nowhere"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished study and its result."""
+    root = tmp_path_factory.mktemp("predict") / "run"
+    return root, run(tiny.predict(), root)
+
+
+# --- A whole run ------------------------------------------------------------------------------------------------------
 
 
 def test_the_launcher_answers_prints_and_charges(tmp_path):
-    process = launch(tmp_path / "run", references="False", prediction__queries=20, certificate__max_distance=15)
+    flags = ["references=False", "prediction.queries=20", "certificate.max_distance=15"]
+    # ml_collections still loads config files by a deprecated function; everything else may not warn.
+    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
+    command = [sys.executable, *warnings, "-m", "launch.predict", "--config", "configs/predict/digits.py"]
+    process = subprocess.run(
+        [*command, "--workdir", str(tmp_path / "run"), *(f"--config.{flag}" for flag in flags)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     assert "1078 private records (digits/train), 539 test inputs" in process.stdout
     assert "20 answers about digits/train" in process.stdout
@@ -59,15 +90,169 @@ def test_the_launcher_answers_prints_and_charges(tmp_path):
     assert counts == {PureDpEvent(result["epsilon_per_query"]): 20}
 
 
-def test_flags_that_name_no_field_are_refused(tmp_path):
-    process = launch(tmp_path / "run", prediction__querries=5)
-    assert process.returncode != 0 and "querries" in process.stderr
+def test_the_workdir_holds_the_release_the_figures_and_the_references(finished):
+    root, result = finished
+    assert files(root) == RELEASE | FIGURES | {"references", "tables.md", "tables.tex"}
+    assert json.loads((root / "result.json").read_text()) == result
+    assert all((root / name).read_bytes().startswith(b"\x89PNG") for name in FIGURES)
+    saved = np.load(root / "answers.npz")
+    assert saved["answers"].shape == (30,) and set(saved["answers"]) <= set(range(10))
+    assert len(set(saved["rows"].tolist())) == 30 and saved["rows"].max() < 539
+    assert models.load_params(root / "student.safetensors")["dense_0"]["kernel"].shape == (6, 10)
+
+
+def test_the_answers_cost_what_the_plan_says_and_nothing_else_is_charged(finished):
+    root, result = finished
+    with Ledger(root / "ledger.sqlite") as ledger:
+        (counts,) = map(composition, ledger.events("digits/train").values())
+    assert counts == {PureDpEvent(result["epsilon_per_query"]): 30}
+    assert 9.9 < result["epsilon"] <= 10.0
+    # The plan spends all of the budget: one more answer of the same kind would not fit.
+    assert epsilon(SelfComposedDpEvent(PureDpEvent(result["epsilon_per_query"]), 31), delta=1e-5) > 10
+
+
+def test_references_are_charged_to_a_ledger_of_their_own(finished):
+    root, result = finished
+    with Ledger(root / "references" / "ledger.sqlite") as ledger:
+        (counts,) = map(composition, ledger.events("digits/train").values())
+        assert ledger.epsilon("digits/train", delta=1e-5) == pytest.approx(result["references_epsilon"])
+    # Two pools and two mechanisms, each 30 answers in 3 repetitions.
+    assert counts[PureDpEvent(result["epsilon_per_query"])] == 4 * 30 * 3
+    kinds = Counter(type(event).__name__ for event in counts)
+    assert kinds == {"PureDpEvent": 1, "GaussianDpEvent": 2, "PoissonSampledDpEvent": 1}  # the latter: PATE, DP-SGD
+    assert sum(n for event, n in counts.items() if type(event).__name__ == "PoissonSampledDpEvent") == 3 * 2
+    assert result["references_epsilon"] == pytest.approx(67.6633077)  # as in the releases before
+
+
+def test_the_table_has_a_row_for_every_teacher_and_mechanism(finished):
+    root, result = finished
+    rows = {(row["teacher"], row["answers"]): row for row in result["rows"]}
+    pools = [(pool, way) for pool in ("single model", "2 models") for way in (teachers.GLOBAL, teachers.OURS)]
+    extra = [("2 models", "PATE (Confident-GNMax)"), ("DP-SGD", "any number"), ("single model", "without noise")]
+    assert list(rows) == [*pools, *extra]
+    for pool in pools:
+        assert len(rows[pool]["per_query"]) == 3 and len(rows[pool]["student"]) == 2 and 0 < rows[pool]["expected"] < 1
+    assert len(rows["DP-SGD", "any number"]["student"]) == 2
+    for text in (predict.STUDY.summary(result), (root / "tables.md").read_text()):
+        assert "randomised response (ours)" in text and "±" in text
+    assert "evaluation, not private" in predict.STUDY.summary(result)
+
+
+def test_an_interrupted_run_keeps_the_answers_that_it_paid_for(tmp_path, monkeypatch):
+    config = tiny.predict(references=False)
+    student = teachers.Bench.student
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(teachers.Bench, "student", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    answers = np.load(tmp_path / "answers.npz")["answers"]
+    (tmp_path / "answers.npz").unlink()  # paid, and lost while the run keeps them
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path)
+    np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], answers)
+    monkeypatch.setattr(teachers.Bench, "student", student)
+    result = run(config, tmp_path)
+    assert files(tmp_path) == RELEASE and "rows" not in result
+    assert not (tmp_path / ANSWERS / "scratch").exists()
+    for name in ("result.json", ANSWERS / "row.json"):
+        (tmp_path / name).unlink()
+        assert run(config, tmp_path) == result
+        (tmp_path / "result.json").unlink()
+    np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], answers)
+    # Without what was kept, asking again would be a second release.
+    (tmp_path / "answers.npz").unlink()
+    (tmp_path / ANSWERS / "row.json").unlink()
+    with pytest.raises(BudgetExceeded, match="digits/train"):
+        run(config, tmp_path)
+
+
+class PowerCut(BaseException):
+    """In place of a crash."""
+
+
+def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, monkeypatch):
+    """Everything noisy is lost once: computed and paid for, but not kept. At last it dies with all kept."""
+    heard = []
+
+    def dying(work, noted=lambda found: found):
+        def worked(*args, **kwargs):
+            found = work(*args, **kwargs)
+            heard.append(noted(found))
+            if len(heard) % 2:
+                raise PowerCut
+            return found
+
+        return worked
+
+    def remembered(self, examples, divisor):  # a process of its own would train the same again
+        key = examples["features"].tobytes()
+        if key not in known:
+            known[key] = certified(self, examples, divisor)
+        return known[key]
+
+    known, certified = {}, teachers.Bench.certified
+    pate, fit = predict.prediction.ConfidentGNMax, sys.modules["jaxdp.finetune.loop"]
+    monkeypatch.setattr(teachers.Bench, "certified", remembered)
+    monkeypatch.setattr(fit, "_run", dying(fit._run, lambda found: found[0].params))
+    study = dataclasses.replace(predict.STUDY, figures=dying(lambda *_: None))
+    monkeypatch.setattr(teachers.mechanisms, "_sample", dying(teachers.mechanisms._sample))
+    monkeypatch.setattr(teachers.ensembles, "laplace_vote", dying(teachers.ensembles.laplace_vote))
+    monkeypatch.setattr(pate, "answer", dying(pate.answer))
+    cheap_plan(monkeypatch)
+    config, deaths = tiny.predict(repetitions=1, student__repetitions=1, dp_sgd__runs=1), 0
+    while True:
+        try:
+            result = frame.run(study, config, tmp_path)
+            break
+        except PowerCut:
+            deaths += 1
+    # The answers; four mechanisms, PATE and DP-SGD in the table; the figures.
+    assert deaths == 8 and len(heard) == 16
+    for lost, repeated in zip(heard[::2], heard[1::2], strict=True):
+        assert jax.tree.all(jax.tree.map(np.array_equal, lost, repeated))
+    np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], heard[0])
+    each, charged = PureDpEvent(result["epsilon_per_query"]), []
+    for path in ("ledger.sqlite", "references/ledger.sqlite"):
+        with Ledger(tmp_path / path) as ledger:
+            (counts,) = map(composition, ledger.events("digits/train").values())
+            assert ledger.report()["datasets"][0]["open"] == []
+        charged.append(counts)
+    assert charged[0] == {each: 30} and charged[1].pop(each) == 4 * 30
+    assert sorted(charged[1].values()) == [3, 30, 30]  # steps of DP-SGD; thresholds and answers of PATE
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+def cheap_plan(monkeypatch):
+    """The plan by privacy loss distributions takes a third of a second for each number of queries in a figure."""
+    monkeypatch.setattr(predict.prediction, "query_epsilon", lambda epsilon, delta, queries: epsilon / queries**0.5 / 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prediction__queries": 539}, r"config.prediction.queries=539 must lie in \[1, 539\)"),
+        ({"dp_sgd__batch_size": 2000}, r"config.dp_sgd.batch_size=2000 must lie in \[1, 1078\]"),
+        ({"mechanisms": ("global", "smooth")}, "config.mechanisms has 'smooth', which answers 2 classes, not 10"),
+        ({"mechanisms": ("theirs",)}, "config.mechanisms has 'theirs', which is not one of global, smooth, ours"),
+        ({"mechanisms": ()}, "config.mechanisms must have some of global, smooth, ours"),
+        ({"data__features__dimensions": 65}, "dimensions=65 exceeds"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_before_anything_is_spent(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(tiny.predict(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# --- Configs ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "variant"), CONFIGS)
 def test_configs_have_the_fields_of_the_digits_config(name, variant):
-    config, digits = load(name).get_config(*variant), load("digits").get_config()
+    config, digits = load(name, *variant), load("digits")
     assert json.loads(config.to_json())
     assert set(config) == set(digits)
     for part in ("model", "training", "certificate", "prediction", "ensemble", "pate", "student", "dp_sgd"):
@@ -75,36 +260,37 @@ def test_configs_have_the_fields_of_the_digits_config(name, variant):
     assert (config.prediction.queries, config.prediction.epsilon, config.prediction.delta) == (100, 10.0, 1e-5)
     # A part of the data holds enough records for every distance, and distances have no gap.
     assert config.certificate.max_distance >= 100
+    assert next(iter(predict.STUDY.cells(config))) == predict.RELEASED
 
 
 @pytest.mark.parametrize("name", ["blobs", "imdb"])
 def test_an_unknown_variant_is_refused(name):
     with pytest.raises(ValueError, match=r"the variant must be one of .*, got 'large'"):
-        load(name).get_config("large")
+        load(name, "large")
 
 
 @pytest.mark.parametrize(
     ("name", "variant", "missing"),
     [
         ("pneumonia", (), "data set 'pneumonia_mnist' is not prepared"),
-        ("sst2", (), "there is no file at ''; it should be an .npz file .* with the arrays words, vectors, counts"),
+        ("sst2", (), "there is no file at ''; it should be an .npz file with the arrays words, vectors, counts"),
         ("imdb", (), "arrays words, vectors, counts"),
         ("imdb", ("embeddings",), "arrays train_features, .*, public_features"),
-        ("octmnist", (), r"arrays val_images, val_labels, .*run configs/predict/digits.py"),
+        ("octmnist", (), r"arrays val_images, val_labels .*--config.data.path=..., or run the config of the digits"),
     ],
 )
 def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(tmp_path, name, variant, missing):
-    config = load(name).get_config(*variant)
+    config = load(name, *variant)
     if "data_dir" in config.data:
         config.data.data_dir = str(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=missing):
-        experiment.run(config, tmp_path / "run")
+        run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.download
 def test_real_x_rays(tmp_path):
-    config = load("pneumonia").get_config()
+    config = load("pneumonia")
     config.update_from_flattened_dict(
         {
             "references": False,
@@ -113,8 +299,186 @@ def test_real_x_rays(tmp_path):
             "certificate.max_distance": 30,
         }
     )
-    result = experiment.run(config, tmp_path)
+    result = run(config, tmp_path)
     assert result["dataset"] == "pneumonia_mnist/train" and result["private_records"] == 4708
     # Chance is 62.5 %; four standard errors of 100 answers that are right four times in five are 16 %.
     assert result["released"]["per_query"] > 0.625
     assert np.load(tmp_path / "answers.npz")["answers"].shape == (100,)
+    assert sorted(models.load_params(tmp_path / "network.safetensors")) == ["conv_0", "conv_1"]
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("classes", "bias"), [(2, True), (3, True), (3, False)])
+def test_logits_and_loss_are_those_of_a_dense_network(classes, bias):
+    model = Dense(inputs=4, num_classes=classes, hidden=(5,), bias=bias, init_seed=0)
+    start = model.init()
+    example = {"features": jnp.asarray([0.5, -1.0, 2.0, 0.1]), "label": jnp.int32(1)}
+    assert float(model.loss(start, example)) == pytest.approx(math.log(classes), rel=1e-6)  # the last layer is zero
+
+    key = jax.random.key(1)
+    params = jax.tree.map(lambda leaf: leaf + jax.random.normal(key, leaf.shape), start)
+    hidden, last = (
+        {name: np.asarray(leaf, np.float64) for name, leaf in params[layer].items()} for layer in ("dense_0", "dense_1")
+    )
+    x = np.asarray(example["features"], np.float64)
+    x = np.maximum(x @ hidden["kernel"] + hidden.get("bias", 0), 0)
+    z = x @ last["kernel"] + last.get("bias", 0)
+    expected = np.log1p(np.exp(-z[0])) if classes == 2 else np.log(np.exp(z).sum()) - z[1]
+    logits = model.logits(params, example["features"])
+    assert logits.shape == (() if classes == 2 else (3,))
+    np.testing.assert_allclose(logits, z[0] if classes == 2 else z, rtol=1e-5)
+    assert float(model.loss(params, example)) == pytest.approx(expected, rel=1e-5)
+
+    batch = {"features": np.stack([np.asarray(example["features"])] * 2), "label": np.array([0, 1])}
+    assert model.accuracy(params, batch) in (0.0, 0.5)
+
+
+def test_one_step_has_the_distances_of_the_closed_form():
+    config = tiny.predict(certificate__max_distance=60)
+    bench = bench_of(config)
+    _, found, distances = bench.certified(bench.train, len(bench.train["label"]))
+
+    clip, x = config.training.clip, bench.train["features"].astype(np.float64)
+    residuals = np.eye(10)[bench.train["label"]] - 0.1
+    moved = np.stack([np.clip(residuals[:, [c]] * x, -clip, clip).sum(axis=0) for c in range(10)])
+    queries = bench.test["features"].astype(np.float64)
+    logits = queries @ moved.T
+    label = logits.argmax(axis=1)
+    gaps = logits.max(axis=1, keepdims=True) - logits
+    gaps[np.arange(len(label)), label] = np.inf
+    # k records move each entry of the sum by at most k clip, hence a difference of two logits by 2 k clip |x|_1.
+    exact = gaps.min(axis=1) / (2 * clip * np.abs(queries).sum(axis=1))
+    np.testing.assert_array_equal(found, label)
+    inside = np.abs(exact - np.round(exact)) > 0.01  # away from where rounding decides
+    np.testing.assert_array_equal(distances[inside], np.minimum(np.floor(exact), 60)[inside])
+    assert inside.sum() > 500 and np.median(exact) > 5
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("votes", [False, True])
+def test_expected_accuracies_are_those_of_the_answers(classes, votes):
+    generator = np.random.default_rng(0)
+    truth = generator.integers(0, classes, 1600)
+    off = generator.random((6, 1600)) < 0.25
+    label, *members = (truth + off * generator.integers(1, classes, (6, 1600))) % classes
+    distance = generator.integers(0, 9, 1600)
+    pool = teachers.Pool(label, distance, classes, np.stack(members) if votes else None)
+    rows = np.tile(np.arange(1600), 50)
+    key = jax.random.key(7, impl="rbg")
+    for way in teachers.MECHANISMS.values():
+        if way == teachers.SMOOTH and classes > 2:
+            continue
+        accuracy = np.mean(pool.answer(way, 0.4, key, rows) == truth[rows])
+        # 80000 answers, each right or wrong: five standard errors. The vote's expectation has as many draws.
+        tolerance = 5 * math.sqrt(0.25 / 80_000 * (2 if votes and way == teachers.GLOBAL else 1))
+        assert abs(accuracy - pool.expected_accuracy(way, 0.4, truth)) < tolerance
+        assert abs(accuracy - pool.expected_accuracy(way, 0.8, truth)) > tolerance  # the test can tell
+
+
+def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
+    config = tiny.predict(dp_sgd__steps=1, dp_sgd__clip_norm=0.3, dp_sgd__learning_rate=2.0)
+    generator = np.random.default_rng(0)
+    features, label = generator.normal(size=(40, 6)), generator.integers(0, 10, 40)
+    source = data.from_arrays(features=features, label=label, num_classes=10)
+    train = source.gather(np.arange(40))
+    config.training.records = config.dp_sgd.batch_size = 40  # a sampling probability of one: every record takes part
+    model = Dense(inputs=6, num_classes=10, hidden=(), bias=False, init_seed=0)
+    assert 9.9 < epsilon(predict.dp_sgd(config, model, 40).event(0, 1), delta=1e-5) <= 10.0
+
+    monkeypatch.setattr(predict, "calibrate_noise", lambda *_, **__: 0.0)
+    gradients = np.einsum("nc,nd->ndc", 0.1 - np.eye(10)[train["label"]], train["features"].astype(np.float64))
+    norms = np.linalg.norm(gradients, axis=(1, 2), keepdims=True)
+    assert (norms > 0.3).any()
+    for records in (40, 32):  # what is declared, by which sums are divided, and more than that cannot be drawn
+        config.training.records, config.dp_sgd.batch_size = records, 32
+        trainer = predict.dp_sgd(config, model, 40)
+        state = trainer.init(model.init())
+        drawn = trainer.drawn(state)
+        clipped = gradients[drawn] * np.minimum(1, 0.3 / norms[drawn])
+        state, _ = trainer.step(state, source)
+        expected = -2.0 * clipped.sum(axis=0) / 32
+        np.testing.assert_allclose(state.params["dense_0"]["kernel"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_members_are_trained_on_disjoint_parts_with_a_public_normaliser(monkeypatch):
+    bench = bench_of(tiny.predict(ensemble__members=2))
+    seen, certified = [], teachers.Bench.certified
+
+    def spy(self, examples, divisor):
+        seen.append((examples["features"], divisor))
+        return certified(self, examples, divisor)
+
+    monkeypatch.setattr(teachers.Bench, "certified", spy)
+    pool = bench.pools["2 models"]
+    assert pool.votes.shape == (2, 539) and pool.label.shape == pool.distance.shape == (539,)
+    *members, single = seen
+    assert {divisor for _, divisor in members} == {1078 // 2} and single[1] == 1078
+    rows = Counter(part.tobytes() for features, _ in members for part in features)
+    assert rows == Counter(row.tobytes() for row in bench.train["features"])
+
+
+def test_one_record_less_changes_no_setting(monkeypatch):
+    """How many private records there are is private: divisors, distances and probabilities follow what is declared."""
+    config = tiny.predict(certificate__max_distance=2000)
+    bench, settings = bench_of(config), []
+    found = predict.prediction.Certificates(*[np.zeros(1, np.int32)] * 3)
+    monkeypatch.setattr(predict.prediction, "train_with_bounds", lambda *args, **options: settings[-1].append(options))
+    monkeypatch.setattr(predict.prediction, "certify", lambda *args: found)
+    whole = bench.train
+    for count in (1078, 1077):
+        bench.train = teachers._take(whole, np.arange(count))
+        bench.__dict__.pop("pools", None), bench.__dict__.pop("single", None)
+        settings.append([])
+        assert len(bench.pools) == 2
+        settings[-1].append(predict.dp_sgd(config, bench.model, count).event(0, 3))
+    assert len(settings[0]) == 4 and settings[0] == settings[1]
+
+
+def test_the_number_of_records_is_the_declared_one(tmp_path, monkeypatch, capsys):
+    divisors, certified = [], teachers.Bench.certified
+    monkeypatch.setattr(teachers.Bench, "certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1])
+    result = run(tiny.predict(training__records=1000, references=False), tmp_path)
+    assert divisors == [result["private_records"]] == [1000]
+    assert "1000 private records (digits/train)" in capsys.readouterr().out
+
+
+def test_which_inputs_are_asked_about_is_a_public_choice_without_repeats():
+    bench = bench_of(tiny.predict(query_seed=3))
+    chosen = bench.asked(0)
+    assert len(set(chosen.tolist())) == 30 and (np.diff(chosen) > 0).all() and chosen.max() < 539
+    np.testing.assert_array_equal(chosen, bench.asked(0))
+    np.testing.assert_array_equal(bench.asked(1), bench_of(tiny.predict(query_seed=4)).asked(0))
+    assert (chosen != bench.asked(1)).any()
+
+
+def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(predict, "plot_curves", lambda path, curves, **_: drawn.update({path.name: curves}))
+    cheap_plan(monkeypatch)
+    config = tiny.predict(certificate__max_distance=5, repetitions=1, student__repetitions=1)
+    blobs = {"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 200, "test": 120, "seed": 0}
+    with config.ignore_type(), config.unlocked():
+        config.data = ConfigDict(blobs)
+    config.mechanisms = ("global", "smooth", "ours")
+    config.training.records = 200
+    result = run(config, tmp_path)
+    ways = {row["answers"] for row in result["rows"]}
+    assert ways >= {teachers.SMOOTH, teachers.GLOBAL, teachers.OURS}
+
+    assert set(drawn) == FIGURES
+    each = result["epsilon_per_query"]
+    flips = {name: dict(curve) for name, curve in drawn["flips.png"].items()}
+    assert flips["randomised response (ours)"][3] == pytest.approx(math.exp(-3 * each) / (1 + math.exp(each)))
+    assert flips["global sensitivity"][3] == pytest.approx(math.exp(-each / 2) / 2)
+    # P(Cauchy(6 exp(-eps k / 6) / eps) > 1/2)
+    assert flips["Cauchy, paper"][3] == pytest.approx(0.5 - math.atan(each / 12 * math.exp(each / 2)) / math.pi)
+    assert len(flips) == 5
+    for name in ("accuracy_by_epsilon.png", "accuracy_by_queries.png"):
+        assert len(drawn[name]) == 6
+        ours = [accuracy for _, accuracy in drawn[name]["single model, ours"]]
+        assert ours == sorted(ours, reverse=name == "accuracy_by_queries.png")
+    for curve in drawn["certified.png"].values():
+        shares = [share for _, share in curve]
+        assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and len(shares) == 6

@@ -1,15 +1,43 @@
-"""The recalibration launcher as a user runs it."""
+"""Recalibration: what it keeps, what its tables hold, what it refuses."""
 
 import json
+import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from configs.recalibration import cifar10, digits, imagenet
+from jaxdp.privacy import Ledger, PureDpEvent
+from jaxdp.privacy.events import composition
+from launch import frame, recalibrate, simulation
+from launch.simulation import Order
+from tests.launch import tiny
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHIFTS, METHODS = ("clean", "contrast", "fog"), ("Acc-T", "HB split", "one source", "none")
+PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
+
+
+def run(config, root):
+    return frame.run(recalibrate.STUDY, config, root)
+
+
+def settings(config):
+    return list(dict.fromkeys(setting for part in recalibrate.parts(config).values() for setting in part))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recalibrate")
+    return root, run(tiny.recalibrate(), root)
 
 
 def launch(workdir, overrides):
@@ -54,7 +82,262 @@ def test_the_launcher_recalibrates_and_prints_scores_and_costs(tmp_path):
     assert "for public benchmarks only" in process.stdout
 
 
-def test_flags_that_name_no_field_are_refused(tmp_path):
-    process = launch(tmp_path / "run", {"sweep.trails": 5})
-    assert process.returncode != 0 and "trails" in process.stderr
+def float64_scores(logits, labels):
+    """ECE in 15 bins and Brier score of the largest softmax probability."""
+    logits = logits.astype(np.float64)
+    p = 1 / np.exp(logits - logits.max(1, keepdims=True)).sum(1)
+    right = logits.argmax(1) == labels
+    cell = np.minimum(np.floor(p * 15), 14)
+    gaps = [abs((right[cell == b] - p[cell == b]).sum()) for b in range(15)]
+    return sum(gaps) / len(p), np.mean((right - p) ** 2)
+
+
+def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
+    root, result = finished
+    parts = recalibrate.parts(tiny.recalibrate())
+    with np.load(root / "logits" / "fog.npz") as file:
+        logits, labels = file["logits"], file["labels"]
+    order = Order.draw(0, records=len(labels), trials=5, settings=settings(tiny.recalibrate()))
+    for factor in ("sources", "samples", "epsilon"):
+        found = result["cells"]["fog"]["none"][factor]
+        for k, setting in enumerate(parts[factor]):
+            kept = [
+                np.setdiff1d(np.arange(len(labels)), row[: setting.sources * setting.samples]) for row in order.rows
+            ]
+            assert {len(rest) for rest in kept} == {1078 - setting.sources * setting.samples}
+            eces, briers = zip(*(float64_scores(logits[rest], labels[rest]) for rest in kept), strict=True)
+            assert found["ece"][k] == pytest.approx(np.mean(eces), abs=1e-5)
+            assert found["ece_error"][k] == pytest.approx(np.std(eces) / math.sqrt(5), abs=1e-5)
+            assert found["brier"][k] == pytest.approx(np.mean(briers), abs=1e-5)
+    assert result["accuracy"]["fog"] == pytest.approx(np.mean(logits.argmax(1) == labels))
+
+
+def test_tables_hold_what_was_kept(finished):
+    root, result = finished
+    assert result == json.loads((root / "result.json").read_text())
+    kept = {}
+    for shift in SHIFTS:
+        for name in METHODS:
+            row = json.loads((root / "cells" / shift / name.replace(" ", "_") / "row.json").read_text())
+            kept[shift, name] = {part: row[part] for part in PARTS}
+    text = (root / "tables.md").read_text()
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")]
+        for part in text.split("## ")[1:]
+    ]
+    overall, centre, per_shift, no_privacy, costs = ({row[0]: row[1:] for row in table[2:]} for table in tables)
+    for name in METHODS:
+        shifted = [kept[shift, name] for shift in ("contrast", "fog")]  # the clean images do not count
+        for table, factors in ((overall, ("sources", "samples", "epsilon")), (centre, ("centre",))):
+            for column, (score, mean) in enumerate(
+                [("ece", np.median), ("ece", np.mean), ("brier", np.median), ("brier", np.mean)]
+            ):
+                values = [value for cell in shifted for factor in factors for value in cell[factor][score]]
+                assert table[name][column] == f"{mean(values):.4f}"
+    assert overall.keys() == centre.keys() and len(overall["none"]) == 4
+    for table, part in ((per_shift, "centre"), (no_privacy, "no privacy")):
+        assert table["contrast"][0] == f"{result['accuracy']['contrast']:.4f}"
+        assert table["contrast"][1:] == [f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in METHODS]
+        assert list(table) == list(SHIFTS)
+    worst = max(error for cell in kept.values() for part in cell.values() for error in part["ece_error"])
+    assert f"means of 5 trials; the standard error of an ECE is at most {worst:.2g}." in text
+    assert "binning with a single bin would win" in text and "Brier" in text
+    # 3 releases of sensitivity 1 at epsilon 2 are Laplace noise of scale 1.5 from each of 4 sources; 1 release, 0.5.
+    assert costs["Acc-T"][0] == "3" and float(costs["Acc-T"][1]) == pytest.approx(1.5 * math.sqrt(2 * 4), rel=0.01)
+    assert costs["HB split"][0] == "1" and float(costs["HB split"][1]) == pytest.approx(
+        0.5 * math.sqrt(2 * 4), rel=0.01
+    )
+    assert [costs[name][2] for name in costs] == ["2", "2", "inf", "0"]
+
+
+def test_settings_are_not_mixed_up(finished):
+    _, result = finished
+    cell = result["cells"]["contrast"]["HB split"]
+    assert cell["centre"] == {score: values[-1:] for score, values in cell["epsilon"].items()}
+    assert len({cell["no privacy"]["ece"][0], *cell["epsilon"]["ece"]}) == 3
+    for name in ("none", "one source"):  # no noise, whatever epsilon
+        found = result["cells"]["contrast"][name]
+        assert len({found["no privacy"]["ece"][0], *found["epsilon"]["ece"]}) == 1
+    assert result["settings"] == {
+        "sources": [[4, 5, 1.0], [8, 5, 1.0]],
+        "samples": [[4, 5, 1.0], [4, 10, 1.0]],
+        "epsilon": [[4, 10, 0.5], [4, 10, 2.0]],
+        "centre": [[4, 10, 2.0]],
+    }
+    assert cell["sources"]["ece"][0] == cell["samples"]["ece"][0]  # one setting of two factors
+
+
+def test_the_sources_of_the_diagrams_pay_for_every_method(finished):
+    root, result = finished
+    with Ledger(root / "ledger.sqlite") as ledger:
+        assert len(ledger.report(delta=0.0)["datasets"]) == 4
+        for i in range(4):
+            (counts,) = map(composition, ledger.events(f"source {i}").values())
+            assert counts == {PureDpEvent(2.0): 2}
+    diagrams = result["example"]["diagrams"]
+    assert list(diagrams) == ["before", "Acc-T", "HB split"]
+    assert [sum(diagram["counts"]) for diagram in diagrams.values()] == [1078 - 40] * 3
+    assert list(result["example"]["temperatures"]) == ["before", "Acc-T"]
+    assert 0.5 < result["example"]["temperatures"]["Acc-T"] < 3
+
+
+def test_figures_are_drawn(finished):
+    root, _ = finished
+    names = {path.name for path in (root / "figures").iterdir()}
+    assert names == {"clean.png", "contrast.png", "fog.png", "all_shifts.png", "reliability.png"}
+    assert all((root / "figures" / name).stat().st_size > 10_000 for name in names)
+
+
+def test_an_interrupted_experiment_goes_on_where_it_was(finished, tmp_path, monkeypatch):
+    _, result = finished
+    simulate, calls = simulation.simulate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr(simulation, "simulate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny.recalibrate(), tmp_path)
+    assert not (tmp_path / "result.json").exists() and not (tmp_path / "ledger.sqlite").exists()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".npz", ".safetensors")}
+    assert len(kept) == 2 + 1  # logits of the clean images and under contrast, and the classifier
+    kept |= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("row.json")}
+    assert len(kept) == 3 + 4
+    again = run(tiny.recalibrate(), tmp_path)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    assert len(calls) == 1 + 9  # three of four methods under three shifts
+    assert again["cells"] == result["cells"] and again["accuracy"] == result["accuracy"]
+
+
+@pytest.mark.parametrize("place", ["computed", "kept"])
+def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(finished, tmp_path, monkeypatch, place):
+    """The first method was paid for, and its result was lost before it was kept, or after."""
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    for name in ("result.json", "ledger.sqlite", "ledger.sqlite.head", "cells/reliability/fog/row.json"):
+        (tmp_path / name).unlink()
+    module = sys.modules["jaxdp.recalibration.recalibrate"]
+    owner, name = (module, "converse") if place == "computed" else (recalibrate.recalibration, "recalibrate")
+    work, heard = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        heard.append(work(*args, **kwargs))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+        return heard[-1]
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny.recalibrate(), tmp_path)
+    assert list(tmp_path.rglob("secret_seed")) != [] or place == "kept"
+    example = run(tiny.recalibrate(), tmp_path)["example"]
+    first, second = (getattr(found, "parameters", found) for found in heard[:2])
+    assert first.temperature == second.temperature == pytest.approx(example["temperatures"]["Acc-T"])
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for i in range(4):
+            (counts,) = map(composition, ledger.events(f"source {i}").values())
+            assert counts == {PureDpEvent(2.0): 2}  # two methods
+    assert not list(tmp_path.rglob("secret_seed"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("public_benchmark", False, "config.public_benchmark must be True"),
+        ("methods", ("Acc-T", "Acc-U"), "config.method_options.Acc-U.kind has None, which is not one of none, acc_t"),
+        (
+            "method_options.Acc-T.kind",
+            "acc",
+            "kind has 'acc', which is not one of none, acc_t",
+        ),
+        (
+            "method_options.Acc-T.bins",
+            3,
+            "config.method_options.Acc-T has 'bins', which is not one of bracket",
+        ),
+        ("method_options.Acc-T.bracket", (3.0, 0.5), r"bracket must be \(low, high\) with 0 < low < high"),
+        ("method_options.none.bins", 3, "config.method_options.none has 'bins'"),
+        (
+            "data.corruptions",
+            ("clean", "rain"),
+            "config.data.corruptions has 'rain', which is not one of clean",
+        ),
+        (
+            "figures.methods",
+            ("Acc-T", "ECE-T"),
+            "config.figures.methods has 'ECE-T', which is not one of Acc-T",
+        ),
+        ("figures.reliability_shift", "snow", "config.figures.reliability_shift has 'snow'"),
+        (
+            "figures.reliability_methods",
+            ("none",),
+            "config.figures.reliability_methods has 'none', which",
+        ),
+        ("figures.reliability_methods", (), "config.figures.reliability_methods must be one to three, got 0"),
+        ("sweep.trials", 0, "config.sweep.trials must be an integer of at least 1, got 0"),
+        ("sweep.adjacency", "remove", "adjacency must be one of .*, got 'remove'"),
+        ("sweep.samples.values", (), "config.sweep.samples must have values"),
+        (
+            "sweep.samples.samples",
+            3,
+            "config.sweep.samples must have values, the samples to try, and fix the other two",
+        ),
+        ("sweep.sources.values", (0, 4), "config.sweep.sources.values must be an integer of at least 1"),
+        ("sweep.epsilon.values", (math.inf,), "config.sweep.epsilon.values must be positive"),
+        ("sweep.epsilon.values", (1e-12,), "epsilon=1e-12 needs more noise than exact sums hold"),
+        ("sweep.centre.samples", 500, "sources x samples must be below 1078, the number of records, got 2000"),
+        ("sweep.centre.factor", 3, "config.sweep.centre must fix sources, samples, epsilon, but it names"),
+        ("model.preprocessing", None, "config.model.preprocessing must be given"),
+        ("data.parts.public", 0.5, "config.data.parts must add up to at most 1797"),
+        ("data.parts", {"test": 0.6}, "config.data.parts.public must name images to train the classifier on"),
+    ],
+)
+def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
+    config = tiny.recalibrate()
+    *parents, last = field.split(".")
+    part = config
+    for name in parents:
+        part = part[name]
+    with config.unlocked(), part.unlocked(), part.ignore_type():
+        part[last] = value
+    with pytest.raises(ValueError, match=message):
+        run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        cifar10.get_config(),
+        cifar10.get_config("checkpoint"),
+        digits.get_config(),
+        imagenet.get_config(),
+        imagenet.get_config("convnext"),
+    ],
+    ids=["cifar10", "checkpoint", "digits", "imagenet", "convnext"],
+)
+def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
+    if config.model.name in ("vit_b16", "convnext_tiny"):
+        config.model.checkpoint = "model.safetensors"
+    *cells, _ = recalibrate.STUDY.cells(config)
+    assert {"Acc-T", "NLL-T", "ECE-T", "HB published", "none", "one source"} <= {cell.method for cell in cells}
+    assert recalibrate.parts(config)["centre"][0].epsilon == 1
+    assert set(config) == set(cifar10.get_config())
+    json.loads(config.to_json())
+
+
+def test_the_paper_s_factors():
+    cifar = recalibrate.parts(cifar10.get_config())
+    assert cifar["sources"][-1] == (250, 10, 1.0) and cifar["samples"][-1] == (50, 50, 1.0)
+    assert cifar["epsilon"][0] == (50, 30, 0.2) and cifar["centre"] == [(50, 30, 1.0)]
+    large = recalibrate.parts(imagenet.get_config())
+    assert large["sources"][-1] == (2000, 10, 1.0) and large["samples"][-1] == (100, 100, 1.0)
+    assert large["epsilon"][0] == (100, 50, 0.2)
+
+
+@pytest.mark.parametrize(("module", "variant"), [(cifar10, "small"), (imagenet, "resnet")])
+def test_an_unknown_variant_is_refused(module, variant):
+    with pytest.raises(ValueError, match=f"must be '.*' or '.*', got '{variant}'"):
+        module.get_config(variant)

@@ -172,3 +172,43 @@ LIFECYCLE = {
 def lifecycle(**changes: Any) -> Any:
     """The bundled digits."""
     return _config("lifecycle_digits", LIFECYCLE, changes)
+
+
+PREDICT = {
+    "repetitions": 3,
+    "data.features.dimensions": 6,
+    "certificate.max_distance": 12,
+    "prediction.queries": 30,
+    "ensemble.members": 2,
+    "student.steps": 3,
+    "student.repetitions": 2,
+    "dp_sgd.steps": 3,
+    "dp_sgd.batch_size": 64,
+    "dp_sgd.runs": 2,
+}
+
+
+def predict(**changes: Any) -> Any:
+    """The bundled digits."""
+    return _config("predict.digits", PREDICT, changes)
+
+
+def recalibrate(**changes: Any) -> Any:
+    """The bundled digits under three shifts."""
+    config = _config("recalibration.digits", {}, {})
+    config.data.corruptions = ("clean", "contrast", "fog")
+    config.model.options.hidden = (16,)
+    config.train.steps = 20
+    config.methods = ("Acc-T", "HB split", "one source", "none")
+    config.method_options["Acc-T"].iterations = 2
+    config.method_options["one source"].iterations = 2
+    config.sweep.trials = 5
+    config.sweep.sources = {"values": (4, 8), "samples": 5, "epsilon": 1.0}
+    config.sweep.samples = {"values": (5, 10), "sources": 4, "epsilon": 1.0}
+    config.sweep.epsilon = {"values": (0.5, 2.0), "sources": 4, "samples": 10}
+    config.sweep.centre = {"sources": 4, "samples": 10, "epsilon": 2.0}
+    config.figures.methods = ("Acc-T", "none")
+    config.figures.reliability_shift = "fog"
+    config.figures.reliability_methods = ("Acc-T", "HB split")
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    return config

@@ -22,7 +22,8 @@ from jaxdp.recalibration import (
     recalibrate,
 )
 from jaxdp.recalibration.protocol import Scale
-from jaxdp.recalibration.sweep import Order, Setting, _noise, _Trials, one_source, reach, simulate, unchanged
+from launch import simulation
+from launch.simulation import Order, Setting, _noise, reach, simulate, unchanged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WIDE = Bracket(low=0.5, high=16.0)
@@ -64,7 +65,7 @@ def judged(found, records, order, trial, setting):
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_without_noise_a_trial_is_a_call_on_its_sources(method, records, order):
     outcomes = simulate(method, records, order, SETTINGS, key=jax.random.key(0))
-    alone = one_source(method, records, order, SETTINGS)
+    alone = simulate(method, records, order, SETTINGS, key=None)
     for setting, outcome, single in zip(SETTINGS, outcomes, alone, strict=True):
         for trial in range(TRIALS):
             rows = np.asarray(order.rows[trial])[: setting.sources * setting.samples].reshape(setting.sources, -1)
@@ -113,9 +114,8 @@ def test_every_temperature_that_random_answers_lead_to_is_tabulated(method):
             assert np.abs(table / temperature - 1).min() < 1e-5
 
 
-def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order):
-    trials = _Trials.of(METHODS[0], records, order)
-    moved = [sums._replace(temperatures=sums.temperatures * 1.01) for sums in trials.answers]
-    trials = _Trials(trials.method, records, order, tuple(moved), trials.fits)
-    outcome = trials.run(SETTINGS[0], asked=40)
-    assert np.isnan(outcome.ece).all()
+def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order, monkeypatch):
+    asked, ends = reach(METHODS[0])
+    monkeypatch.setattr(simulation, "reach", lambda _: ([1.01 * temperatures for temperatures in asked], ends))
+    for outcome in simulate(METHODS[0], records, order, SETTINGS, key=None):
+        assert np.isnan(outcome.ece).all()

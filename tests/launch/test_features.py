@@ -1,15 +1,18 @@
-"""Features of the prediction experiments: public maps, one record at a time, and data from every kind of source."""
+"""Features of private prediction: made of one record at a time, from data of every kind."""
 
 import os
+import pathlib
 from collections import Counter
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 from jaxdp import data
-from jaxdp.prediction import FeatureMap, tasks
+from jaxdp.models import save_params
+from jaxdp.prediction.features import FeatureMap
+from launch import data as studies
+from launch import features
 
 FEATURES = {"dimensions": 0, "whiten": 1.0, "radius": 1.0}
 
@@ -18,57 +21,8 @@ def rows(source):
     return source.gather(np.arange(len(source)))
 
 
-# --- The linear map --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [400, 12])  # more and fewer vectors than coordinates: two ways to find the axes
-def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
-    public = np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0
-    found = FeatureMap.from_public(public, whiten=1.0)
-    mapped = (public - found.mean) @ found.matrix
-    np.testing.assert_allclose(mapped.mean(axis=0), 0, atol=1e-9)
-    np.testing.assert_allclose(mapped.T @ mapped / count, np.eye(min(20, count - 1)), atol=1e-8)
-
-
-def test_the_leading_axes_are_those_of_the_covariance_scaled_by_a_power_of_their_deviation():
-    public = np.random.default_rng(1).normal(size=(300, 6)) * np.array([9.0, 5.0, 3.0, 2.0, 1.0, 0.5])
-    found = FeatureMap.from_public(public, dimensions=2, whiten=0.5)
-    variances, axes = np.linalg.eigh(np.cov(public.T, bias=True))
-    expected = axes[:, ::-1][:, :2] / variances[::-1][:2] ** 0.25
-    np.testing.assert_allclose(np.abs(found.matrix), np.abs(expected), rtol=1e-6)
-
-
-def test_weights_count_like_repeated_vectors():
-    public = np.random.default_rng(2).normal(size=(30, 4))
-    times = np.arange(30) % 3
-    weighted, repeated = (
-        FeatureMap.from_public(public, weights=times),
-        FeatureMap.from_public(np.repeat(public, times, axis=0)),
-    )
-    np.testing.assert_allclose(weighted.mean, repeated.mean, rtol=1e-12)
-    np.testing.assert_allclose(np.abs(weighted.matrix), np.abs(repeated.matrix), rtol=1e-8)
-
-
-def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
-    public = np.random.default_rng(3).normal(size=(50, 4))
-    found = FeatureMap.from_public(public, radius=2.5)
-    mapped = found(np.concatenate([public, found.mean[None]]))
-    assert mapped.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(mapped[:-1], axis=1), 2.5, rtol=1e-6)
-    assert (mapped[-1] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("public", "options", "message"),
-    [
-        (np.zeros((1, 3)), {}, "at least two vectors"),
-        (np.zeros(3), {}, r"got shape \(3,\)"),
-        (np.eye(4), {"dimensions": 4}, "dimensions=4 exceeds the 3"),
-    ],
-)
-def test_a_sample_that_determines_no_map_is_refused(public, options, message):
-    with pytest.raises(ValueError, match=message):
-        FeatureMap.from_public(public, **options)
+def load(config, network="nowhere.safetensors"):
+    return features.load(config, pathlib.Path(network))
 
 
 # --- Blobs -----------------------------------------------------------------------------------------------------------
@@ -76,7 +30,7 @@ def test_a_sample_that_determines_no_map_is_refused(public, options, message):
 
 def test_blobs_are_the_two_gaussians_with_their_powers():
     config = ConfigDict({"kind": "blobs", "separation": 1.25, "std": 0.35, "train": 20_000, "test": 1000, "seed": 0})
-    task = tasks.load(config)
+    task = load(config)
     features, label = rows(task.train)["features"].astype(np.float64), rows(task.train)["label"]
     assert features.shape == (20_000, 6) and task.train.num_classes == 2 and len(task.test) == 1000
     for value, sign in ((0, -1), (1, 1)):
@@ -97,19 +51,17 @@ def digits_config(**changes):
         "kind": "images",
         "source": "bundled",
         "name": "digits",
-        "public_fraction": 0.1,
-        "test_fraction": 0.3,
         "split_seed": 0,
+        "parts": {"public": 0.1, "private": 0.6, "test": 0.3},
         "classes": (),
         "keep": (),
-        "network": {"name": ""},
         "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
     }
     return ConfigDict({**config, **changes})
 
 
 def test_digits_are_split_and_mapped_on_public_images_only():
-    task = tasks.load(digits_config())
+    task = load(digits_config())
     assert (len(task.train), len(task.test), task.train.num_classes) == (1078, 539, 10)
     public, private, test = data.bundled("digits").split([0.1, 0.6, 0.3], seed=0)
     pixels = [rows(part)["image"].reshape(len(part), -1) for part in (public, private, test)]
@@ -134,71 +86,102 @@ def medmnist_config(path, **changes):
     fields = {
         "path": str(path),
         "num_classes": 4,
-        "public_split": "val",
-        "private_split": "train",
-        "test_split": "test",
+        "parts": {"public": "val", "private": "train", "test": "test"},
+        "features": {"dimensions": 8, "whiten": 1.0, "radius": 1.0},
     }
-    features = {"dimensions": 8, "whiten": 1.0, "radius": 1.0}
-    return digits_config(source="npz", name="octmnist", features=features, **fields, **changes)
+    return digits_config(source="npz", name="octmnist", **{**fields, **changes})
 
 
 def test_two_classes_of_a_medmnist_file(tmp_path):
     arrays = medmnist(tmp_path / "octmnist.npz")
-    task = tasks.load(medmnist_config(tmp_path / "octmnist.npz", classes=(3, 2)))
+    task = load(medmnist_config(tmp_path / "octmnist.npz", classes=(3, 2)))
     kept = arrays["train_labels"][:, 0] >= 2
     assert task.train.num_classes == 2 and len(task.train) == kept.sum()
     np.testing.assert_array_equal(rows(task.train)["label"], arrays["train_labels"][kept, 0] == 2)
 
 
-def test_which_images_of_a_class_are_kept_depends_on_each_image_alone():
-    generator = np.random.default_rng(0)
-    image, label = generator.random((4000, 2, 2, 1), np.float32), generator.integers(0, 3, 4000)
-    kept, renamed = tasks._select((image, label), (2, 1), (0.25, 1.0))
-    counts = Counter(label.tolist())
-    assert Counter(renamed.tolist())[1] == counts[1]
-    # About 1333 coins of probability 1/4: six standard deviations are 95.
-    assert abs(Counter(renamed.tolist())[0] - 0.25 * counts[2]) < 95
-    again, _ = tasks._select((image[1:], label[1:]), (2, 1), (0.25, 1.0))
-    first = label[0] != 0 and (kept[0] == image[0]).all()
-    np.testing.assert_array_equal(again, kept[1:] if first else kept)
+def test_which_images_of_a_class_are_kept_depends_on_each_image_alone(tmp_path):
+    arrays = medmnist(tmp_path / "file.npz")
+    config = medmnist_config(tmp_path / "file.npz", classes=(2, 1), keep=(0.25, 1.0))
+    config.parts = {"public": "val", "private": "test", "test": "train"}  # the largest
+    kept = rows(load(config).test)
+    counts, renamed = Counter(arrays["train_labels"][:, 0].tolist()), Counter(kept["label"].tolist())
+    assert renamed[1] == counts[1]
+    # About 150 coins of probability 1/4: six standard deviations are 32.
+    assert abs(renamed[0] - 0.25 * counts[2]) < 32
+    for name in ("train_images", "train_labels"):
+        arrays[name] = arrays[name][1:]
+    np.savez(tmp_path / "fewer.npz", **arrays)
+    config.path = str(tmp_path / "fewer.npz")
+    fewer = rows(load(config).test)
+    first = len(kept["label"]) - len(fewer["label"])
+    assert first in (0, 1)
+    np.testing.assert_array_equal(fewer["features"], kept["features"][first:])
+
+
+def test_as_many_shares_as_classes(tmp_path):
+    medmnist(tmp_path / "file.npz")
+    with pytest.raises(ValueError, match=r"config\.data\.keep must have a share for each of 2 classes"):
+        load(medmnist_config(tmp_path / "file.npz", classes=(2, 1), keep=(0.25,)))
+
+
+def test_a_part_of_a_file_has_one_role(tmp_path):
+    medmnist(tmp_path / "file.npz")
+    parts = {"public": "val", "private": "train", "test": "val"}
+    with pytest.raises(ValueError, match=r"config\.data\.parts has 'val' for several roles"):
+        load(medmnist_config(tmp_path / "file.npz", parts=parts))
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"kind": "sound"}, ValueError, "config.data.kind must be one of .*, got 'sound'"),
+        (
+            {"kind": "sound"},
+            ValueError,
+            "config.data.kind has 'sound', which is not one of blobs, images",
+        ),
         ({"source": "web"}, ValueError, "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"),
     ],
 )
 def test_unknown_kinds_and_sources_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
-        tasks.load(digits_config(**changes))
+        load(digits_config(**changes))
 
 
 def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file at .*train_images, .*configs/predict/digits.py"):
-        tasks.load(medmnist_config(tmp_path / "octmnist.npz"))
+    with pytest.raises(FileNotFoundError, match=r"no file at .*val_images, .*--config.data.path=..., or run"):
+        load(medmnist_config(tmp_path / "octmnist.npz"))
     medmnist(tmp_path / "octmnist.npz", leave_out=("val_labels",))
     with pytest.raises(ValueError, match=r"has no array val_labels; it has .*\. It should hold val_images, "):
-        tasks.load(medmnist_config(tmp_path / "octmnist.npz"))
+        load(medmnist_config(tmp_path / "octmnist.npz"))
 
 
-def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(tmp_path, monkeypatch, capsys):
-    network = {"name": "fashion_mnist", "split": "train", "steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
-    config = medmnist_config(tmp_path / "file.npz", network=network, data_dir=str(tmp_path / "nowhere"))
-    extract, params, origin = tasks._network(config)
-    assert "fashion_mnist is not there" in capsys.readouterr().out
-    assert origin.endswith("trained on digits") and sorted(params) == ["conv_0", "conv_1"]
+def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(tmp_path, capsys):
+    medmnist(tmp_path / "file.npz")
+    network = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
+    parts = {"upstream": "fashion_mnist/train", "public": "val", "private": "train", "test": "test"}
+    config = medmnist_config(tmp_path / "file.npz", network=network, parts=parts, data_dir=str(tmp_path / "nowhere"))
+    task = load(config)
+    assert "fashion_mnist/train is not there" in capsys.readouterr().out
+    assert "trained on digits" in task.provenance and sorted(task.network) == ["conv_0", "conv_1"]
+    save_params(tmp_path / "network.safetensors", task.network)
+    config.network.steps = 10**6  # it is there, and not trained
+    np.testing.assert_array_equal(
+        rows(load(config, tmp_path / "network.safetensors").train)["features"], rows(task.train)["features"]
+    )
 
-    monkeypatch.setattr(tasks, "_BATCH", 8)
     images = np.random.default_rng(0).random((11, 28, 28, 1), np.float32)
-    features = extract(images)
-    assert features.shape == (11, 3200)
-    alone = tasks._Convolutions().apply({"params": params}, tasks._standardise(jnp.asarray(images[-1:])))
-    np.testing.assert_allclose(features[-1:], alone, rtol=1e-4, atol=1e-5)
+
+    def extract(images):
+        return features._vectors(task.network, data.from_arrays(image=images, label=[0] * len(images), num_classes=2))
+
+    found = extract(images)
+    assert found.shape == (11, 3200)
+    np.testing.assert_allclose(found[-1:], extract(images[-1:]), rtol=1e-4, atol=1e-5)
     # Brightness and contrast of an image do not matter, what it shows does.
-    np.testing.assert_allclose(extract(0.5 * images[:2] + 0.2), features[:2], atol=0.05 * features.max())
-    assert np.abs(features[0] - features[1]).max() > 0.1 * features.max()
+    np.testing.assert_allclose(extract(0.5 * images[:2] + 0.2), found[:2], atol=0.05 * found.max())
+    assert np.abs(found[0] - found[1]).max() > 0.1 * found.max()
+    np.testing.assert_allclose(extract(np.repeat(images[:2], 3, axis=3)), found[:2], rtol=1e-4, atol=1e-5)
 
 
 # --- Text ------------------------------------------------------------------------------------------------------------
@@ -208,15 +191,15 @@ TREEBANK = "i do n't think it 's well-made ... great ! ! ca n't , `` no ''"
 
 
 def test_tokens_are_split_as_the_treebank_does():
-    assert " ".join(tasks.tokenize("I don't think it's WELL-made... <br />Great!! can't, ``no''")) == TREEBANK
-    assert " ".join(tasks.tokenize(TREEBANK)) == TREEBANK
+    assert " ".join(features.tokenize("I don't think it's WELL-made... <br />Great!! can't, ``no''")) == TREEBANK
+    assert " ".join(features.tokenize(TREEBANK)) == TREEBANK
 
 
 def test_words_after_a_negation_change_sign_up_to_the_end_of_the_clause():
-    tokens = tasks.tokenize("a good film , not a good one at all , never good")
-    assert tasks._signs(tokens, 3) == [1, 1, 1, 1, 1, -1, -1, -1, 1, 1, 1, 1, -1]
-    assert tasks._signs(["not", "good", ",", "good"], 3) == [1, -1, -1, 1]
-    assert tasks._signs(tokens, 0) == [1] * len(tokens)
+    tokens = features.tokenize("a good film , not a good one at all , never good")
+    assert features._signs(tokens, 3) == [1, 1, 1, 1, 1, -1, -1, -1, 1, 1, 1, 1, -1]
+    assert features._signs(["not", "good", ",", "good"], 3) == [1, -1, -1, 1]
+    assert features._signs(tokens, 0) == [1] * len(tokens)
 
 
 WORDS = ["good", "bad", "film", "the", "not"]
@@ -231,8 +214,9 @@ def text_config(tmp_path, monkeypatch):
     config = {
         "kind": "text",
         "name": "sentences",
-        "private_split": "train",
-        "test_split": "test",
+        "data_dir": "",
+        "field": "sentence",
+        "parts": {"private": "train", "test": "test"},
         "word_vectors": str(tmp_path / "vectors.npz"),
         "weight": 0.01,
         "negation": 3,
@@ -242,12 +226,14 @@ def text_config(tmp_path, monkeypatch):
     def load(sentences):
         read = {"train": sentences, "test": ["good film", "bad"]}
         monkeypatch.setattr(
-            tasks, "_read_text", lambda _, split: (read[split], np.arange(len(read[split]), dtype=np.int32) % 2)
+            studies,
+            "texts",
+            lambda name, split, field, data_dir: (read[split], np.arange(len(read[split]), dtype=np.int32) % 2),
         )
         apart = []
-        monkeypatch.setattr(tasks, "_check_disjoint", lambda config, *fields: apart.append(fields))
-        found = rows(tasks.load(ConfigDict(config)).train)["features"]
-        assert apart == [("private_split", "test_split")]
+        monkeypatch.setattr(data, "check_disjoint", lambda parts: apart.append(list(parts)))
+        found = rows(features.load(ConfigDict(config), tmp_path / "none").train)["features"]
+        assert apart == [["config.data.parts.private", "config.data.parts.test"]]
         return found
 
     return load, vectors.astype(np.float64), counts / counts.sum()
@@ -296,11 +282,11 @@ def test_text_is_read_from_tfds_without_tensorflow(tmp_path):
     # Within a package TFDS 4.9.10 imports importlib_resources to write, which it does not depend on.
     Builder.__module__ = "__main__"
     Builder(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-    config = ConfigDict({"name": "tiny_reviews", "data_dir": str(tmp_path), "field": "sentence"})
-    sentences, label = tasks._read_text(config, "train")
+    where = {"field": "sentence", "data_dir": str(tmp_path)}
+    sentences, label = studies.texts("tiny_reviews", "train", **where)
     assert sorted(zip(sentences, label.tolist(), strict=True)) == [("bad", 0), ("good — film", 1)]
     with pytest.raises(ValueError, match="split 'unlabelled' of data set 'tiny_reviews' has no labels"):
-        tasks._read_text(config, "unlabelled")
+        studies.texts("tiny_reviews", "unlabelled", **where)
 
 
 # --- Embeddings ------------------------------------------------------------------------------------------------------
@@ -312,7 +298,7 @@ def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
     labels = {f"{part}_labels": generator.integers(0, 3, 40) for part in ("train", "test")}
     np.savez(tmp_path / "file.npz", **arrays, **labels)
     config = {"kind": "embeddings", "name": "texts", "path": str(tmp_path / "file.npz"), "num_classes": 3}
-    task = tasks.load(ConfigDict({**config, "features": FEATURES}))
+    task = load(ConfigDict({**config, "features": FEATURES}))
     expected = FeatureMap.from_public(arrays["public_features"])(arrays["test_features"])
     np.testing.assert_array_equal(rows(task.test)["features"], expected)
     assert task.train.num_classes == 3 and task.train.name == "texts/train"
@@ -321,10 +307,8 @@ def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
 @pytest.mark.download
 def test_the_real_texts_and_images(tmp_path):
     directory = os.environ["JAXDP_DATA_DIR"]
-    sentences, label = tasks._read_text(
-        ConfigDict({"name": "glue/sst2", "data_dir": directory, "field": "sentence"}), "validation"
-    )
+    sentences, label = studies.texts("glue/sst2", "validation", "sentence", data_dir=directory)
     assert len(sentences) == 872 and label.sum() == 444
-    fields = {"public_split": "val", "private_split": "train", "test_split": "test", "data_dir": directory}
-    task = tasks.load(digits_config(source="tfds", name="pneumonia_mnist", **fields))
+    fields = {"parts": {"public": "val", "private": "train", "test": "test"}, "data_dir": directory}
+    task = load(digits_config(source="tfds", name="pneumonia_mnist", **fields))
     assert (len(task.train), len(task.test), task.train.num_classes) == (4708, 624, 2)

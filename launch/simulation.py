@@ -1,15 +1,15 @@
 """Hundreds of simulated recalibrations at once: trials x sources x samples x epsilon, one program per method.
 
-A search of K steps can ask about some 2^K temperatures only, whatever it is answered. So what every record contributes
-to every question is a table that is made once; a trial's exact answers are sums of its rows; and as all settings of a
-trial take records in the same order, these are sums over the beginnings of that order. The test split is the rest: its
-sums are those of all records less the trial's. What remains per trial is noise and a few comparisons.
+A search of K steps can ask about some 2^K temperatures only, whatever it is answered. So a table, made once, has what
+every record contributes to every question. A trial's exact answers are sums of its rows. All settings of a trial take
+records in the same order, so these are sums over the beginnings of that order. The test split is the rest: its sums are
+those of all records less the trial's. What remains per trial is noise and a few comparisons.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,19 +21,11 @@ from jaxdp.recalibration.methods import confidence
 from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records, Scale, noise_scale, play, summands
 
-Summand = Callable[[Records, jax.Array], jax.Array]
-
 _ECE_BINS = 15
 
 
 class Setting(NamedTuple):
-    """One point of a sweep.
-
-    Attributes:
-      sources: d.
-      samples: n, records of each source.
-      epsilon: of each source; `math.inf` is no privacy.
-    """
+    """One point of a sweep: how many sources, how many records each has, and its epsilon; `math.inf` is no privacy."""
 
     sources: int
     samples: int
@@ -45,31 +37,19 @@ class Outcome(NamedTuple):
 
     Attributes:
       ece: expected calibration error in 15 equally wide bins.
-      brier: mean squared difference between the confidence and whether the prediction is right. Unlike the ECE it does
-        not reward a confidence that is the same for all records.
+      brier: mean squared difference between the confidence and whether the prediction is right.
     """
 
     ece: np.ndarray
     brier: np.ndarray
 
 
-class Reach(NamedTuple):
-    """What a method can ask and what it can end with.
-
-    Attributes:
-      asked: per round, every temperature, ascending.
-      ends: every final temperature, ascending; none for methods that end with bins.
-    """
-
-    asked: tuple[np.ndarray, ...]
-    ends: np.ndarray
-
-
 @functools.cache
-def reach(method: Any) -> Reach:
-    """Plays against all scripts of answers that are smaller or larger than all before, of either sign.
+def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns all temperatures that a method can ask about in each round, and all that it can end with, ascending.
 
-    Every comparison that a search can make comes out either way in one of them.
+    It is played against all scripts of answers of either sign that are smaller or larger than all before: in some of
+    them any comparison that a search can make comes out either way. A method that ends with bins has no last ones.
     """
     sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3, 3 + method.rounds)]
     scripts = jnp.asarray(list(itertools.product(*sizes)), jnp.float32)
@@ -87,7 +67,7 @@ def reach(method: Any) -> Reach:
         return asked, getattr(play(method, ask, 0.0), "temperature", None)
 
     asked, ends = jax.jit(jax.vmap(one))(scripts)
-    return Reach(tuple(np.unique(t) for t in asked), np.zeros(0, np.float32) if ends is None else np.unique(ends))
+    return [np.unique(t) for t in asked], np.zeros(0, np.float32) if ends is None else np.unique(ends)
 
 
 class Order(NamedTuple):
@@ -95,7 +75,7 @@ class Order(NamedTuple):
 
     Attributes:
       rows: int32 [trials, longest], the records that come first.
-      rank: int32 [trials, N], the place of each record in the order; N for those that come later.
+      rank: int32 [trials, N], the place of each record in the order; N for the others.
       ends: lengths of the beginnings that are used, ascending.
     """
 
@@ -105,7 +85,7 @@ class Order(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int, *, records: int, trials: int, settings: Sequence[Setting]) -> "Order":
-        """Independent random orders; ValueError if a setting leaves no record for the test split."""
+        """Returns independent random orders; ValueError if a setting leaves no record for the test split."""
         ends = sorted({n for s in settings for n in (s.samples, s.sources * s.samples)})
         if ends[-1] >= records:
             raise ValueError(f"sources x samples must be below {records}, the number of records, got {ends[-1]}.")
@@ -117,7 +97,7 @@ class Order(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the beginnings of the trials' orders, and over all records, of s numbers at T temperatures.
+    """Sums of s numbers at T temperatures, over P beginnings of the trials' orders, and over all records.
 
     Attributes:
       temperatures: float32 [T].
@@ -130,15 +110,19 @@ class Sums(NamedTuple):
     everyone: jax.Array
 
     @classmethod
-    def of(cls, summand: Summand, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
-        """Of summand(records, temperature) -> [N, s]."""
+    def of(cls, summand: Any, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
+        """Returns the sums of `summand(records, temperature) -> [N, s]`."""
         at = jnp.asarray(temperatures, jnp.float32)
         table = _table(summand, records, at)
         sums = _beginnings(table.reshape(len(table), -1), order.rows, order.ends)
         return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
 
+    def of_first(self, count: int, order: Order) -> "Sums":
+        """Returns those over the first `count` records of each trial, without the axis P."""
+        return self._replace(beginnings=self.beginnings[:, order.ends.index(count)])
+
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Sums over a beginning and over all, [s] each, for one trial and beginning; and whether T is in the table."""
+        """For one trial and beginning, its sums and those of all records, [s] each; and whether T is in the table."""
         nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
         there = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
         return self.beginnings[nearest], self.everyone[nearest], there
@@ -148,7 +132,7 @@ _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _table(summand: Summand, records: Records, temperatures: jax.Array) -> jax.Array:
+def _table(summand: Any, records: Records, temperatures: jax.Array) -> jax.Array:
     """What every record adds at every temperature, [N, T, s]."""
     return jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
 
@@ -164,15 +148,10 @@ def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax
     return jax.lax.map(one, rows)
 
 
-def _gaps(confidence: jax.Array, right: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bins of the ECE, int32 [n], and weighted differences between what is right and the confidence, [n]."""
-    return equal_width_bin(confidence, _ECE_BINS), (right - confidence) * weight
-
-
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
     """What records [N] add to the ECE's bins and to the Brier score at a temperature, float32 [N, 16]."""
     p = confidence(records.logits, temperature)
-    bins, gap = _gaps(p, records.correct.astype(jnp.float32), jnp.ones(len(p)))
+    bins, gap = equal_width_bin(p, _ECE_BINS), records.correct.astype(jnp.float32) - p
     return jnp.concatenate([jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
 
 
@@ -181,16 +160,16 @@ def _outcome(fit: jax.Array, tested: int) -> Outcome:
     return Outcome(np.asarray(jnp.abs(fit[:, :-1]).sum(1) / tested), np.asarray(fit[:, -1] / tested))
 
 
-# --- Methods over all settings --------------------------------------------------------------------------------------
+# --- Methods over all settings ----------------------------------------------------------------------------------------
 
 
 def simulate(
-    method: Method,
+    method: Any,
     records: Records,
     order: Order,
     settings: Sequence[Setting],
     *,
-    key: jax.Array,
+    key: jax.Array | None,
     adjacency: Adjacency = "add_remove",
 ) -> list[Outcome]:
     """Recalibrates in every trial of every setting, and judges on the records that the trial did not use.
@@ -198,39 +177,50 @@ def simulate(
     Args:
       method: a search for a temperature, or a `Binning`.
       records: N labelled logits, all valid.
-      order: of these records.
-      settings: those for which `order` was drawn.
-      key: typed key of the noise.
+      order: of these records, drawn for these settings.
+      settings: what is simulated.
+      key: typed key of the noise, which is continuous: answers are not rounded to its steps. None is the baseline of
+        the first source that recalibrates for itself, without noise.
       adjacency: as in `recalibrate`.
 
     Returns:
-      One outcome per setting. Noise is continuous, of the scale of `protocol.release`, and answers are
-      not rounded to its steps.
+      One outcome per setting.
     """
+    asked, ends = reach(method)
+    answers = [Sums.of(_Asked(method, k), records, at, order) for k, at in enumerate(asked)]
+    fits = Sums.of(_fit_at, records, ends, order) if ends.size else None
+    shape = (len(order.rows), method.rounds, answers[0].everyone.shape[1])
     outcomes = []
-    trials = _Trials.of(method, records, order)
-    for index, setting in enumerate(settings):
-        scale = noise_scale(method, epsilon=setting.epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
-        asked = setting.sources * setting.samples
-        outcomes.append(trials.run(setting, asked=asked, key=jax.random.fold_in(key, index), scale=scale))
+    for index, (sources, samples, epsilon) in enumerate(settings):
+        drawn, variance, used = jnp.zeros(shape), 0.0, sources * samples
+        if key is not None:
+            scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
+            if scale is not None:
+                drawn = _noise(jax.random.fold_in(key, index), shape, sources, scale)
+                variance = scale.variance * sources
+        heard = samples if key is None else used
+        found = _play(method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance)
+        if fits is not None:
+            fit = _rest(fits.of_first(used, order), found.temperature)
+        else:
+            fit = _curve_fits(method, found, records, order.rank >= used)
+        outcomes.append(_outcome(fit, len(records.labels) - used))
     return outcomes
 
 
-def one_source(method: Method, records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
-    """The baseline of the first source alone, without noise, judged as in `simulate`."""
-    trials = _Trials.of(method, records, order)
-    return [trials.run(setting, asked=setting.samples) for setting in settings]
-
-
 def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
-    """The baseline without recalibration, judged as in `simulate`."""
-    fits = Sums.of(_fit_at, records, np.ones(1), order)
-    return [_judge(fits, jnp.ones(len(order.rows)), order, setting) for setting in settings]
+    """Returns the outcomes without recalibration."""
+    fits, outcomes = Sums.of(_fit_at, records, np.ones(1), order), []
+    for setting in settings:
+        used = setting.sources * setting.samples
+        fit = _rest(fits.of_first(used, order), jnp.ones(len(order.rows)))
+        outcomes.append(_outcome(fit, len(records.labels) - used))
+    return outcomes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What records add in a round; equal, and so compiled once, for equal methods."""
+    """What records add in a round. Two of equal methods are equal, and so compiled once."""
 
     method: Any
     k: int
@@ -239,50 +229,11 @@ class _Asked:
         return summands(self.method, self.k, records, temperature)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Trials:
-    """A method's tables for one set of records.
-
-    Attributes:
-      answers: exact sums per round.
-      fits: what the test splits say of every final temperature; None for a `Binning`.
-    """
-
-    method: Any
-    records: Records
-    order: Order
-    answers: tuple[Sums, ...]
-    fits: Sums | None
-
-    @classmethod
-    def of(cls, method: Any, records: Records, order: Order) -> "_Trials":
-        asked, ends = reach(method)
-        answers = tuple(
-            Sums.of(_Asked(method, k), records, temperatures, order) for k, temperatures in enumerate(asked)
-        )
-        return cls(method, records, order, answers, Sums.of(_fit_at, records, ends, order) if ends.size else None)
-
-    def run(self, setting: Setting, *, asked: int, key: jax.Array | None = None, scale: Scale | None = None) -> Outcome:
-        """One setting, with answers from the first `asked` records of each trial; without a scale there is no noise."""
-        shape = (len(self.order.rows), self.method.rounds, self.answers[0].everyone.shape[1])
-        drawn: jax.Array = jnp.zeros(shape)
-        variance = 0.0
-        if scale is not None:
-            drawn, variance = _noise(key, shape, setting.sources, scale), scale.variance * setting.sources
-        now = tuple(s._replace(beginnings=s.beginnings[:, self.order.ends.index(asked)]) for s in self.answers)
-        found = _play(self.method, now, drawn, variance)
-        if self.fits is not None:
-            return _judge(self.fits, found.temperature, self.order, setting)
-        used = setting.sources * setting.samples
-        fit = _curve_fits(self.method, found, self.records, self.order.rank >= used)
-        return _outcome(fit, len(self.records.labels) - used)
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
-    """The sum of independent Laplace noise of all sources, each the difference of two exponentials.
+    """The sum of the Laplace noise of all sources, each the difference of two exponentials.
 
-    A sum of exponentials is minus the logarithm of a product of uniforms; five of these do not underflow.
+    A sum of exponentials is minus the logarithm of a product of uniforms, of which five do not underflow.
     """
 
     def five(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -315,13 +266,6 @@ def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance:
     return jax.vmap(one, in_axes=(tuple(_ONE_TRIAL for _ in answers), 0))(answers, drawn)
 
 
-def _judge(fits: Sums, temperatures: jax.Array, order: Order, setting: Setting) -> Outcome:
-    """Final temperatures [trials] on the test splits."""
-    used = setting.sources * setting.samples
-    here = fits._replace(beginnings=fits.beginnings[:, order.ends.index(used)])
-    return _outcome(_rest(here, temperatures), order.rank.shape[1] - used)
-
-
 @jax.jit
 def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
     """Sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
@@ -335,12 +279,13 @@ def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) -> jax.Array:
-    """The test splits' fits [trials, 16] of confidences that are a curve over a score."""
+    """The fits [trials, 16] on the test splits of confidences that are a curve over a score."""
     score, right = method.score(records.logits), records.correct.astype(jnp.float32)
 
     def one(trial: tuple[Any, jax.Array]) -> jax.Array:
         parameters, tested = trial
-        bins, gap = _gaps(method.curve(parameters, score), right, tested.astype(jnp.float32))
-        return jnp.append(jax.ops.segment_sum(gap, bins, _ECE_BINS), gap @ gap)
+        p = method.curve(parameters, score)
+        gap = (right - p) * tested.astype(jnp.float32)
+        return jnp.append(jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS), gap @ gap)
 
     return jax.lax.map(one, (found, tested))

@@ -1,0 +1,260 @@
+"""Data of private prediction: private records as feature vectors, and inputs to ask about.
+
+What turns a record into features is public and looks at one record at a time: a network trained on public images,
+public word vectors, and a `FeatureMap` of a public sample. So certificates and privacy statements about the features
+hold for the records.
+
+One full-batch step from zero moves the parameters along sum_i clip((sigma(0) - y_i) x_i). That gives a good classifier
+if the features are centred and have similar variances. k records move the logit of a query by at most k * clip * |x|_1
+of it, whatever the number of records. Hence the centring, the whitening and the unit length.
+"""
+
+import copy
+import hashlib
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+
+from jaxdp.data import Source, bundled, from_arrays
+from jaxdp.models import Preprocessing, Pretrained, load_params
+from jaxdp.prediction.features import FeatureMap
+
+from . import data, frame, models
+
+
+class Task(NamedTuple):
+    """Private records, and public inputs to ask about.
+
+    Attributes:
+      train: the private records, {"features" [d], "label" []}.
+      test: inputs with their true labels, which serve evaluation only.
+      provenance: where the features come from, for people.
+      network: parameters of the frozen network, if there is one.
+    """
+
+    train: Source
+    test: Source
+    provenance: str
+    network: Mapping[str, Any] | None = None
+
+
+def load(config: Any, network: pathlib.Path) -> Task:
+    """Returns the data of a study as features.
+
+    Args:
+      config: the `data` part of its config: kind, "images", "text", "embeddings" or "blobs", and the fields that the
+        function of this name asks for; but for blobs features, the dimensions, whiten and radius of a `FeatureMap`.
+      network: a file with the parameters of the frozen network; they are trained if it is not there.
+
+    Raises:
+      FileNotFoundError: a file or data set is not there; the message says what was looked for.
+      ValueError: an unknown kind, or data that does not fit.
+    """
+    frame.known("data.kind", [config.kind], _KINDS)
+    return _KINDS[config.kind](config, network)
+
+
+def blobs(config: Any, _: pathlib.Path) -> Task:
+    """Two Gaussian classes in the plane at +-(separation, separation), with the features x, x^2 and x^3.
+
+    Fields: separation, std, train and test (numbers of records), seed.
+    """
+
+    def draw(part: str, seed: int) -> Source:
+        # The stream of RandomState never changes between versions of NumPy.
+        noise = np.random.RandomState(seed).standard_normal((config[part], 2))
+        label = np.arange(config[part]) % 2
+        point = config.separation * (2 * label - 1)[:, None] + config.std * noise
+        features = np.concatenate([point, point**2, point**3], axis=1)
+        return from_arrays(features=features, label=label, num_classes=2, name=f"blobs/{part}")
+
+    train, test = draw("train", 2 * config.seed), draw("test", 2 * config.seed + 1)
+    return Task(train, test, "coordinates of points, their squares and cubes")
+
+
+def embeddings(config: Any, _: pathlib.Path) -> Task:
+    """Ready vectors from an .npz file, for example embeddings of a public language model.
+
+    Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n], test_features, test_labels,
+    and public_features [m, d]: embeddings of public texts of the kind, without labels.
+    """
+    keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
+    found = data.arrays(config, "path", keys, "embeddings of texts")
+    project = FeatureMap.from_public(found["public_features"], **config.features)
+    parts = []
+    for part in ("train", "test"):
+        features, label = project(found[f"{part}_features"]), found[f"{part}_labels"].reshape(-1)
+        name = f"{config.name}/{part}"
+        parts.append(from_arrays(features=features, label=label, num_classes=config.num_classes, name=name))
+    origin = f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
+    return Task(parts[0], parts[1], origin)
+
+
+# --- Images -----------------------------------------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    """The paper's convolutions on images of 28 by 28, grey and without each one's own brightness and contrast."""
+
+    num_classes: int  # of a head to train them with; 0 is none, for the features [B, 3200]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.mean(axis=3, keepdims=True)
+        x = x - x.mean(axis=(1, 2, 3), keepdims=True)
+        x = x / (x.std(axis=(1, 2, 3), keepdims=True) + 1e-3)
+        x = nn.relu(nn.Conv(16, (4, 4), (2, 2), padding="VALID", name="conv_0")(x))
+        x = nn.relu(nn.Conv(32, (4, 4), padding="VALID", name="conv_1")(x))
+        x = x.reshape(x.shape[0], -1)
+        if not self.num_classes:
+            return x
+        x = nn.relu(nn.Dense(100, name="dense")(x))
+        return nn.Dense(self.num_classes, name="head")(x)
+
+
+def images(config: Any, network: pathlib.Path) -> Task:
+    """Images as activations of a frozen network, or as pixels if no part is `upstream`.
+
+    Fields: those of a set of images in launch/data.py, with the parts `public` (used without its labels), `private`,
+    `test` and, to train the network, `upstream`; network (steps, batch_size, learning_rate, seed); classes, the labels
+    that are kept and renumbered in this order, () for all; keep, the share that is kept of each, () for all of it.
+    """
+    found = _read(config)
+    data.require_images(found)
+    public, private, test = (_some_classes(found[role], config) for role in ("public", "private", "test"))
+    params, origin = None, "pixels"
+    if upstream := found.get("upstream"):
+        params = _pretrained(config.network, upstream, network)
+        origin = f"activations of two convolutions trained on {upstream.name}"
+    project = FeatureMap.from_public(_vectors(params, public), **config.features)
+    parts = []
+    for name, source in (("train", private), ("test", test)):
+        features, label = project(_vectors(params, source)), data.labels(source)
+        name = f"{config.name}/{name}" if config.source == "bundled" else source.name
+        parts.append(from_arrays(features=features, label=label, num_classes=source.num_classes, name=name))
+    origin += f", centred and scaled on {len(public)} public images without their labels"
+    return Task(parts[0], parts[1], origin, params)
+
+
+def _read(config: Any) -> dict[str, Source]:
+    """The images of each role; the bundled digits train the network if its own images are not there."""
+    roles = ("upstream", "public", "private", "test")
+    try:
+        return data.parts(config, *roles)
+    except FileNotFoundError:
+        if not config.parts.get("upstream"):
+            raise
+        others = copy.deepcopy(config)
+        others.parts.upstream = ""
+        found = data.parts(others, *roles)  # raises if any of them is not there
+        print(f"{config.parts.upstream} is not there: the frozen network is trained on the bundled digits instead.")
+        return found | {"upstream": bundled("digits")}
+
+
+def _some_classes(source: Source, config: Any) -> Source:
+    """Some classes, and a share of each. A hash of an image decides whether it stays, so one changes no other."""
+    if not config.classes:
+        return source
+    chosen = source.of_classes(config.classes)
+    if not config.keep:
+        return chosen
+    if len(config.keep) != len(config.classes):
+        raise ValueError(f"config.data.keep must have a share for each of {len(config.classes)} classes, or be ().")
+    columns, stay = data.everything(chosen), []
+    for row, (image, label) in enumerate(zip(columns["image"], columns["label"], strict=True)):
+        digest = hashlib.blake2b(image.tobytes(), digest_size=8).digest()
+        if int.from_bytes(digest, "little") < config.keep[label] * 2**64:
+            stay.append(row)
+    return chosen.take(np.array(stay, np.int64))
+
+
+def _network(source: Source, num_classes: int) -> Pretrained:
+    channels = source.arrays["image"].shape[-1]
+    preprocessing = Preprocessing(size=28, mean=channels * (0.0,), std=channels * (1.0,))
+    return Pretrained(Convolutions(num_classes), {}, preprocessing)
+
+
+def _pretrained(how: Any, upstream: Source, path: pathlib.Path) -> Mapping[str, Any]:
+    """Parameters of the convolutions: those of the file, or those that are trained here."""
+    if path.exists():
+        return load_params(path)
+    network = _network(upstream, upstream.num_classes)
+    params = models.train(
+        network,
+        models.fresh(network, how.seed),
+        models.resize(network, upstream),
+        how,
+        seed=how.seed,
+        optimizer=lambda _: optax.adam(how.learning_rate),  # without decay
+        label="frozen network",
+    )
+    return {name: params[name] for name in params if name.startswith("conv")}
+
+
+def _vectors(params: Mapping[str, Any] | None, source: Source) -> np.ndarray:
+    """Activations of the network, or pixels, [n, d]."""
+    if params is None:
+        return data.everything(source)["image"].reshape(len(source), -1)
+    network = _network(source, 0)
+    return models.logits(network, params, models.resize(network, source))
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+# As the Penn Treebank splits words: "n't" and what follows an apostrophe are tokens, hyphenated words are one.
+_TOKEN = re.compile(r"n't\b|\w+?(?=n't\b)|'\w+|\w+(?:[-.]\w+)*|``|''|\.\.\.|[^\w\s]")
+_NEGATIONS = {"not", "n't", "no", "never", "nor", "neither", "nothing", "without", "hardly", "lacks", "lack", "lacking"}
+_CLAUSE_ENDS = set(".,;:!?")
+
+
+def text(config: Any, _: pathlib.Path) -> Task:
+    """Texts as the mean of public word vectors, weighted by weight / (weight + frequency) (Arora et al. 2017).
+
+    Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, and its field; word_vectors, an
+    .npz file with words, vectors and counts; weight; negation. Up to `negation` words after a negation, in the same
+    clause, count with the opposite sign (Pang et al. 2002 mark such words). The linear map is fitted to the weighted
+    word vectors under the public word counts.
+    """
+    keys = ("words", "vectors", "counts")
+    words, vectors, counts = data.arrays(config, "word_vectors", keys, "public word vectors").values()
+    frequency = counts.astype(np.float64) / counts.sum()
+    table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
+    index = {word.decode() if isinstance(word, bytes) else str(word): i for i, word in enumerate(words)}
+    project = FeatureMap.from_public(table, weights=frequency, **config.features)
+
+    def mean(sentence: str) -> np.ndarray:
+        tokens = tokenize(sentence)
+        signed = zip(tokens, _signs(tokens, config.negation), strict=True)
+        known = [sign * table[index[token]] for token, sign in signed if token in index]
+        return np.mean(known, axis=0) if known else project.mean
+
+    where, parts = data.splits(config), []
+    for role in ("private", "test"):
+        texts, label = data.texts(*where[role], config.field, data_dir=config.data_dir)
+        features = project(np.stack([mean(sentence) for sentence in texts]))
+        parts.append(from_arrays(features=features, label=label, num_classes=2, name="/".join(where[role])))
+    origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
+    return Task(parts[0], parts[1], origin)
+
+
+def tokenize(sentence: str) -> list[str]:
+    """Returns the lower-case tokens of a text; markup such as <br /> separates words."""
+    return _TOKEN.findall(re.sub(r"<[^>]*>", " ", sentence.lower()))
+
+
+def _signs(tokens: Sequence[str], negation: int) -> list[float]:
+    """-1.0 for each of the `negation` tokens that follow a negation, up to a punctuation mark; else 1.0."""
+    signs, left = [], 0
+    for token in tokens:
+        signs.append(-1.0 if left > 0 else 1.0)
+        left = negation if token in _NEGATIONS else 0 if token in _CLAUSE_ENDS else left - 1
+    return signs
+
+
+_KINDS = {"blobs": blobs, "images": images, "text": text, "embeddings": embeddings}

@@ -1,0 +1,158 @@
+"""The teachers of private prediction: certified models, what they say of the test inputs, and how they answer."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxdp import prediction
+from jaxdp.prediction import ensembles, mechanisms
+
+from . import data, features, models
+
+Examples = Mapping[str, np.ndarray]
+
+SINGLE = "single model"
+OURS, SMOOTH, GLOBAL = "randomised response (ours)", "smooth sensitivity (paper)", "global sensitivity"
+MECHANISMS = {"global": GLOBAL, "smooth": SMOOTH, "ours": OURS}  # by their names in a config
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """What a teacher knows of all test inputs.
+
+    Attributes:
+      label, distance: integers [Q], calibrated distances.
+      num_classes: number of classes.
+      votes: labels [T, Q] of the members of an ensemble.
+    """
+
+    label: np.ndarray
+    distance: np.ndarray
+    num_classes: int
+    votes: np.ndarray | None = None
+
+    def answer(self, mechanism: str, epsilon: float, key: jax.Array, rows: np.ndarray) -> np.ndarray:
+        """Returns private answers about some of the inputs; `mechanism` is a value of `MECHANISMS`."""
+        how: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
+        if mechanism == GLOBAL and self.votes is not None:
+            return ensembles.laplace_vote(key, self.votes[:, rows], **how)
+        global_name = "global_laplace" if self.num_classes == 2 else "global_response"
+        name = {OURS: "randomised_response", SMOOTH: "paper_cauchy", GLOBAL: global_name}[mechanism]
+        return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **how)
+
+    def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
+        """Returns the mean accuracy of an answer, over noise and test inputs; for evaluation, not for release."""
+        if mechanism == GLOBAL and self.votes is not None:
+            # No closed form with several classes. The same draws for every epsilon make a smooth curve.
+            counts = np.stack([np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1)
+            standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
+            return float(np.mean((counts + 2 / epsilon * standard).argmax(axis=2) == truth))
+        flip = flip_probability(mechanism, self.distance, epsilon, self.num_classes)
+        return float(np.mean(np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1))))
+
+
+def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_classes: int) -> np.ndarray:
+    """Returns how often an answer of one model differs from the model's, by its calibrated distance."""
+    if mechanism == SMOOTH:
+        return mechanisms.flip_probability_cauchy(distance, epsilon=epsilon, calibration="paper")
+    if mechanism == GLOBAL and num_classes == 2:
+        return mechanisms.flip_probability_global_laplace(distance, epsilon=epsilon)
+    near = np.zeros_like(distance) if mechanism == GLOBAL else distance
+    return mechanisms.flip_probability(near, epsilon=epsilon, num_classes=num_classes)
+
+
+class Bench:
+    """What the cells of a study share. Models are trained when they are first asked for.
+
+    Attributes:
+      config, plan: the config, and its part `prediction`.
+      task: the data.
+      train, test: all of it, {"features" [n, d], "label" [n]}.
+      classes, model: number of classes, and what is trained.
+      epsilon: of each answer.
+    """
+
+    def __init__(self, config: Any, root: pathlib.Path):
+        self.config, self.plan = config, config.prediction
+        self.task = features.load(config.data, root / "network.safetensors")
+        self.train, self.test = data.everything(self.task.train), data.everything(self.task.test)
+        self.classes = self.task.train.num_classes
+        self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
+        records, inputs, batch = config.training.records, len(self.task.test), config.dp_sgd.batch_size
+        if not 1 <= self.plan.queries < inputs:
+            raise ValueError(
+                f"config.prediction.queries={self.plan.queries} must lie in [1, {inputs}), the number of test inputs: "
+                "the student is tested on those that are not asked about."
+            )
+        if config.references and not 1 <= batch <= records:
+            raise ValueError(
+                f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of private records "
+                "(config.training.records)."
+            )
+        if self.classes > 2 and "smooth" in config.mechanisms:
+            raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {self.classes}; drop it.")
+        self.epsilon = prediction.query_epsilon(**self.plan)
+        print(
+            f"{records} private records ({self.task.train.name}), {inputs} test inputs ({self.task.test.name}). "
+            f"Features: {self.task.provenance}.",
+            flush=True,
+        )
+
+    def certified(self, examples: Examples, divisor: int) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
+        """Returns a certified model, and its labels and distances [Q] of the test inputs.
+
+        Distances go up to the largest that the config asks for. `divisor` stands for the number of examples, which is
+        private. All examples are one batch.
+        """
+        model, how = self.model, dict(self.config.training) | {"batch_size": divisor}
+        del how["records"]
+        ks = min(self.config.certificate.max_distance, divisor)
+        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **how)
+        found = prediction.certify(bounds, model.logits, self.test["features"])
+        return bounds, np.asarray(found.label), np.asarray(found.distance)
+
+    @functools.cached_property
+    def single(self) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
+        """`certified` of all records."""
+        return self.certified(self.train, self.config.training.records)
+
+    @functools.cached_property
+    def pools(self) -> dict[str, Pool]:
+        """By the name of the teacher. The ensemble has a model for each of some disjoint parts of the records."""
+        count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
+        part = prediction.partition_by_hash(self.train, count, salt=salt)
+        divisor = self.config.training.records // count  # public, unlike the size of a part
+        found = [self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:] for k in range(count)]
+        votes, distances = map(np.stack, zip(*found, strict=True))
+        ensemble = prediction.vote(votes, distances, num_classes=self.classes)
+        single = Pool(*self.single[1:], self.classes)
+        return {SINGLE: single, f"{count} models": Pool(*ensemble, self.classes, votes)}
+
+    def asked(self, number: int) -> np.ndarray:
+        """Returns a public choice of test inputs, sorted int64 [queries]."""
+        return np.sort(data.choose(len(self.task.test), self.plan.queries, seed=self.config.query_seed + number))
+
+    def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:
+        """Returns parameters that learn from answers, and their accuracy on the inputs that were not asked about."""
+        known, label = prediction.answered(self.test["features"][rows], answers)
+        params = prediction.train_student(
+            self.model.loss,
+            self.model.init(),
+            {"features": known, "label": label},
+            optimizer=optax.sgd(self.config.student.learning_rate),
+            steps=self.config.student.steps,
+            batch_size=len(rows),
+            seed=self.config.query_seed.to_bytes(16, "little"),
+        )
+        others = np.setdiff1d(np.arange(len(self.task.test)), rows)
+        return params, self.model.accuracy(params, _take(self.test, others))
+
+
+def _take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: array[rows] for name, array in examples.items()}
