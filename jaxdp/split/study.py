@@ -14,22 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.audit import representations as attacks
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
-from jaxdp.split import attacks, baselines
+from jaxdp.split import baselines
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment, plan_copies
 from jaxdp.split.costs import cost
-from jaxdp.split.private import (
+from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,
     clip_representation,
-    fit_projection,
     label_noise_matrix,
     lift,
     project,
+    public_projection,
     release_privately,
 )
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
@@ -220,7 +221,7 @@ class Study:
     @functools.lru_cache  # noqa: B019 - one study per process
     def projection(self, dimensions: int) -> tuple[Projection, float]:
         """The public projection of the private mode, and the clip norm: the median norm of public images."""
-        projection = fit_projection(self.public_representations, dimensions)
+        projection = public_projection(self.public_representations, dimensions)
         norms = jnp.linalg.norm(project(projection, self.public_representations), axis=1)
         return projection, float(jnp.median(norms))
 
@@ -399,6 +400,8 @@ class Study:
 
     def costs(self) -> list[dict[str, Any]]:
         """What each method costs one client with the shots of the ablations (Table 2), measured on this device."""
+        from launch.measure import measure
+
         config, classes = self.config, self.setting.client.num_classes
         rows = []
         methods = {k: v for k, v in COSTS.items() if k in config.methods or v == "sa_private"}
@@ -413,9 +416,8 @@ class Study:
                 batch_size=config.baselines.batch_size,
                 copies=config.client.copies,
                 directions=config.private.dimensions[0],
-                measure="run",
             )
-            measured: Any = found.measured
+            measured: Any = measure(found.programs, config.ablation.shots * classes, timed=True)
             rows.append(
                 {
                     "Method": label,
