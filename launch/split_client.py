@@ -35,11 +35,11 @@ _FIELDS = (
 
 def experiment(config: Any, workdir: str) -> None:
     """Plays the client."""
-    from jaxdp.split import roles
+    from launch import parties
 
     given = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(given)
-    roles.run_client(
+    parties.run_client(
         config.client,
         workdir,
         _EXCHANGE.value,

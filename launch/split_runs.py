@@ -156,7 +156,7 @@ class Bench:
             raise ValueError(f"the client's test images have {theirs} classes, not {self.num_classes}")
         halves = task(known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images)
         self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
-        self.server, self._projection = functools.cache(self._server), functools.cache(self._fit_projection)
+        self.server, self._projection = functools.cache(self._server), functools.cache(self._public_projection)
         self._extract = functools.cache(self._make_extract)  # one object, so that decoders compile once
 
     # --- The server ---------------------------------------------------------------------------------------------------
@@ -309,9 +309,9 @@ class Bench:
 
     # --- A real epsilon -----------------------------------------------------------------------------------------------
 
-    def _fit_projection(self, dimensions: int) -> tuple[split.Projection, float]:
+    def _public_projection(self, dimensions: int) -> tuple[split.Projection, float]:
         """The public projection of the private mode, and the clip norm: the median norm of public images."""
-        projection = split.fit_projection(self._representations, dimensions)
+        projection = split.public_projection(self._representations, dimensions)
         norms = jnp.linalg.norm(split.project(projection, self._representations), axis=1)
         return projection, float(jnp.median(norms))
 

@@ -20,9 +20,9 @@ _LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, fo
 
 def experiment(config: Any, workdir: str) -> None:
     """Plays the server."""
-    from jaxdp.split import roles
+    from launch import parties
 
-    roles.run_server(
+    parties.run_server(
         config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value, limits=frame.limits(_LIMITS.value)
     )
 

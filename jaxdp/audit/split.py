@@ -21,7 +21,7 @@ from jaxdp.audit import bounds
 from jaxdp.privacy import ComposedDpEvent
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
-from jaxdp.split.private import PrivateRelease, Projection
+from jaxdp.split.noisy_upload import PrivateRelease, Projection
 
 Part = Literal["features", "labels"]
 

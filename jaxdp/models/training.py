@@ -1,5 +1,6 @@
 """Training without privacy: for public data, and for the reference that a private run is compared with."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +64,93 @@ def train_without_privacy(
     for step in tqdm(range(steps), desc=label, unit="step", disable=not progress):
         params, opt_state = update(params, opt_state, gather(sampler.batch(step)), keys[step])
     return params
+
+
+# --- Small data sets in memory ----------------------------------------------------------------------------------------
+
+# `loss_fn(params, frozen, batch, key) -> losses [B]`.
+Loss = Callable[[Any, Any, Any, jax.Array], jax.Array]
+
+
+def fit_in_memory(
+    loss_fn: Loss,
+    params: Any,
+    data: Any,
+    *,
+    key: jax.Array,
+    learning_rate: float,
+    epochs: int,
+    batch_size: int,
+    frozen: Any = None,
+) -> Any:
+    """Minimises the mean loss by Adam over a small data set in memory, shuffled anew in every epoch.
+
+    Calls with the same `loss_fn`, shapes and batch size compile once, whatever the learning rate.
+
+    Args:
+      loss_fn: `loss_fn(params, frozen, batch, key) -> losses [B]`, hashable, the same object for the same task.
+      params: pytree to start from.
+      data: pytree of arrays with the same first axis n. The last batch of an epoch repeats examples with weight zero.
+      key: typed PRNG key, of the order and of what `loss_fn` draws.
+      learning_rate: of Adam.
+      epochs: passes over the data.
+      batch_size: examples per step, at most n of which are used.
+      frozen: what `loss_fn` needs besides, not trained.
+
+    Returns:
+      The trained parameters.
+
+    Raises:
+      ValueError: no data, or a learning rate, number of epochs or batch size that is not positive.
+    """
+    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    count = len(jax.tree.leaves(data)[0])
+    if count == 0:
+        raise ValueError("data must have at least one example, got none")
+    state, size = optax.scale_by_adam().init(params), min(batch_size, count)
+    for epoch_key in jax.random.split(key, epochs):
+        params, state = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+    return params
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _epoch(
+    loss_fn: Loss, size: int, params: Any, state: Any, frozen: Any, data: Any, key: jax.Array, learning_rate: jax.Array
+) -> tuple[Any, Any]:
+    def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
+        losses = loss_fn(params, frozen, jax.tree.map(lambda column: column[rows], data), key)
+        return (losses * weight).sum() / weight.sum()
+
+    def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[tuple[Any, Any], None]:
+        return adam_step(*carry, jax.grad(mean_loss)(carry[0], *batch), learning_rate), None
+
+    batches = epoch_batches(key, len(jax.tree.leaves(data)[0]), size)
+    return jax.lax.scan(step, (params, state), batches)[0]
+
+
+def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the batches of one epoch over `count` examples, `size` of them in each, `size` at most `count`.
+
+    Returns:
+      Rows int32 [steps, size] in a new order; weights float32 [steps, size], 0 where the last batch repeats an example;
+      a key for every step.
+    """
+    steps = -(-count // size)
+    order_key, key = jax.random.split(key)
+    order = jax.random.permutation(order_key, count)
+    rows = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
+    weights = (jnp.arange(steps * size) < count).reshape(steps, size).astype(jnp.float32)
+    return rows, weights, jax.random.split(key, steps)
+
+
+def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
+    """Returns parameters and state after one step of Adam. The learning rate is an array: another compiles nothing."""
+    updates, state = optax.scale_by_adam().update(gradients, state)
+    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
+
+
+def check_positive(**values: float) -> None:
+    """Raises ValueError that names the first value that is not positive."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")

@@ -1,25 +1,24 @@
 """Split Adaptation: a client adapts a server's transformer and keeps its images (Wang et al., arXiv:2503.00441)."""
 
-from jaxdp.split.attacks import attack, median_of_copies, standard_attackers, train_decoder
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
 from jaxdp.split.backbone import Backbone, two_thirds
-from jaxdp.split.baselines import BASELINES
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
-from jaxdp.split.metrics import psnr, ssim
-from jaxdp.split.package import read_package, write_package
-from jaxdp.split.private import (
+from jaxdp.split.costs import METHODS
+from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,
     clip_representation,
-    fit_projection,
+    event,
     label_noise_matrix,
     lift,
     project,
+    public_projection,
     published_event,
     randomized_response,
     release_privately,
 )
+from jaxdp.split.package import read_package, write_package
 from jaxdp.split.quantization import (
     QuantizedFrontend,
     Scales,
@@ -29,17 +28,10 @@ from jaxdp.split.quantization import (
     quantized_front,
     search_scales,
 )
-from jaxdp.split.server import (
-    Adapted,
-    adapt,
-    calibrate_frontends,
-    merge_hilbert,
-    mixup_representations,
-    tune_backend,
-)
+from jaxdp.split.server import Adapted, adapt, calibrate_frontends, merge_hilbert, mixup_representations, tune_backend
 
 __all__ = [
-    "BASELINES",
+    "METHODS",
     "Adapted",
     "Backbone",
     "Copies",
@@ -48,24 +40,22 @@ __all__ = [
     "QuantizedFrontend",
     "Scales",
     "adapt",
-    "attack",
     "augment_then_noise",
     "augmented_batch",
     "calibrate_frontends",
     "clip_representation",
     "dequantize",
-    "fit_projection",
+    "event",
     "hilbert_augment",
     "label_noise_matrix",
     "lift",
-    "median_of_copies",
     "merge_hilbert",
     "mixup_representations",
     "noise_then_augment",
     "patch_augment",
     "perturb_params",
     "project",
-    "psnr",
+    "public_projection",
     "published_event",
     "quantize",
     "quantize_frontend",
@@ -76,9 +66,6 @@ __all__ = [
     "represent",
     "retrieve_neighbors",
     "search_scales",
-    "ssim",
-    "standard_attackers",
-    "train_decoder",
     "tune_backend",
     "two_thirds",
     "write_package",

@@ -1,8 +1,8 @@
-"""The two augmentations of Split Adaptation: Hilbert transform of the server's images (Section 3.3.1), patch retrieval
-among the client's representations (Section 3.5).
+"""The two augmentations of Split Adaptation: Hilbert transform of the server's images (section 3.3.1), patch retrieval
+among the client's representations (section 3.5).
 
-Neither is private by itself. A retrieved patch is another image's token, so a representation that is augmented BEFORE
-noise tells about several images; augmented AFTER noise it is post-processing.
+Neither is private by itself. A retrieved patch is another image's token: a representation that is augmented BEFORE
+noise tells about several images. Augmentation AFTER noise is post-processing.
 """
 
 import functools
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.split.checks import one_of
 from jaxdp.transforms.noise import check_key
 
 
@@ -26,22 +27,22 @@ def hilbert_augment(
 ) -> jax.Array:
     """Images out of the distribution that keep their edges: phases of a Hilbert transform, amplitudes of the original.
 
-    Every image and channel by itself: one-dimensional Hilbert transform along an axis, then the two-dimensional phases
-    of the result with the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
+    For every image and channel: a one-dimensional Hilbert transform along an axis, then the two-dimensional phases of
+    the result with the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
 
-    - "eq5" takes Eq. 5 by the letter. It has the amplitudes of the original already wherever sgn is not 0, so the
-      exchange only adds back the frequencies that the transform removed, with phase 0;
-    - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so;
-      it is what reproduces the pictures in its Fig. 3 (along the height).
+    - "eq5" takes Eq. 5 by the letter. It has the amplitudes of the original wherever sgn is not 0, so the exchange only
+      adds back the frequencies that the transform removed, with phase 0;
+    - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so,
+      but it reproduces the pictures in its Fig. 3 (along the height).
 
-    A frequency whose amplitude in the transform may be rounding error gets phase 0: below 1e-5 of the channel's largest
-    there (1e-8 in float64), or below 8 units of rounding of the original's largest.
+    A frequency gets phase 0 if its amplitude in the transform may be rounding error: below 1e-5 of the channel's
+    largest there (1e-8 in float64), or below 8 units of rounding of the original's largest.
 
     Args:
       images: floating point [n, H, W, C] in [0, 1], before any normalisation.
       axis: the axis of the Hilbert transform, -3 (height) or -2 (width).
       mode: which transform.
-      output: the magnitude of the result, or its real part; they differ in sign.
+      output: the magnitude of the result, or its real part.
       clip: the range of the result; None leaves it as it is.
 
     Returns:
@@ -57,9 +58,8 @@ def hilbert_augment(
         raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}; divide uint8 by 255")
     if axis not in (-3, -2, 1, 2):
         raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}")
-    for name, value, known in (("mode", mode, ("figure", "eq5")), ("output", output, ("abs", "real"))):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    one_of(("figure", "eq5"), mode=mode)
+    one_of(("abs", "real"), output=output)
     pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
     positive = np.fft.fftfreq(pixels.shape[axis]) > 0  # without Nyquist, which NumPy counts as negative
     kept = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
@@ -82,8 +82,8 @@ def hilbert_augment(
 def retrieve_neighbors(representations: jax.Array) -> jax.Array:
     """For every token, the other image whose token at the same position is most similar to it (Eq. 13).
 
-    Similarity is the cosine, whatever the images' labels; of equal ones the first image counts. A token of zeros has
-    similarity 0 with every other. Memory for n x n similarities, besides the representations.
+    Similarity is the cosine; of equal ones the first image counts. A token of zeros has similarity 0 with every other.
+    Takes memory for n x n similarities.
 
     Args:
       representations: [n, tokens, d], real; a common factor, as between integer codes and values, does not matter.
@@ -121,18 +121,17 @@ def augmented_batch(
     n_patches: int,
     prefix_tokens: int = 1,
 ) -> jax.Array:
-    """Some of the augmented copies of Section 3.5, each the same in whichever batch it is asked for.
+    """Some of the augmented copies of section 3.5, each the same in whichever batch it is asked for.
 
     Copy 0 of an image is its representation. In every other copy, `n_patches` patches at positions that are drawn
-    uniformly without replacement are replaced by those of their neighbours; which ones depends on the key, the image
-    and the copy only. So a sum over all images and copies (Eq. 14) never needs more than a batch of them in memory.
+    uniformly without replacement are replaced by those of their neighbours. The positions depend on the key, the image
+    and the copy only, so that a sum over all copies (Eq. 14) needs one batch of them in memory.
 
     Args:
       key: typed PRNG key; the same one for all batches.
       representations: [n, tokens, d], of any dtype.
       neighbors: int32 [tokens, n] from `retrieve_neighbors`.
-      rows: integers [B], images in 0 <= row < n (not checked).
-      copies: integers [B], at least 0 (not checked).
+      rows, copies: integers [B], images in [0, n) and numbers of copies, at least 0 (not checked).
       n_patches: how many patches of an image are replaced; the paper takes 50 of 196. 0 replaces none.
       prefix_tokens: how many leading tokens are no patches (a class token), and are never replaced.
 
@@ -141,9 +140,8 @@ def augmented_batch(
 
     Raises:
       TypeError: an old-style key, or neighbours, rows or copies that are not integers.
-      ValueError: representations are not [n, tokens, d], neighbours not [tokens, n], rows and copies not [B] both;
-        n_patches is negative or larger than the number of patches; n_patches > 0 with one image; prefix_tokens is
-        negative or more than there are tokens.
+      ValueError: other shapes; n_patches is negative or larger than the number of patches, or not 0 with one image;
+        prefix_tokens is negative or more than there are tokens.
     """
     check_key(key)
     n, tokens, _ = _shape(representations)
@@ -171,8 +169,7 @@ def augmented_batch(
         raise ValueError(
             f"n_patches={n_patches} needs a neighbour, but there is one image only; use n_patches=0, or more images"
         )
-    # Whatever the given key: keys that are independent under vmap, so that a row does not depend on its batch.
-    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
+    key = batchable(key)
 
     def replaced(row: jax.Array, copy: jax.Array) -> jax.Array:
         order = jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, row), copy), patches)
@@ -187,29 +184,16 @@ def patch_augment(
 ) -> jax.Array:
     """One augmented copy of every image: copy 1 of `augmented_batch` with the same key.
 
-    Args:
-      key: typed PRNG key, another one for every copy.
-      representations: [n, tokens, d], of any dtype.
-      neighbors: int32 [tokens, n] from `retrieve_neighbors`.
-      n_patches: as in `augmented_batch`; 0 gives back the representations.
-      prefix_tokens: as in `augmented_batch`.
-
-    Returns:
-      [n, tokens, d] of the same dtype.
-
-    Raises:
-      TypeError, ValueError: as in `augmented_batch`.
+    Arguments and errors as there; another key makes another copy.
     """
     rows = jnp.arange(_shape(representations)[0])
-    return augmented_batch(
-        key,
-        representations,
-        neighbors,
-        rows,
-        jnp.ones_like(rows),
-        n_patches=n_patches,
-        prefix_tokens=prefix_tokens,
-    )
+    options = {"n_patches": n_patches, "prefix_tokens": prefix_tokens}
+    return augmented_batch(key, representations, neighbors, rows, jnp.ones_like(rows), **options)
+
+
+def batchable(key: jax.Array) -> jax.Array:
+    """A Threefry key drawn from `key`: what it draws under `jax.vmap` does not depend on the batch, unlike RBG."""
+    return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 def _shape(representations: jax.Array) -> tuple[int, int, int]:

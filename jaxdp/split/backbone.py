@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdp.models import Preprocessing
+from jaxdp.split.checks import at_least
 
 Params = Mapping[str, Any]
 
@@ -19,8 +21,7 @@ class Backbone:
     """A model and where it is cut; its parameters are arguments of the functions.
 
     Attributes:
-      model: a `ViT` (a DeiT is one) or a `Swin`: it has `num_blocks`, `prefix_tokens` and
-        `__call__(x, start, stop)`.
+      model: a `ViT` (a DeiT is one) or a `Swin`, with `num_blocks`, `prefix_tokens` and `__call__(x, start, stop)`.
       preprocessing: of its images.
       cut: how many blocks K the frontend has, in [1, num_blocks - 1].
       head_hidden: width of a hidden layer in the heads of `with_head`; 0 is none, and the head one linear map.
@@ -60,8 +61,7 @@ class Backbone:
     @property
     def tokens(self) -> tuple[int, int]:
         """Shape [T, D] of the representation of one image at the cut."""
-        variables = jax.eval_shape(self._init_front)
-        return jax.eval_shape(self.front, variables, self.images).shape[1:]
+        return jax.eval_shape(self.front, jax.eval_shape(self._init_front), self.images).shape[1:]
 
     def front(self, params: Params, images: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]; needs the frontend's parameters."""
@@ -86,21 +86,29 @@ class Backbone:
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
 
     def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:
-        """The backbone for another task: the backend with a freshly drawn head, and all else kept.
-
-        Args:
-          key: typed PRNG key.
-          back: parameters of the backend.
-          num_classes: of the new task, at least 2.
+        """The backbone for another task, and `back`, parameters of the backend, with a freshly drawn head.
 
         Raises:
-          ValueError: fewer than 2 classes.
+          ValueError: `num_classes` is less than 2.
         """
-        if num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        at_least(2, num_classes=num_classes)
         cut = dataclasses.replace(self, model=self.model.clone(num_classes=num_classes, head_hidden=self.head_hidden))
         kept = {name: value for name, value in back.items() if not name.startswith("head")}
         return cut, {**kept, **_draw_head(cut, key)}
+
+    def check_images(self, images: Any) -> None:
+        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1], n >= 1; shows none of them."""
+        images, expected = np.asarray(images), self.images.shape[1:]
+        if images.ndim != 4 or images.shape[1:] != expected or not len(images):
+            raise ValueError(
+                f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got {list(images.shape)}"
+            )
+        if not np.issubdtype(images.dtype, np.floating):
+            raise ValueError(
+                f"images must be floating point in [0, 1], got {images.dtype}; divide by the largest value"
+            )
+        if not (images.min() >= 0 and images.max() <= 1):
+            raise ValueError("images must be in [0, 1], and some are not; divide by the largest possible value")
 
     def _init_front(self) -> Params:
         images = jnp.zeros(self.images.shape)
@@ -118,3 +126,18 @@ def two_thirds(model: Any) -> int:
     if hasattr(model, "depths"):
         return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)
+
+
+def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.Array:
+    """Applies `run` to float32 rows [n, ...] batch by batch; zeros pad the last one, so that `run` compiles once.
+
+    Raises:
+      ValueError: `batch_size` is less than 1.
+    """
+    at_least(1, batch_size=batch_size)
+    size, parts = min(batch_size, len(x)), []
+    for start in range(0, len(x), size):
+        batch = np.asarray(x[start : start + size], np.float32)
+        padded = np.concatenate([batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)])
+        parts.append(run(padded)[: len(batch)])
+    return jnp.concatenate(parts)

@@ -4,10 +4,10 @@ A.2), and what a client can make of the frontend that it was given (section 4.3,
     adapted = adapt(BASELINES["lp"], backbone, params, images, labels, num_classes=5, learning_rate=1e-3, key=key)
     accuracy(adapted, test_images, test_labels)
 
-A `Baseline` makes a `Plan`: which blocks are run, and which parameters are trained. They have in common a freshly drawn
-linear head and Adam at a constant learning rate, to be tuned per baseline on another task. None has a guarantee, for
-images or model: linear probing, full fine-tuning and LN-TUNE need both in one place, split learning uploads exact
-representations in every step, offsite tuning hands out more than half of the model.
+A `Baseline` makes a `Recipe`: which blocks are run, and which parameters are trained. All draw a fresh linear head and
+take Adam at a constant learning rate, to be tuned per baseline on another task. None has a guarantee, for images or
+model: linear probing, full fine-tuning and LN-TUNE need both in one place, split learning uploads exact representations
+in every step, offsite tuning hands out more than half of the model.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.client import check_images
-from jaxdp.split.quantization import QuantizedFrontend, check_labels, quantized_front
-from jaxdp.split.training import Loss, minimise
+from jaxdp.models.training import Loss, fit_in_memory
+from jaxdp.split.backbone import Backbone, Params, in_batches
+from jaxdp.split.checks import check_labels, one_of
+from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import losses
 
 # --- Pieces of a network: hashable functions of all parameters and what the piece before returned ---------------------
@@ -60,7 +60,7 @@ class Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The tokens that the head of a model reads: those in front of the patches, or all of them if there are none."""
+    """The tokens that the head of a model reads: those in front of the patches, or all if there are none."""
 
     prefix_tokens: int
 
@@ -71,7 +71,7 @@ class FirstTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """LayerNorm without parameters, which a linear head does not miss, of the first token or, on average, of all."""
+    """The first token, or the mean of all, after a LayerNorm without parameters, which a linear head does not miss."""
 
     prefix_tokens: int
 
@@ -97,8 +97,8 @@ class Linear:
 # --- The baselines ----------------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
-    """How a baseline runs. Hashable, so that equal plans share compiled programs.
+class Recipe(NamedTuple):
+    """What a baseline runs and trains. Hashable, so that equal recipes share compiled programs.
 
     Attributes:
       features: pieces in front of everything that is trained: run once per image.
@@ -115,41 +115,34 @@ class Plan(NamedTuple):
     client: frozenset[str]
 
 
-# `baseline(backbone, params, num_classes=, key=)`: a plan, and the parameters that it starts from.
-Baseline = Callable[..., tuple[Plan, dict[str, Any]]]
+Begun = tuple[Recipe, dict[str, Any]]
+# `baseline(backbone, params, num_classes=, key=)`: a recipe, and the parameters that it starts from.
+Baseline = Callable[..., Begun]
 
 
-def linear_probing(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def linear_probing(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
     """Trains the head alone; the frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
     features = (Blocks(backbone, 0, last), FirstTokens(backbone.prefix_tokens))
-    return _plan(params, (Blocks(backbone, last, None),), _is_head, features=features), params
+    return _begin(params, (Blocks(backbone, last, None),), _is_head, features=features)
 
 
-def full_fine_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def full_fine_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
     """Trains everything."""
     backbone, params = backbone.with_head(key, params, num_classes)
-    return _plan(params, (Blocks(backbone, 0, None),), lambda path: True), params
+    return _begin(params, (Blocks(backbone, 0, None),), lambda path: True)
 
 
-def layer_norm_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def layer_norm_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
     """LN-TUNE (Basu et al. 2024, arXiv:2304.01917): trains scales and biases of all LayerNorms, and the head."""
     backbone, params = backbone.with_head(key, params, num_classes)
     # Of the layers of a transformer, LayerNorm alone has a scale.
     norms = {path.removesuffix("/scale") for path in flatten_dict(params, sep="/") if path.endswith("/scale")}
-    return _plan(params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms), params
+    return _begin(params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms)
 
 
-def split_learning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def split_learning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
     """Trains frontend and head at the client, through the server's frozen backend, as section A.2 has it.
 
     Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. What the two exchange is cut out
@@ -161,7 +154,7 @@ def split_learning(
     def at_client(path: str) -> bool:
         return _is_head(path) or _top(path) in front
 
-    return _plan(params, (Blocks(backbone, 0, None),), at_client, client=at_client), params
+    return _begin(params, (Blocks(backbone, 0, None),), at_client, client=at_client)
 
 
 def offsite_tuning(
@@ -172,33 +165,29 @@ def offsite_tuning(
     key: jax.Array,
     drop: Literal["uniform", "random"] = "uniform",
     seed: int = 0,
-) -> tuple[Plan, dict[str, Any]]:
+) -> Begun:
     """Offsite tuning (Xiao et al. 2023, arXiv:2302.04870): trains adapters around an emulator of the middle.
 
     The adapters are the first two and the last two blocks, one and one of fewer than 6. The emulator is the middle with
-    half of its blocks dropped, one more if they are odd; blocks of a Swin that merge patches cannot be dropped and do
+    half of its blocks dropped, one more if they are odd. Blocks of a Swin that merge patches cannot be dropped and do
     not count. Adapters and head are trained with embedding, emulator and last LayerNorm frozen, then plugged into the
     full model. Its authors distil the emulator on public images beforehand; the paper mentions no distillation, and
     there is none here.
 
     Args:
-      backbone: the model; its cut is not used.
-      params: of the whole model.
-      num_classes: of the client's task.
-      key: typed PRNG key, of the head.
+      backbone, params, num_classes, key: as any `Baseline`; the cut is not used.
       drop: "uniform" keeps evenly spaced blocks, as the authors do, "random" keeps any, as the paper does.
       seed: of the random choice, the server's, who makes one emulator for everybody.
 
     Raises:
       ValueError: no block between the adapters can be dropped, or `drop` is unknown.
     """
-    if drop not in ("uniform", "random"):
-        raise ValueError(f"drop must be 'uniform' or 'random', got {drop!r}")
+    one_of(("uniform", "random"), drop=drop)
     backbone, params = backbone.with_head(key, params, num_classes)
     blocks = _describe_blocks(backbone)
     ends = 2 if len(blocks) >= 6 else 1
     middle = range(ends, len(blocks) - ends)
-    candidates = [k for k in middle if blocks[k].keeps_shape]
+    candidates = [k for k in middle if blocks[k][1]]
     if not candidates:
         raise ValueError(
             f"offsite tuning needs a block to drop between {ends} first and {ends} last ones; the model has only "
@@ -207,15 +196,15 @@ def offsite_tuning(
     dropped = set(candidates) - set(_half(candidates, drop, seed))
     kept = tuple(Blocks(backbone, k, k + 1) for k in middle if k not in dropped)
     training = (Blocks(backbone, 0, ends), *kept, Blocks(backbone, len(blocks) - ends, None))
-    adapters = {name for k, block in enumerate(blocks) if k not in middle for name in block.names}
-    absent = {name for k in dropped for name in blocks[k].names}
-    plan = _plan(
+    adapters = {name for k, (names, _) in enumerate(blocks) if k not in middle for name in names}
+    absent = {name for k in dropped for name in blocks[k][0]}
+    return _begin(
         params,
         training,
         lambda path: _is_head(path) or _top(path) in adapters,
         client=lambda path: _top(path) not in absent,
+        evaluation=(Blocks(backbone, 0, None),),
     )
-    return plan._replace(evaluation=(Blocks(backbone, 0, None),)), params
 
 
 BASELINES: Mapping[str, Baseline] = {
@@ -231,50 +220,38 @@ BASELINES: Mapping[str, Baseline] = {
 # --- What a client can make of the frontend alone ---------------------------------------------------------------------
 
 
-def probe_quantized_frontend(
-    backbone: Backbone, frontend: QuantizedFrontend, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def probe_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
     """Trains a head on the representations of the quantised frontend: "Quant. Frontend" of Table 3."""
     params = {"frontend": _checked(frontend), "head": _linear_head(backbone, num_classes, key)}
     features = (Quantized(backbone), Pool(backbone.prefix_tokens))
-    return _plan(params, (Linear(num_classes),), _is_head, features=features), params
+    return _begin(params, (Linear(num_classes),), _is_head, features=features)
 
 
-def probe_original_frontend(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def probe_original_frontend(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
     """The same with the frontend of `params`, which no client has: "Original Frontend" of Table 3."""
     params = {**backbone.divide(params)[0], "head": _linear_head(backbone, num_classes, key)}
     features = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens))
-    return _plan(params, (Linear(num_classes),), _is_head, features=features), params
+    return _begin(params, (Linear(num_classes),), _is_head, features=features)
 
 
-def tune_quantized_frontend(
-    backbone: Backbone, frontend: QuantizedFrontend, *, num_classes: int, key: jax.Array
-) -> tuple[Plan, dict[str, Any]]:
+def tune_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
     """Trains a head and all weights of the frontend, dequantised: stronger than what the paper tests.
 
     Rounding of activations protects nothing against a client who need not do it, so there is none.
     """
     params = {**_checked(frontend).params, "head": _linear_head(backbone, num_classes, key)}
     pieces = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens), Linear(num_classes))
-    return _plan(params, pieces, lambda path: True), params
+    return _begin(params, pieces, lambda path: True)
 
 
 def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Baseline:
     """Trains the head of another public model, whose last blocks go behind the quantised frontend: "Auxiliary Backend".
 
-    Args:
-      auxiliary: the other model, cut where its backend begins; the paper takes the last third of DINOv2-L.
-      auxiliary_params: of that whole model.
-
-    Returns:
-      A baseline; it raises a ValueError if the two models' tokens do not fit together.
+    The other model is cut where its backend begins; the paper takes the last third of DINOv2-L. Its parameters are of
+    the whole model. The baseline raises ValueError if the two models' tokens do not fit together.
     """
 
-    def baseline(
-        backbone: Backbone, frontend: QuantizedFrontend, *, num_classes: int, key: jax.Array
-    ) -> tuple[Plan, dict[str, Any]]:
+    def baseline(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
         ours, theirs = ((b.tokens[1], b.prefix_tokens) for b in (backbone, auxiliary))
         if ours != theirs:
             raise ValueError(
@@ -285,7 +262,7 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
         last = other.model.num_blocks
         params = {"frontend": _checked(frontend), **back}
         features = (Quantized(backbone), Blocks(other, other.cut, last), FirstTokens(other.prefix_tokens))
-        return _plan(params, (Blocks(other, last, None),), _is_head, features=features), params
+        return _begin(params, (Blocks(other, last, None),), _is_head, features=features)
 
     return baseline
 
@@ -295,19 +272,15 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapted:
-    """A model for the client's task.
+    """A model for the client's task: what is run, and the parameters of all of it, trained or not."""
 
-    Attributes:
-      plan: what is run.
-      params: of all of it, trained or not.
-    """
-
-    plan: Plan
+    recipe: Recipe
     params: dict[str, Any] = dataclasses.field(repr=False)
 
     def logits(self, images: jax.Array, *, batch_size: int = 128) -> jax.Array:
         """Maps images [n, S, S, C] in [0, 1] to logits [n, num_classes], batch by batch."""
-        return _in_batches((*self.plan.features, *self.plan.evaluation), self.params, images, batch_size)
+        pieces = (*self.recipe.features, *self.recipe.evaluation)
+        return in_batches(functools.partial(_run, pieces, self.params), images, batch_size)
 
 
 def adapt(
@@ -329,28 +302,28 @@ def adapt(
 
     Args:
       baseline: of `BASELINES`, or one of the functions for a frontend.
-      backbone: the public model and where it is cut.
+      backbone: the public model.
       params: what the baseline starts from: the parameters of the whole model, or a `QuantizedFrontend`.
       images: float32 [n, S, S, C] in [0, 1], the client's.
-      labels: int [n] in [0, num_classes).
-      num_classes: K of the client's task, at least 2.
-      learning_rate: of Adam.
+      labels: int [n] in [0, num_classes), num_classes at least 2.
+      learning_rate, batch_size: as in `fit_in_memory`.
       epochs: passes over the images; the paper has 100, and 50 for offsite tuning.
-      batch_size: images per step.
       key: typed PRNG key, of the head and the order of the images.
 
     Raises:
       ValueError: images of another shape, outside [0, 1] or none; labels of another number or type or outside
         [0, num_classes); a number that is not positive; as the baseline.
     """
-    check_images(backbone, images)
+    backbone.check_images(images)
     check_labels(labels, len(images), num_classes)
     head_key, key = jax.random.split(key)
-    plan, params = baseline(backbone, params, num_classes=num_classes, key=head_key)
-    trained, frozen = divide_trained(plan, params)
-    inputs = _in_batches(plan.features, params, images, batch_size) if plan.features else jnp.asarray(images)
-    trained = minimise(
-        training_loss(plan.training),
+    recipe, params = baseline(backbone, params, num_classes=num_classes, key=head_key)
+    inputs = jnp.asarray(images)
+    if recipe.features:
+        inputs = in_batches(functools.partial(_run, recipe.features, params), images, batch_size)
+    trained, frozen = divide_trained(recipe, params)
+    trained = fit_in_memory(
+        training_loss(recipe.training),
         trained,
         (inputs, jnp.asarray(labels)),
         key=key,
@@ -359,7 +332,7 @@ def adapt(
         batch_size=batch_size,
         frozen=frozen,
     )
-    return Adapted(plan, unflatten_dict({**frozen, **trained}, sep="/"))
+    return Adapted(recipe, unflatten_dict({**frozen, **trained}, sep="/"))
 
 
 def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128) -> float:
@@ -374,15 +347,16 @@ def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_si
     return float(np.mean(predicted == np.asarray(labels)))
 
 
-def divide_trained(plan: Plan, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by path: those that are trained, and the others."""
     flat = flatten_dict(params, sep="/")
-    return {p: flat[p] for p in flat if p in plan.trained}, {p: flat[p] for p in flat if p not in plan.trained}
+    trained = {path: leaf for path, leaf in flat.items() if path in recipe.trained}
+    return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
 
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """The cross-entropy of (inputs, labels) behind `pieces`, for `minimise`; one object for equal pieces."""
+    """The cross-entropy of (inputs, labels) behind `pieces`, for `fit_in_memory`; one object for equal pieces."""
 
     def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         inputs, labels = batch
@@ -402,33 +376,21 @@ def run(pieces: Iterable[Piece], params: Params, x: jax.Array) -> jax.Array:
 _run = jax.jit(run, static_argnums=0)
 
 
-def _in_batches(pieces: tuple[Piece, ...], params: Params, images: jax.Array, batch_size: int) -> jax.Array:
-    if not (len(images) and batch_size > 0):
-        raise ValueError(f"images and batch_size must be at least one, got {len(images)} and {batch_size}")
-    size = min(batch_size, len(images))
-    parts = []
-    for start in range(0, len(images), size):
-        batch = np.asarray(images[start : start + size], np.float32)
-        padded = np.concatenate([batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)])
-        parts.append(_run(pieces, params, padded)[: len(batch)])
-    return jnp.concatenate(parts)
-
-
 # --- Parameters -------------------------------------------------------------------------------------------------------
 
 
-def _plan(
+def _begin(
     params: Params,
     training: tuple[Piece, ...],
     trained: Callable[[str], bool],
     *,
     features: tuple[Piece, ...] = (),
+    evaluation: tuple[Piece, ...] | None = None,
     client: Callable[[str], bool] = lambda path: True,
-) -> Plan:
-    """A plan that is evaluated as it is trained."""
-    paths = flatten_dict(params, sep="/")
-    chosen = (frozenset(path for path in paths if choose(path)) for choose in (trained, client))
-    return Plan(features, training, training, *chosen)
+) -> Begun:
+    """A recipe that is evaluated as it is trained, unless it says how, and the parameters."""
+    chosen = (frozenset(filter(choose, flatten_dict(params, sep="/"))) for choose in (trained, client))
+    return Recipe(features, training, evaluation or training, *chosen), dict(params)
 
 
 def _top(path: str) -> str:
@@ -449,16 +411,9 @@ def _checked(frontend: Any) -> QuantizedFrontend:
     return frontend
 
 
-class _Block(NamedTuple):
-    """Names of a block's parameters, and whether its output has the shape of its input."""
-
-    names: frozenset[str]
-    keeps_shape: bool
-
-
 @functools.lru_cache
-def _describe_blocks(backbone: Backbone) -> tuple[_Block, ...]:
-    """All blocks of a model; the embedding belongs to none."""
+def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], ...]:
+    """Of every block of a model, the names of its parameters, and whether its output has the shape of its input."""
     found = []
 
     def describe() -> None:
@@ -466,7 +421,7 @@ def _describe_blocks(backbone: Backbone) -> tuple[_Block, ...]:
         x, embedding = backbone.model.init_with_output(key, images, 0, 0)
         for k in range(backbone.model.num_blocks):
             y, block = backbone.model.init_with_output(key, x if k else images, k, k + 1)
-            found.append(_Block(frozenset(block["params"]) - frozenset(embedding["params"]), y.shape == x.shape))
+            found.append((frozenset(block["params"]) - frozenset(embedding["params"]), y.shape == x.shape))
             x = y
 
     jax.eval_shape(describe)

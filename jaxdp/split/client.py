@@ -6,18 +6,18 @@
     copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
     copies = noise_then_augment(key, x, laplace_scale=0.8)             # what we advise: one noisy copy, augmented
 
-Neither has a privacy guarantee (BUILD_NOTES.md, "Split adaptation"); `jaxdp.split.private` has one.
+Neither has a privacy guarantee (BUILD_NOTES.md, "Split adaptation"); `jaxdp.split.noisy_upload` has one.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from jaxdp.split.backbone import Backbone, Params
+from jaxdp.split.backbone import Backbone, Params, in_batches
+from jaxdp.split.checks import not_negative, one_of
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import noise
 
@@ -42,10 +42,8 @@ def perturb_params(key: jax.Array, params: Params, *, alpha: float = 0.01, mode:
     Raises:
       ValueError: alpha is negative or not finite, or the mode unknown.
     """
-    if mode not in ("rel", "abs", "var", "rms"):
-        raise ValueError(f"mode must be 'rel', 'abs', 'var' or 'rms', got {mode!r}")
-    if not (np.isfinite(alpha) and alpha >= 0):
-        raise ValueError(f"alpha must be finite and at least 0, got {alpha!r}")
+    one_of(get_args(NoiseMode), mode=mode)
+    not_negative(alpha=alpha)
     noise.check_key(key)
     return _perturbed(mode, key, params, alpha)
 
@@ -53,16 +51,13 @@ def perturb_params(key: jax.Array, params: Params, *, alpha: float = 0.01, mode:
 @functools.partial(jax.jit, static_argnums=0)
 def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) -> Any:
     theta, unravel = ravel_pytree(params)
-
-    def rms() -> jax.Array:
-        return ravel_pytree(jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.sqrt(jnp.mean(leaf**2))), params))[0]
-
-    std = {
-        "rel": lambda: alpha * jnp.abs(theta),
-        "abs": lambda: alpha * jnp.ones_like(theta),
-        "var": lambda: jnp.sqrt(alpha * jnp.abs(theta)),
-        "rms": lambda: alpha * rms(),
-    }[mode]()
+    if mode == "rms":
+        means = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.sqrt(jnp.mean(leaf**2))), params)
+        std = alpha * ravel_pytree(means)[0]
+    elif mode == "var":
+        std = jnp.sqrt(alpha * jnp.abs(theta))
+    else:
+        std = alpha * (jnp.abs(theta) if mode == "rel" else jnp.ones_like(theta))
     factor, term = noise.gaussian(key, (theta, theta), 1.0)
     return unravel((1 + std * factor) * theta + std * term)  # Eq. 12
 
@@ -85,30 +80,10 @@ def represent(
     Raises:
       ValueError: images of another shape, outside [0, 1] or none at all; batches without images.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
-    check_images(backbone, images)
-    size = min(batch_size, len(images))
-    parts = []
-    for start in range(0, len(images), size):
-        batch = np.asarray(images[start : start + size], np.float32)
-        padded = np.concatenate([batch, np.zeros((size - len(batch), *batch.shape[1:]), np.float32)])
-        parts.append(_represent(backbone, frontend, params, padded)[: len(batch)])
-    return jnp.concatenate(parts)
+    backbone.check_images(images)
+    return in_batches(functools.partial(_represent, backbone, frontend, params), images, batch_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _represent(backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array) -> jax.Array:
     return quantized_front(backbone, frontend, images, params=params)
-
-
-def check_images(backbone: Backbone, images: Any) -> None:
-    """ValueError unless images are [n, S, S, C] in [0, 1] for this backbone, n >= 1; tells not what they show."""
-    images = np.asarray(images)
-    expected = backbone.images.shape[1:]
-    if images.ndim != 4 or images.shape[1:] != expected or not len(images):
-        raise ValueError(f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got {list(images.shape)}")
-    if not np.issubdtype(images.dtype, np.floating):
-        raise ValueError(f"images must be floating point in [0, 1], got {images.dtype}; divide by the largest value")
-    if not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError("images must be in [0, 1], and some are not; divide by the largest possible value")

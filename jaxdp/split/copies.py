@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxdp.privacy import Account
 from jaxdp.release import Release, program, stream
-from jaxdp.split.augment import augmented_batch, retrieve_neighbors
-from jaxdp.split.private import published_event
+from jaxdp.split.augment import augmented_batch, batchable, retrieve_neighbors
+from jaxdp.split.checks import at_least, not_negative
+from jaxdp.split.noisy_upload import published_event
 from jaxdp.transforms import noise
 
 
@@ -39,24 +40,14 @@ class Copies:
 
     def index(self) -> tuple[jax.Array, jax.Array]:
         """Image and number of every copy, int32 [n (1 + copies)] each."""
-        count = len(self.representations)
-        images, numbers = jnp.divmod(jnp.arange(count * (1 + self.copies), dtype=jnp.int32), 1 + self.copies)
-        return images, numbers
+        return index_of_copies(len(self.representations), 1 + self.copies)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
         """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`, the same values whenever it is asked for."""
         patch_key, noise_key = jax.random.split(self.key)
-        # Whatever the given key: keys that are independent under vmap, so that a copy does not depend on its batch.
-        noise_key = jax.random.wrap_key_data(jax.random.bits(noise_key, (2,), jnp.uint32), impl="threefry2x32")
-        x = augmented_batch(
-            patch_key,
-            self.representations,
-            self.neighbors,
-            images,
-            numbers,
-            n_patches=self.n_patches,
-            prefix_tokens=self.prefix_tokens,
-        )
+        noise_key = batchable(noise_key)
+        options = {"n_patches": self.n_patches, "prefix_tokens": self.prefix_tokens}
+        x = augmented_batch(patch_key, self.representations, self.neighbors, images, numbers, **options)
 
         def one(image: jax.Array, number: jax.Array) -> jax.Array:
             key = jax.random.fold_in(jax.random.fold_in(noise_key, image), number)
@@ -81,6 +72,12 @@ jax.tree_util.register_dataclass(
     meta_fields=["copies", "n_patches", "prefix_tokens"],
 )
 _batch = jax.jit(Copies.batch)
+
+
+def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
+    """Image and number of every copy if there are `each` of every image, int32 [images * each] both."""
+    found, numbers = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
+    return found, numbers
 
 
 def augment_then_noise(
@@ -108,7 +105,8 @@ def augment_then_noise(
       ValueError: a negative scale or number, more patches than there are, or one image whose patches have no
         neighbours.
     """
-    _check_copies(laplace_scale, copies)
+    not_negative(laplace_scale=laplace_scale)
+    at_least(0, copies=copies)
     neighbors = retrieve_neighbors(representations)  # Eq. 13
     made = Copies(representations, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     first = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -127,11 +125,11 @@ def noise_then_augment(
 ) -> Copies:
     """One noisy representation of every image; retrieval and augmentation follow, as the server could do them.
 
-    65 times less is uploaded, the noise cannot be averaged away, and what one image does to the copies of
-    others is post-processing. Arguments and errors as in `augment_then_noise`.
+    65 times less is uploaded, the noise cannot be averaged away, and what one image does to the copies of others is
+    post-processing. Arguments and errors as in `augment_then_noise`.
     """
+    not_negative(laplace_scale=laplace_scale)
     noise_key, patch_key = jax.random.split(key)
-    _check_copies(laplace_scale, copies)
     noisy = representations + noise.laplace(noise_key, representations, laplace_scale)
     return augment_then_noise(
         patch_key, noisy, laplace_scale=0.0, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
@@ -154,7 +152,7 @@ def plan_copies(
     """Returns the upload of `augment_then_noise` for a till (`jaxdp.release.Till`); spends nothing.
 
     Args:
-      account: that pays `published_event`: nothing about this upload is proven.
+      account: pays `published_event`: nothing about this upload is proven.
       representations, laplace_scale, copies, n_patches, prefix_tokens: as in `augment_then_noise`.
       label: for people who read the ledger. Never put data in it.
 
@@ -164,44 +162,31 @@ def plan_copies(
     Raises:
       ValueError: as `augment_then_noise`.
     """
-    _check_copies(laplace_scale, copies)
-    x, sizes = jnp.asarray(representations), (copies, n_patches, prefix_tokens)
+    not_negative(laplace_scale=laplace_scale)
+    at_least(0, copies=copies)
+    x, images = jnp.asarray(representations), jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32)
     # Traced now: what cannot run costs nothing.
-    neighbors = jax.eval_shape(retrieve_neighbors, x)
-    key, images = stream(bytes(16), "copies", impl="threefry2x32"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
-    traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), *sizes)
+    neighbors, key = jax.eval_shape(retrieve_neighbors, x), stream(bytes(16), "copies", impl="threefry2x32")
+    traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     texts = [program(retrieve_neighbors, x), program(_batch, traced, images, images)]
 
     def compute(secret: bytes) -> np.ndarray:
         key = stream(secret, "copies", impl="threefry2x32")
-        made = augment_then_noise(
-            key, x, laplace_scale=laplace_scale, copies=copies, n_patches=n_patches, prefix_tokens=prefix_tokens
-        )
-        return made.materialized()
+        return dataclasses.replace(traced, neighbors=retrieve_neighbors(x), key=key).materialized()
 
     return Release(
         label=label,
         charges=[(account, published_event(laplace_scale))],
-        facts=lambda: [x, laplace_scale, *sizes],
+        facts=lambda: [x, laplace_scale, copies, n_patches, prefix_tokens],
         programs=lambda: texts,
         compute=compute,
     )
 
 
 def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: float, label: str) -> Release[jax.Array]:
-    """Returns one noisy copy of every representation for a till (`jaxdp.release.Till`); spends nothing.
+    """Returns one noisy copy of every representation, float32 [n, T, D], for a till; spends nothing.
 
-    Args:
-      account: that pays `published_event`: nothing about this upload is proven.
-      representations: float32 [n, T, D].
-      laplace_scale: b >= 0, in units of the representation; 0 adds no noise.
-      label: for people who read the ledger. Never put data in it.
-
-    Returns:
-      A release of representations plus noise, float32 [n, T, D].
-
-    Raises:
-      ValueError: a negative scale.
+    Arguments and errors as in `plan_copies`.
     """
     x, event = jnp.asarray(representations), published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
@@ -217,10 +202,3 @@ def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: f
 @jax.jit
 def _noisy(key: jax.Array, x: jax.Array, scale: float) -> jax.Array:
     return x + noise.laplace(key, x, scale)
-
-
-def _check_copies(laplace_scale: float, copies: int) -> None:
-    if not (np.isfinite(laplace_scale) and laplace_scale >= 0):
-        raise ValueError(f"laplace_scale must be finite and at least 0, got {laplace_scale!r}")
-    if copies < 0:
-        raise ValueError(f"copies must be at least 0, got {copies!r}")

@@ -8,12 +8,15 @@
     answers    server to client   logits of the queries
 
 Every package is checked before it is written and again after it is read, by the same functions. A party that reads one
-runs no code of the other: models and activations are looked up in a table. Where the parties share no folder, anything
-that carries folders will do, if it puts each in its place whole, for example by renaming it.
+runs no code of the other: models and activations are looked up in a table. Parties without a common folder may carry
+packages by any means that puts each in its place whole, for example by renaming it.
+
+Every `send_...` raises FileExistsError if its folder exists, and ValueError for what nobody would receive. Every
+`receive_...` raises FileNotFoundError if a file is missing, and ValueError if the package is damaged, does not fit, or
+exceeds `limits`, which are `Limits()` by default.
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -21,7 +24,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +32,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
+import scipy.special
 
 from jaxdp.files import Limits
 from jaxdp.models import Preprocessing
 from jaxdp.models.layers import gelu
 from jaxdp.models.swin import Swin
-from jaxdp.models.vit import Product, ViT
+from jaxdp.models.vit import ViT
 from jaxdp.split.backbone import Backbone
-from jaxdp.split.copies import Copies
-from jaxdp.split.package import Package, read_package, write_package
-from jaxdp.split.private import PrivateRelease, Projection, Released
-from jaxdp.split.quantization import QuantizedFrontend, Scales, check_labels
+from jaxdp.split.checks import check_labels
+from jaxdp.split.copies import index_of_copies
+from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
+from jaxdp.split.package import Folder, Package, read_package, write_package
+from jaxdp.split.quantization import QuantizedFrontend, Scales, describe_frontend
 from jaxdp.split.server import Gradients
 
 _MODELS: Mapping[str, type[nn.Module]] = {"ViT": ViT, "Swin": Swin}
@@ -48,7 +52,28 @@ _ACTIVATIONS: Mapping[str, Any] = {"gelu": gelu, "gelu_tanh": nn.gelu, "relu": n
 # Of the head, of which the client has no part, or always the same.
 _UNTOLD = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
 _POLL_SECONDS = 0.01
-_Expected = tuple[tuple[int, ...], Any]  # shape and dtype of an array
+_Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
+
+
+def _send(
+    folder: Folder, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
+) -> None:
+    """Writes a package, once `understand` has found nothing wrong with it."""
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    understand(Package(dict(fields), arrays))
+    write_package(folder, kind, fields=fields, arrays=arrays)
+
+
+def _receive(
+    folder: Folder, kind: str, fields: Iterable[str], understand: Callable[[Package], Any], limits: Limits | None
+) -> Any:
+    """What `understand` makes of a package that must have these fields."""
+    package = read_package(folder, kind, fields=fields, limits=limits)
+    try:
+        return understand(package)
+    except Exception as error:  # whatever a model with such attributes raises when it is traced
+        raise ValueError(f"{folder} is whole but of no use; its sender must make another one: {error}") from error
+
 
 # --- The frontend -----------------------------------------------------------------------------------------------------
 
@@ -57,10 +82,9 @@ class Shipment(NamedTuple):
     """What a client gets from the server.
 
     Attributes:
-      backbone: the architecture and where it is cut. How many classes the server's head has is not told: it has 2.
+      backbone: the architecture and where it is cut, with 2 classes: those of the server's head are not told.
       frontend: integers and scales.
-      copies: N_Aug, augmented copies of every representation, which the client or the server makes.
-      n_patches: N_P, how many patches are replaced in each.
+      copies, n_patches: N_Aug augmented copies of every representation, and N_P, the patches replaced in each.
       projection: public directions for private uploads; None for none.
       clip_norm: norm to which coordinates in these directions are clipped, a function of public data.
     """
@@ -91,21 +115,13 @@ class Shipment(NamedTuple):
             )
 
 
-def send_frontend(folder: str | os.PathLike[str], shipment: Shipment) -> None:
+def send_frontend(folder: Folder, shipment: Shipment) -> None:
     """Writes the package "frontend".
 
     It holds no floating-point weight: int8 codes, one scale per tensor (per channel in the patch embedding), those of
     activations, and the projection. That hides little of these blocks, since 8 bits are nearly as good as the original
-    (Table 3): what is protected is the backend, of which nothing is in the package.
-
-    Args:
-      folder: the new package.
-      shipment: its backbone may have any number of classes.
-
-    Raises:
-      FileExistsError: `folder` exists.
-      ValueError: a model that is neither ViT nor Swin, has a dtype, or an activation without a name here; more patches
-        than the representation has; parts that do not fit together.
+    (Table 3). The backend is protected: nothing of it is in the package. The model must be a ViT or Swin without a
+    dtype, whose activation has a name here.
     """
     backbone, frontend = shipment.backbone, shipment.frontend
     first, second, output = frontend.scales
@@ -121,34 +137,20 @@ def send_frontend(folder: str | os.PathLike[str], shipment: Shipment) -> None:
         arrays |= {f"projection/{name}": array for name, array in shipment.projection._asdict().items()}
     fields = {
         "model": _told_model(backbone.model),
-        "preprocessing": _told(dataclasses.asdict(backbone.preprocessing)),
+        "preprocessing": dataclasses.asdict(backbone.preprocessing),
         "cut": backbone.cut,
         "bits": frontend.bits,
         "copies": shipment.copies,
         "n_patches": shipment.n_patches,
         "clip_norm": shipment.clip_norm,
     }
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    _shipment(Package(fields, arrays), Limits())
-    write_package(folder, "frontend", fields=fields, arrays=arrays)
+    _send(folder, "frontend", fields, arrays, lambda package: _shipment(package, Limits()))
 
 
-def receive_frontend(folder: str | os.PathLike[str], *, limits: Limits | None = None) -> Shipment:
-    """Reads what `send_frontend` wrote.
-
-    Args:
-      folder: the package.
-      limits: on what it declares; `Limits()` by default. Nothing of the model is traced before they are checked.
-
-    Raises:
-      FileNotFoundError: there is no package, or a file of it is missing.
-      ValueError: it is damaged, exceeds a limit, or describes no frontend: an unknown model, attribute or activation,
-        arrays that are missing, superfluous, of another shape or dtype, scales that are not positive.
-    """
-    limits = limits or Limits()
+def receive_frontend(folder: Folder, *, limits: Limits | None = None) -> Shipment:
+    """Reads what `send_frontend` wrote. Nothing of the model is traced before its numbers are checked."""
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    package = read_package(folder, "frontend", fields=fields, arrays=["output"], limits=limits)
-    return _understood(folder, lambda p: _shipment(p, limits), package)
+    return _receive(folder, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits)
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
@@ -160,17 +162,17 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     if type(bits) is not int or not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}")
     limits.check("copies", copies if type(copies) is int else 0, "the frontend")
-    (tokens, width), shapes, products = _frontend(backbone)
+    (tokens, width), shapes, sites = describe_frontend(backbone)
     check_augmentation(backbone, copies=copies, n_patches=n_patches)
-    expected: dict[str, _Expected] = {"output": ((), np.float32)}
+    expected: dict[str, tuple[tuple[int, ...], Any]] = {"output": ((), np.float32)}
     for path, shape in shapes.items():
-        kernel = path.endswith("/kernel")
         # Of the kernels, that of the patch embedding alone is a convolution, with a scale per channel.
-        expected |= {f"codes/{path}": (shape, np.int8), f"units/{path}": (shape[3:] if kernel else (), np.float32)}
-        if kernel:
-            expected[f"first/{path.removesuffix('/kernel')}"] = ((), np.float32)
-    for site, heads in products.items():
-        expected |= {f"first/{site}": ((heads,), np.float32), f"second/{site}": ((heads,), np.float32)}
+        channels = shape[3:] if path.endswith("/kernel") else ()
+        expected |= {f"codes/{path}": (shape, np.int8), f"units/{path}": (channels, np.float32)}
+    for path, site in sites.items():
+        expected[f"first/{path}"] = ((site.heads,) if site.kind == "product" else (), np.float32)
+        if site.kind == "product":
+            expected[f"second/{path}"] = expected[f"first/{path}"]
     scales = [name for name, (_, dtype) in expected.items() if dtype == np.float32]
     if clip_norm is not None:
         directions = arrays.get("projection/directions", np.zeros((0, 1)))
@@ -186,11 +188,11 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     def under(prefix: str) -> dict[str, jax.Array]:
         return {name.removeprefix(prefix): jnp.asarray(x) for name, x in arrays.items() if name.startswith(prefix)}
 
-    codes, of_codes, first = under("codes/"), under("units/"), under("first/")
-    kernels = {site: of_codes[f"{site}/kernel"] for site in first if site not in products}
-    found = Scales(first, {**kernels, **under("second/")}, jnp.asarray(arrays["output"]))
+    units = under("units/")
+    kernels = {path: units[f"{path}/kernel"] for path, site in sites.items() if site.kind != "product"}
+    found = Scales(under("first/"), {**kernels, **under("second/")}, jnp.asarray(arrays["output"]))
     projection = None if clip_norm is None else Projection(**under("projection/"))
-    frontend = QuantizedFrontend(codes, of_codes, found, bits)
+    frontend = QuantizedFrontend(under("codes/"), units, found, bits)
     return Shipment(backbone, frontend, copies, n_patches, projection, clip_norm)
 
 
@@ -208,29 +210,9 @@ def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits
         limits.check("pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend")
 
 
-@functools.lru_cache
-def _frontend(backbone: Backbone) -> tuple[tuple[int, int], dict[str, tuple[int, ...]], dict[str, int]]:
-    """Shape [T, D] of a representation, shapes of the frontend's parameters, numbers of heads of its products."""
-    products: dict[str, int] = {}
-
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if isinstance(context.module, Product):
-            products["/".join(context.module.path)] = context.module.num_heads
-        return next_fun(*args, **kwargs)
-
-    def run() -> Any:
-        images = jnp.zeros(backbone.images.shape)
-        return backbone.model.init_with_output(jax.random.key(0), images, 0, backbone.cut)
-
-    with nn.intercept_methods(note):
-        representation, variables = jax.eval_shape(run)
-    shapes = {path: leaf.shape for path, leaf in flatten_dict(variables["params"], sep="/").items()}
-    return representation.shape[1:], shapes, products
-
-
 def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> None:
     """ValueError if representations of this backbone cannot be augmented like that."""
-    patches = _frontend(backbone)[0][0] - backbone.prefix_tokens
+    patches = describe_frontend(backbone).tokens[0] - backbone.prefix_tokens
     for name, value in (("copies", copies), ("n_patches", n_patches)):
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
@@ -244,13 +226,9 @@ def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> No
 # --- The model as JSON ------------------------------------------------------------------------------------------------
 
 
-def _attributes(family: Any) -> dict[str, Any]:
-    """Names of the attributes that are told, with their defaults."""
+def _defaults(family: Any) -> dict[str, Any]:
+    """The attributes that are told, with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(family) if field.name not in _UNTOLD}
-
-
-def _told(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple | list) else value for name, value in values.items()}
 
 
 def _told_model(model: Any) -> dict[str, Any]:
@@ -261,7 +239,7 @@ def _told_model(model: Any) -> dict[str, Any]:
         raise ValueError(
             f"model.dtype must be None (float32) to be sent, got {model.dtype!r}; clone it with dtype=None"
         )
-    attributes = _told({name: getattr(model, name) for name in _attributes(type(model))})
+    attributes = {name: getattr(model, name) for name in _defaults(type(model))}
     activation = next((name for name, f in _ACTIVATIONS.items() if f is model.activation), None)
     if activation is None:
         raise ValueError(f"model.activation must be one of {', '.join(_ACTIVATIONS)} to be sent, got another function")
@@ -274,42 +252,43 @@ def _read_model(described: Any, limits: Limits) -> Any:
     name, given = described["class"], described["attributes"]
     if not isinstance(name, str) or name not in _MODELS:
         raise ValueError(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
-    defaults = _attributes(_MODELS[name])
+    defaults = _defaults(_MODELS[name])
     if not isinstance(given, dict) or set(given) != set(defaults):
         wrong = sorted(set(given) ^ set(defaults)) if isinstance(given, dict) else [given]
         raise ValueError(f"attributes of {name} must be {', '.join(defaults)}; missing or unknown: {wrong}")
-    values = {key: _read_attribute(key, value, defaults[key]) for key, value in given.items()}
-    for key, value in values.items():  # no width or side of a real model comes near; products of two stay exact
-        for number in value if isinstance(value, tuple) else (value,):
-            limits.check("pixels", number if type(number) is int else 0, f"the attribute {key!r} of the frontend")
+    values = {key: _read_attribute(key, value, defaults[key], limits) for key, value in given.items()}
     return _MODELS[name](num_classes=2, **values)
 
 
-def _read_attribute(name: str, value: Any, default: Any) -> Any:
+def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
     """The attribute as the model has it; its default says what it must be."""
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {value!r}")
         return _ACTIVATIONS[value]
-    if isinstance(default, tuple):
-        if not (isinstance(value, list) and value and all(type(n) is int and n > 0 for n in value)):
-            raise ValueError(f"{name} must be a list of positive integers, got {value!r}")
-        return tuple(value)
-    right = type(value) is type(default) or (type(default) is float and type(value) is int)
-    if not right or (not isinstance(value, bool | str) and not value > 0):
+    several, listed = isinstance(default, tuple), isinstance(value, list | tuple)
+    numbers, like = value if listed else [value], default[0] if several else default
+
+    def fits(number: Any) -> bool:
+        right = type(number) is type(like) or (type(like) is float and type(number) is int)
+        return right and (isinstance(number, bool | str) or number > 0)
+
+    if several != listed or not numbers or not all(map(fits, numbers)):
         raise ValueError(f"{name} must be like {default!r}, got {value!r}")
-    return value
+    for number in numbers:  # no width or side of a real model comes near; products of two stay exact
+        limits.check("pixels", number if type(number) is int else 0, f"the attribute {name!r} of the frontend")
+    return tuple(numbers) if several else value
 
 
 def _read_preprocessing(given: Any) -> Preprocessing:
     names = {field.name for field in dataclasses.fields(Preprocessing)}
     if not isinstance(given, dict) or set(given) != names:
         raise ValueError(f"preprocessing must have the fields {', '.join(sorted(names))}")
-    resize, sizes = given["resize"], [given["size"]]
+    resize, sizes, colours = given["resize"], [given["size"]], [given["mean"], given["std"]]
     if resize is not None:
-        sizes += resize if isinstance(resize, list) and len(resize) == 2 else [resize]
-    colours = [*given["mean"], *given["std"]] if all(isinstance(given[n], list) for n in ("mean", "std")) else [None]
-    if not all(type(n) is int and n > 0 for n in sizes) or not all(type(x) in (int, float) for x in colours):
+        sizes += resize if isinstance(resize, list | tuple) and len(resize) == 2 else [resize]
+    numbers = all(isinstance(x, list | tuple) and all(type(n) in (int, float) for n in x) for x in colours)
+    if not numbers or not all(type(n) is int and n > 0 for n in sizes):
         raise ValueError(f"preprocessing must have positive integer sizes and lists of numbers, got {given}")
     if not given["mean"] or not isinstance(given["interpolation"], str):
         raise ValueError(f"preprocessing must have channels and the name of an interpolation, got {given}")
@@ -321,20 +300,13 @@ def _read_preprocessing(given: Any) -> Preprocessing:
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """As published: every copy with noise of its own, made by the client. Labels stay with it; protects nothing proven.
+    """As published: every copy with noise of its own, float32 [1 + N_Aug, n, T, D]. Labels stay with the client.
 
-    Attributes:
-      copies: float32 [1 + N_Aug, n, T, D].
-      num_classes: K, a public declaration.
+    The number of classes is a public declaration, here and below.
     """
 
-    copies: jax.Array
+    copies: Any
     num_classes: int
-
-    @classmethod
-    def of(cls, copies: Copies, *, num_classes: int) -> "Uploaded":
-        """All copies in the memory of the host."""
-        return cls(copies.materialized(), num_classes)  # type: ignore[arg-type]
 
     @property
     def representations(self) -> jax.Array:
@@ -342,10 +314,9 @@ class Uploaded:
         return self.copies[0]
 
     def index(self) -> tuple[jax.Array, jax.Array]:
-        """Image and number of every copy, int32 [n (1 + N_Aug)] each; in the order of `Copies`."""
+        """Image and number of every copy, as `Copies.index`."""
         each, count = self.copies.shape[:2]
-        images, numbers = jnp.divmod(jnp.arange(count * each, dtype=jnp.int32), each)
-        return images, numbers
+        return index_of_copies(count, each)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
         """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
@@ -356,37 +327,26 @@ jax.tree_util.register_dataclass(Uploaded, data_fields=["copies"], meta_fields=[
 
 
 class NoisyOnce(NamedTuple):
-    """One noisy representation of every image, of which the server makes copies. Labels stay with the client.
-
-    Attributes:
-      representations: float32 [n, T, D].
-      num_classes: K, a public declaration.
-    """
+    """One noisy representation of every image, float32 [n, T, D], of which the server makes copies; no labels."""
 
     representations: Any
     num_classes: int
 
 
 class Private(NamedTuple):
-    """What `release_privately` released, labels included, and how; the server needs the client no more.
-
-    Attributes:
-      released: features float32 [n, k] and labels int32 [n].
-      release: public.
-    """
+    """What `release_privately` released, labels included, and how. The server needs the client no more."""
 
     released: Released
     release: PrivateRelease
 
     @property
     def num_classes(self) -> int:
-        """K, a public declaration."""
+        """K."""
         return self.release.num_classes
 
 
 Upload = Uploaded | NoisyOnce | Private
 MODES: Mapping[str, Any] = {"published": Uploaded, "noise_once": NoisyOnce, "private": Private}
-_PUBLIC_NUMBERS = ("clip_norm", "noise_multiplier", "label_epsilon", "num_classes", "mechanism")
 
 
 def mode_of(upload: Upload) -> str:
@@ -394,143 +354,110 @@ def mode_of(upload: Upload) -> str:
     return next(name for name, kind in MODES.items() if isinstance(upload, kind))
 
 
-def send_upload(folder: str | os.PathLike[str], upload: Upload, shipment: Shipment) -> None:
-    """Writes the package "upload". It charges nothing: a till calls it with what was paid for.
-
-    Raises:
-      FileExistsError: `folder` exists.
-      ValueError: the upload does not fit the frontend, is not finite, or is called private and has no noise.
-    """
-    fields: dict[str, Any]
-    arrays: dict[str, Any]
+def send_upload(folder: Folder, upload: Upload, shipment: Shipment) -> None:
+    """Writes the package "upload". It charges nothing: a till calls it with what was paid for."""
+    fields: dict[str, Any] = {"num_classes": upload.num_classes}
     match upload:
         case Uploaded():
-            fields, arrays = {"num_classes": upload.num_classes}, {"copies": upload.copies}
+            arrays: dict[str, Any] = {"copies": upload.copies}
         case NoisyOnce():
-            fields, arrays = {"num_classes": upload.num_classes}, {"representations": upload.representations}
+            arrays = {"representations": upload.representations}
         case Private():
-            fields = {name: getattr(upload.release, name) for name in _PUBLIC_NUMBERS}
-            arrays = upload.released._asdict()
+            fields, arrays = dataclasses.asdict(upload.release), upload.released._asdict()
     fields |= {"mode": mode_of(upload), "frontend": shipment.fingerprint}
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    _upload(Package(fields, arrays), shipment, Limits())
-    write_package(folder, "upload", fields=fields, arrays=arrays)
+    _send(folder, "upload", fields, arrays, lambda package: _upload(package, shipment, Limits()))
 
 
-def receive_upload(folder: str | os.PathLike[str], shipment: Shipment, *, limits: Limits | None = None) -> Upload:
-    """Reads what `send_upload` wrote, for the same shipment.
-
-    Args:
-      folder: the package.
-      shipment: for which it was made.
-      limits: on what it declares; `Limits()` by default.
-
-    Raises:
-      FileNotFoundError: there is no package, or a file of it is missing.
-      ValueError: it is damaged, exceeds a limit, or does not fit the frontend.
-    """
-    limits = limits or Limits()
-    package = read_package(folder, "upload", fields=["frontend", "mode", "num_classes"], limits=limits)
-    return _understood(folder, lambda p: _upload(p, shipment, limits), package)
+def receive_upload(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
+    """Reads what `send_upload` wrote for the same shipment. A private upload must have noise."""
+    fields = ("frontend", "mode", "num_classes")
+    return _receive(folder, "upload", fields, lambda package: _upload(package, shipment, limits or Limits()), limits)
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     fields, arrays = package
     _check_made_with(fields["frontend"], shipment)
-    tokens, mode, num_classes = _frontend(shipment.backbone)[0], fields["mode"], fields["num_classes"]
+    mode, num_classes, projection = fields["mode"], fields["num_classes"], shipment.projection
     if type(num_classes) is not int or num_classes < 2:
         raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}")
     limits.check("num_classes", num_classes, "the upload")
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    main, axis = {"published": ("copies", 1), "noise_once": ("representations", 0), "private": ("features", 0)}[mode]
-    shape = np.shape(arrays.get(main, ()))
-    count = shape[axis] if len(shape) > axis else 0
-    expected: dict[str, _Expected]
-    if mode == "published":
-        expected = {"copies": ((1 + shipment.copies, count, *tokens), np.float32)}
-    elif mode == "noise_once":
-        expected = {"representations": ((count, *tokens), np.float32)}
-    elif shipment.projection is None:
+    if mode == "private" and projection is None:
         raise ValueError("mode='private' needs a frontend with a projection; ask the server for one")
+    main, axis = {"published": ("copies", 1), "noise_once": ("representations", 0), "private": ("features", 0)}[mode]
+    count, tokens = _length(arrays, main, axis), describe_frontend(shipment.backbone).tokens
+    if projection is not None and mode == "private":
+        k = projection.directions.shape[1]
+        _check_arrays(arrays, {"features": ((count, k), np.float32), "labels": ((count,), np.int32)})
     else:
-        k = shipment.projection.directions.shape[1]
-        expected = {"features": ((count, k), np.float32), "labels": ((count,), np.int32)}
-    _check_arrays(arrays, expected)
+        copies = (1 + shipment.copies,) if mode == "published" else ()
+        _check_arrays(arrays, {main: ((*copies, count, *tokens), np.float32)})
     shipment.check_count(count)
-    if mode == "published":
-        return Uploaded(arrays["copies"], num_classes)  # type: ignore[arg-type]
-    if mode == "noise_once":
-        return NoisyOnce(arrays["representations"], num_classes)
+    if mode != "private":
+        return MODES[mode](arrays[main], num_classes)
     check_labels(arrays["labels"], count, num_classes)
-    numbers = {name: fields.get(name) for name in _PUBLIC_NUMBERS}
+    numbers: Any = {field.name: fields.get(field.name) for field in dataclasses.fields(PrivateRelease)}
     for name in ("clip_norm", "noise_multiplier", "label_epsilon"):
         _check_positive(f"{name} of a private upload", numbers[name])
-    return Private(Released(arrays["features"], arrays["labels"]), PrivateRelease(**numbers))  # type: ignore[arg-type]
+    return Private(Released(**arrays), PrivateRelease(**numbers))  # type: ignore[arg-type]
 
 
 # --- The client's loss ------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LossClient:
-    """The client's side of the loss of Eq. 14, for uploads without labels.
+def loss_gradients(labels: Any, num_classes: int) -> Gradients:
+    """The client's side of the loss of Eq. 14: gradients of the cross-entropy of every row by its logits.
 
-    It protects NO label. The gradient of the cross-entropy by the logits is softmax - onehot: its one negative entry is
-    the label, so the server knows every label after one epoch, as it would from the loss of a single example (Li et
-    al. 2022, arXiv:2102.08504). The guarantee for labels is that of a `Private` upload.
+    It protects NO label. The gradient is softmax - onehot: its one negative entry is the label, so the server knows
+    every label after one epoch, as it would from the loss of a single example (Li et al. 2022, arXiv:2102.08504). A
+    `Private` upload protects labels.
 
-    Attributes:
+    Args:
       labels: int [n] in [0, num_classes).
       num_classes: K.
+
+    Returns:
+      `gradients(logits, images)`, which raises ValueError for logits that are not [B, K] and finite, or images that are
+      not integers [B] in [0, n).
     """
+    labels = np.asarray(labels)
+    check_labels(labels, len(labels), num_classes)
 
-    labels: Any
-    num_classes: int
-
-    def __post_init__(self) -> None:
-        check_labels(self.labels, len(self.labels), self.num_classes)
-
-    def gradients(self, logits: Any, images: Any) -> np.ndarray:
-        """Gradients of the cross-entropy of every row by its logits.
-
-        Args:
-          logits: floating point [B, K], finite.
-          images: integers [B] in [0, n): of which image each row is a copy.
-
-        Returns:
-          float32 [B, K]: softmax(logits) - onehot(labels[images]).
-
-        Raises:
-          ValueError: other shapes, or values out of range.
-        """
+    def gradients(logits: Any, images: Any) -> np.ndarray:
         logits, images = np.asarray(logits), np.asarray(images)
-        if logits.shape != (len(images), self.num_classes) or not np.isfinite(logits).all():
-            raise ValueError(
-                f"logits must be finite and [B, {self.num_classes}], one row per image, got {logits.shape}"
-            )
-        if not np.issubdtype(images.dtype, np.integer) or ((images < 0) | (images >= len(self.labels))).any():
-            raise ValueError(f"images must be integers in [0, {len(self.labels)}), those of the upload")
-        odds = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
-        result = odds / odds.sum(1, keepdims=True)
-        result[np.arange(len(images)), np.asarray(self.labels)[images]] -= 1
+        if logits.shape != (len(images), num_classes) or not np.isfinite(logits).all():
+            raise ValueError(f"logits must be finite and [B, {num_classes}], one row per image, got {logits.shape}")
+        if not np.issubdtype(images.dtype, np.integer) or ((images < 0) | (images >= len(labels))).any():
+            raise ValueError(f"images must be integers in [0, {len(labels)}), those of the upload")
+        result = scipy.special.softmax(logits.astype(np.float64), axis=1)
+        result[np.arange(len(images)), labels[images]] -= 1
         return result.astype(np.float32)
 
-
-def ask(folder: Path, logits: np.ndarray, images: np.ndarray, *, timeout: float) -> np.ndarray:
-    """Asks the client for gradients, by a package at `folder`.logits that it answers at `folder`.gradients.
-
-    Raises:
-      TimeoutError: no answer within `timeout` seconds.
-      ValueError: the answer is damaged.
-    """
-    question, reply = folder.with_name(f"{folder.name}.logits"), folder.with_name(f"{folder.name}.gradients")
-    write_package(question, "logits", fields={}, arrays={"logits": logits, "images": images})
-    wait_for(reply, timeout=timeout, sender="the client")
-    gradients = read_package(reply, "gradients", arrays=["gradients"]).arrays["gradients"]
-    _remove(question)  # first: `answer` does not look for a reply where there is no question
-    _remove(reply)
     return gradients
+
+
+def file_gradients(folder: Path, *, timeout: float) -> Gradients:
+    """The client behind a folder, as `adapt_by_client` asks it: a package *.logits there is answered by *.gradients.
+
+    It forgets what an earlier server asked there. Asking raises TimeoutError if no answer comes within `timeout`
+    seconds, and ValueError if the answer is damaged.
+    """
+    for stale in (*folder.glob("[!.]*.logits"), *folder.glob("[!.]*.gradients")):
+        _remove(stale)
+    run, steps = uuid.uuid4().hex[:8], itertools.count()
+
+    def ask(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
+        question = folder / f"{run}-{next(steps):08d}.logits"
+        reply = question.with_suffix(".gradients")
+        write_package(question, "logits", fields={}, arrays={"logits": logits, "images": images})
+        wait_for(reply, timeout=timeout, sender="the client")
+        gradients = read_package(reply, "gradients", arrays=["gradients"]).arrays["gradients"]
+        _remove(question)  # first: `answer` does not look for a reply where there is no question
+        _remove(reply)
+        return gradients
+
+    return ask
 
 
 def answer(folder: Path, gradients: Gradients) -> int:
@@ -550,67 +477,36 @@ def answer(folder: Path, gradients: Gradients) -> int:
     return answered
 
 
-def file_gradients(folder: Path, *, timeout: float) -> Gradients:
-    """The client behind a folder, as `adapt_by_client` asks it; forgets what an earlier server asked there."""
-    for stale in (*folder.glob("[!.]*.logits"), *folder.glob("[!.]*.gradients")):
-        _remove(stale)
-    run, steps = uuid.uuid4().hex[:8], itertools.count()
-    return lambda logits, images: ask(folder / f"{run}-{next(steps):08d}", logits, images, timeout=timeout)
-
-
-def answer_until(done: Path, folder: Path, gradients: Gradients | None, *, timeout: float) -> None:
-    """Answers questions in `folder`, if there is somebody who can, until the package `done` is there.
-
-    Raises:
-      TimeoutError: neither a question nor `done` within `timeout` seconds.
-    """
-    last = time.monotonic()
-    while not _is_there(done):
-        if gradients is not None and answer(folder, gradients):
-            last = time.monotonic()
-        elif time.monotonic() > last + timeout:
-            raise _gone(done, timeout, "the server")
-        time.sleep(_POLL_SECONDS)
-
-
 # --- Questions about other images -------------------------------------------------------------------------------------
 
 
-def send_queries(folder: str | os.PathLike[str], representations: Any, shipment: Shipment) -> None:
-    """Writes the package "queries": representations float32 [m, T, D] to be classified. No guarantee covers them.
-
-    Raises:
-      FileExistsError: `folder` exists.
-      ValueError: they do not fit the frontend.
-    """
-    fields, arrays = {"frontend": shipment.fingerprint}, {"representations": np.asarray(representations)}
-    _queries(Package(fields, arrays), shipment)
-    write_package(folder, "queries", fields=fields, arrays=arrays)
+def send_queries(folder: Folder, representations: Any, shipment: Shipment) -> None:
+    """Writes the package "queries": representations float32 [m, T, D] to be classified. No guarantee covers them."""
+    fields, arrays = {"frontend": shipment.fingerprint}, {"representations": representations}
+    _send(folder, "queries", fields, arrays, lambda package: _queries(package, shipment))
 
 
-def receive_queries(folder: str | os.PathLike[str], shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
-    """Reads finite representations [m, T, D]; arguments and errors as `receive_upload`."""
-    package = read_package(folder, "queries", fields=["frontend"], limits=limits)
-    return _understood(folder, lambda p: _queries(p, shipment), package)
+def receive_queries(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
+    """Reads what `send_queries` wrote for the same shipment."""
+    return _receive(folder, "queries", ["frontend"], lambda package: _queries(package, shipment), limits)
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     _check_made_with(package.fields["frontend"], shipment)
-    shape = np.shape(package.arrays.get("representations", ()))
-    count = shape[0] if shape else 0
-    if not count:
+    if not (count := _length(package.arrays, "representations")):
         raise ValueError("representations must be at least one, got none")
-    _check_arrays(package.arrays, {"representations": ((count, *_frontend(shipment.backbone)[0]), np.float32)})
+    tokens = describe_frontend(shipment.backbone).tokens
+    _check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
     return package.arrays["representations"]
 
 
-def send_answers(folder: str | os.PathLike[str], logits: Any, *, queries: Path) -> None:
+def send_answers(folder: Folder, logits: Any, *, queries: Path) -> None:
     """Writes the package "answers": logits float32 [m, K] of the package `queries`."""
     write_package(folder, "answers", fields={"queries": manifest_sum(queries)}, arrays={"logits": logits})
 
 
-def receive_answers(folder: str | os.PathLike[str], *, queries: Path, num_classes: int) -> np.ndarray:
-    """Reads logits float32 [m, K] of the package `queries`; errors as `receive_upload`, also if they are of another."""
+def receive_answers(folder: Folder, *, queries: Path, num_classes: int) -> np.ndarray:
+    """Reads what `send_answers` wrote for the same queries."""
 
     def check(package: Package) -> np.ndarray:
         if package.fields["queries"] != manifest_sum(queries):
@@ -619,7 +515,7 @@ def receive_answers(folder: str | os.PathLike[str], *, queries: Path, num_classe
         _check_arrays(package.arrays, {"logits": ((count, num_classes), np.float32)})
         return package.arrays["logits"]
 
-    return _understood(folder, check, read_package(folder, "answers", fields=["queries"]))
+    return _receive(folder, "answers", ["queries"], check, None)
 
 
 # --- Folders ----------------------------------------------------------------------------------------------------------
@@ -641,28 +537,22 @@ def share(own: Path, shared: Path, kind: str) -> None:
         )
 
 
-def wait_for(folder: Path, *, timeout: float, sender: str) -> None:
-    """Waits until there is a package at `folder`.
+def wait_for(folder: Path, *, timeout: float, sender: str, meanwhile: Callable[[], Any] | None = None) -> None:
+    """Waits until there is a package at `folder`, and calls `meanwhile` again and again.
 
     Raises:
-      TimeoutError: there is none after `timeout` seconds.
+      TimeoutError: there is none `timeout` seconds after `meanwhile` last returned something true.
     """
-    end = time.monotonic() + timeout
-    while not _is_there(folder):
-        if time.monotonic() > end:
-            raise _gone(folder, timeout, sender)
+    last = time.monotonic()
+    while not (folder / "manifest.json").exists():
+        if meanwhile is not None and meanwhile():
+            last = time.monotonic()
+        elif time.monotonic() > last + timeout:
+            raise TimeoutError(
+                f"{folder} did not come from {sender} within {timeout:g} seconds. Is it running, and with the same "
+                "folder? Start both again as before: what was sent stays sent, and nothing is paid twice"
+            )
         time.sleep(_POLL_SECONDS)
-
-
-def _gone(folder: Path, timeout: float, sender: str) -> TimeoutError:
-    return TimeoutError(
-        f"{folder} did not come from {sender} within {timeout:g} seconds. Is it running, and with the same folder? "
-        "Start both again as before: what was sent stays sent, and nothing is paid twice"
-    )
-
-
-def _is_there(folder: Path) -> bool:
-    return (folder / "manifest.json").exists()
 
 
 def manifest_sum(folder: Path) -> str:
@@ -677,22 +567,17 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
-
-
-def _understood(folder: Any, read: Callable[[Package], Any], package: Package) -> Any:
-    try:
-        return read(package)
-    except Exception as error:  # whatever a model with such attributes raises when it is traced
-        raise ValueError(f"{folder} is whole but of no use; its sender must make another one: {error}") from error
-
-
 def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
     if fingerprint != shipment.fingerprint:
         raise ValueError("it was made with another frontend than this one; give both parties the same 'frontend'")
 
 
-def _check_arrays(arrays: Mapping[str, np.ndarray], expected: Mapping[str, _Expected]) -> None:
+def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
+    """The length of an axis of an array, 0 if there is none."""
+    return (*np.shape(arrays.get(name, ()))[axis:], 0)[0]
+
+
+def _check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
     if wrong := sorted(set(arrays) ^ set(expected)):
         what = "is missing" if wrong[0] in expected else "does not belong there"
         raise ValueError(f"array {wrong[0]!r} {what}")

@@ -5,9 +5,9 @@
     0001.npy
 
 The manifest has name, file, dtype, shape and SHA-256 of every array, and a SHA-256 of itself. These notice accidents:
-a broken transfer, an edited file, two versions mixed up. They do NOT say who wrote a package, since whoever changes a
-file can change the sums too: send packages over a channel that authenticates the other party. Reading one runs no code
-of its writer and opens no file outside its folder.
+a broken transfer, an edited file, two versions mixed up. They do NOT say who wrote a package: whoever changes a file
+can change the sums too. Send packages over a channel that authenticates the other party. Reading one runs no code of
+its writer and opens no file outside its folder.
 """
 
 import hashlib
@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.files import Limits, check_finite, read_npy, sync_folder, to_disk
+from jaxdp.files import Limits, check_finite, read_npy, sync_folder, sync_tree
 
+Folder = str | os.PathLike[str]
 FORMAT = 1
 _MANIFEST = "manifest.json"
 # What every NumPy reads: no objects, no text, no bfloat16, no floats whose width depends on the machine.
@@ -35,28 +36,20 @@ _ENTRY = {"name": str, "file": str, "dtype": str, "shape": list, "sha256": str}
 
 
 class Package(NamedTuple):
-    """What `read_package` returns.
-
-    Attributes:
-      fields: what JSON makes of the fields that were written; tuples are lists.
-      arrays: NumPy arrays by name.
-    """
+    """What `read_package` returns: fields as JSON has them (tuples are lists), and NumPy arrays, by name."""
 
     fields: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
-def write_package(
-    folder: str | os.PathLike[str], kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> None:
+def write_package(folder: Folder, kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Writes a folder that appears whole or not at all, and is on the disk when this returns.
 
     Args:
       folder: the new folder; those above it are made if needed.
       kind: what the package is, for example "frontend"; whoever reads it asks for the same.
-      fields: JSON-able, with strings as names.
-      arrays: by name, for example "blocks/0/kernel": NumPy or JAX arrays of bool, integers or floats of at most 64
-        bits.
+      fields: JSON-able, by name.
+      arrays: NumPy or JAX arrays of bool, integers or floats of at most 64 bits, by name, as "blocks/0/kernel".
 
     Raises:
       FileExistsError: there is something at `folder` already; it is left as it is.
@@ -83,17 +76,13 @@ def write_package(
         entries = []
         for index, (name, array) in enumerate(converted.items()):
             path = partial / _file(index)
-            with path.open("wb") as file:
-                np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
-                to_disk(file)
+            np.save(path, array, allow_pickle=False)
             entry = {"name": name, "file": path.name, "dtype": array.dtype.str, "shape": list(array.shape)}
             entries.append({**entry, "sha256": _digest(path)})
         manifest = {"format": FORMAT, "kind": kind, "fields": plain_fields, "arrays": entries}
-        with (partial / _MANIFEST).open("w", encoding="utf-8") as manifest_file:
-            json.dump({**manifest, "sha256": _seal(manifest)}, manifest_file, indent=2, allow_nan=False)
-            manifest_file.write("\n")
-            to_disk(manifest_file)
-        sync_folder(partial)
+        text = json.dumps({**manifest, "sha256": _seal(manifest)}, indent=2, allow_nan=False)
+        (partial / _MANIFEST).write_text(f"{text}\n", encoding="utf-8")
+        sync_tree(partial)
         os.rename(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,12 +91,7 @@ def write_package(
 
 
 def read_package(
-    folder: str | os.PathLike[str],
-    kind: str,
-    *,
-    fields: Iterable[str] = (),
-    arrays: Iterable[str] = (),
-    limits: Limits | None = None,
+    folder: Folder, kind: str, *, fields: Iterable[str] = (), arrays: Iterable[str] = (), limits: Limits | None = None
 ) -> Package:
     """Reads a folder that `write_package` made, after checking all of it.
 
@@ -116,8 +100,7 @@ def read_package(
     Args:
       folder: the package.
       kind: what it must be.
-      fields: names that its fields must have; others may be there too.
-      arrays: names of arrays that it must have; others may be there too.
+      fields, arrays: names that it must have; others may be there too.
       limits: on the number of its arrays and their bytes; `Limits()` by default.
 
     Raises:
@@ -126,32 +109,32 @@ def read_package(
         lacks a required field or array; the message names the file and what to do.
     """
     root, limits = Path(folder), limits or Limits()
-    manifest = _read_manifest(root)
-    if (stated := manifest["kind"]) != kind:
-        raise ValueError(f"{root / _MANIFEST} is of kind {stated!r}, not {kind!r}; give the folder of that kind")
+    path, manifest = root / _MANIFEST, _read_manifest(root)
+    if manifest["kind"] != kind:
+        raise ValueError(f"{path} is of kind {manifest['kind']!r}, not {kind!r}; give the folder of that kind")
     entries = manifest["arrays"]
-    limits.check("arrays", len(entries), str(root / _MANIFEST))
+    limits.check("arrays", len(entries), str(path))
     declared = sum(math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize for entry in entries)
-    limits.check("bytes", declared, str(root / _MANIFEST))
-    _check_listing(root, [entry["file"] for entry in entries])
+    limits.check("bytes", declared, str(path))
+    there, stated = set(os.listdir(root)), {_MANIFEST, *(entry["file"] for entry in entries)}
+    if lost := sorted(stated - there):
+        raise FileNotFoundError(f"{root / lost[0]} is missing from the package; send it again")
+    if extra := sorted(there - stated):
+        raise ValueError(f"{root / extra[0]} is not in the package's manifest; remove it, or send the package again")
     names = [entry["name"] for entry in entries]
     for what, required, present in (("field", fields, manifest["fields"]), ("array", arrays, names)):
         if missing := sorted(set(required) - set(present)):
             raise ValueError(
-                f"{root / _MANIFEST} is whole, but a package of kind {kind!r} needs the {what} "
-                f"{', '.join(map(repr, missing))}; its writer must make it again"
+                f"{path} is whole, but a package of kind {kind!r} needs the {what} {', '.join(map(repr, missing))}; "
+                "its writer must make it again"
             )
     found = {entry["name"]: _read_array(root / entry["file"], entry) for entry in entries}
     check_finite(found, root, "Its writer must make it again.")
     return Package(manifest["fields"], found)
 
 
-def package_bytes(folder: str | os.PathLike[str]) -> int:
-    """How many bytes a package takes to send: the sum of its files' sizes.
-
-    Raises:
-      FileNotFoundError: no package at `folder`.
-    """
+def package_bytes(folder: Folder) -> int:
+    """How many bytes a package takes to send; FileNotFoundError if there is none."""
     if not (Path(folder) / _MANIFEST).exists():
         raise _absent(Path(folder))
     return sum(path.stat().st_size for path in Path(folder).iterdir())
@@ -180,13 +163,11 @@ def _file(index: int) -> str:
     return f"{index:04d}.npy"  # Names of arrays may be no names of files.
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def _seal(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own sum."""
-    return hashlib.sha256(_canonical({k: v for k, v in manifest.items() if k != "sha256"}).encode()).hexdigest()
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:
@@ -233,14 +214,6 @@ def _is_entry(index: int, entry: Any) -> bool:
         return False
     plain = entry["dtype"] in _DTYPES and all(type(n) is int and n >= 0 for n in entry["shape"])
     return plain and entry["file"] == _file(index)
-
-
-def _check_listing(root: Path, files: list[str]) -> None:
-    present, stated = set(os.listdir(root)), {_MANIFEST, *files}
-    if missing := sorted(stated - present):
-        raise FileNotFoundError(f"{root / missing[0]} is missing from the package; send it again")
-    if extra := sorted(present - stated):
-        raise ValueError(f"{root / extra[0]} is not in the package's manifest; remove it, or send the package again")
 
 
 def _read_array(path: Path, entry: Mapping[str, Any]) -> np.ndarray:

@@ -7,17 +7,17 @@ point: biases, LayerNorm, softmax, GELU and the residual stream.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
+from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.transforms import losses
 
 # softmax - onehot is rounded to 6e-8: logits' gradients below this, or a site's beside the largest one, are round-off.
@@ -28,18 +28,12 @@ _VECTOR_BITS = 8
 
 
 def quantize(x: jax.Array, scale: float | jax.Array, bits: int = 8) -> jax.Array:
-    """Rounds to integers in units of `scale`, half to even: clamp(round(x / scale), -2^(k-1), 2^(k-1) - 1) (Eq. 6).
+    """Rounds to int8 in units of `scale`, half to even: clamp(round(x / scale), -2^(k-1), 2^(k-1) - 1) (Eq. 6).
 
-    Args:
-      x: floating point, any shape.
-      scale: positive; its shape broadcasts against that of x.
-      bits: k in [2, 8].
-
-    Returns:
-      int8 of x's shape.
+    The scale is positive and broadcasts against x, floating point of any shape.
 
     Raises:
-      ValueError: bits outside [2, 8].
+      ValueError: bits k outside [2, 8].
     """
     _check_bits(bits)
     return _codes(x, scale, bits).astype(jnp.int8)
@@ -81,12 +75,11 @@ def search_scales(
     For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8): y is the site's output in full precision, yhat
     that of the quantised operands, g the gradient of the cross-entropy with respect to y. Zero taps on all outputs give
     every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed fractions of
-    max|x| / (2^(k-1) - 1/2); the operands take turns, the weight first; the first minimum wins. Once a turn of both
-    changes nothing, no later one would.
+    max|x| / (2^(k-1) - 1/2). The operands take turns, the weight first, until a turn of both changes nothing. The first
+    minimum wins.
 
     Args:
-      backbone: the model and where it is cut.
-      params: of the whole model, with a head for `labels`.
+      backbone, params: the whole model, with a head for `labels`.
       images: float32 [n, S, S, C] in [0, 1]; 32 in the paper.
       labels: int [n] in [0, num_classes).
       bits: of weights and activations, in [2, 8].
@@ -104,22 +97,18 @@ def search_scales(
         that are not positive, no rounds or batches without images.
     """
     _check_bits(bits)
-    if metric not in ("hessian", "mse"):
-        raise ValueError(f"metric must be 'hessian' or 'mse', got {metric!r}")
+    one_of(("hessian", "mse"), metric=metric)
     low, high, count = fractions
     if not (0 < low < high and count >= 1):
         raise ValueError(f"fractions must be (low, high, count) with 0 < low < high and count >= 1, got {fractions}")
-    for name, value in (("rounds", rounds), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+    at_least(1, rounds=rounds, batch_size=batch_size)
     check_labels(labels, len(images), backbone.num_classes)
     candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
 
     batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
     observed = [_observe(backbone, params, images[rows], labels[rows]) for rows in batches]
     sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
-    weights = {path: kernel for path, kernel in _kernels(params).items() if path in sites}
-    found = {}
+    weights, specs, found = flatten_dict(params, sep="/"), describe_frontend(backbone).sites, {}
     _, of_logits = sites.pop(_LOGITS)
     if metric == "hessian":
         _check_gradients({path: float(jnp.max(jnp.abs(g))) for path, (_, g) in sites.items()}, of_logits)
@@ -129,8 +118,8 @@ def search_scales(
         if path == _OUTPUT:
             output = _search_output(bits, *operands, g, candidates)
         else:
-            pair = operands if len(operands) == 2 else (*operands, weights[path])
-            found[path] = _search(_spec(backbone, path), bits, rounds, pair, g, candidates)
+            pair = operands if len(operands) == 2 else (*operands, weights[f"{path}/kernel"])
+            found[path] = _search(specs[path], bits, rounds, pair, g, candidates)
     return Scales({k: v[0] for k, v in found.items()}, {k: v[1] for k, v in found.items()}, output)
 
 
@@ -142,8 +131,7 @@ class QuantizedFrontend:
       codes: int8 for every parameter of the frontend, by path.
       units: the scale of each, [] or (patch embedding) [channels].
       scales: of the sites; those of activations are used in the forward pass.
-      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: they are few, and no search
-        weighs them.
+      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: no search weighs them.
     """
 
     codes: Mapping[str, jax.Array]
@@ -162,19 +150,14 @@ jax.tree_util.register_dataclass(QuantizedFrontend, data_fields=["codes", "units
 
 
 def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> QuantizedFrontend:
-    """Quantises all parameters of a frontend.
-
-    Args:
-      front: its parameters, from `Backbone.divide`.
-      scales: from `search_scales` with the same bits.
-      bits: in [2, 8].
-    """
+    """Quantises all parameters of a frontend (`Backbone.divide`) with scales of `search_scales` for the same bits."""
     _check_bits(bits)
     codes, units = {}, {}
     for path, leaf in flatten_dict(front, sep="/").items():
         site = path.removesuffix("/kernel")
         searched = site in scales.second
-        units[path] = scales.second[site] if searched else _exact_maximum(leaf)
+        # Where none was searched, the largest entry is a code: a LayerNorm's scales of one stay one.
+        units[path] = scales.second[site] if searched else _unit(jnp.max(jnp.abs(leaf)), 2 ** (_VECTOR_BITS - 1) - 1)
         codes[path] = quantize(leaf, _per_output(units[path], leaf), bits if searched else _VECTOR_BITS)
     return QuantizedFrontend(codes, units, scales, bits)
 
@@ -185,43 +168,28 @@ def quantized_front(
     """Representations of a quantised frontend, all of whose products have quantised operands.
 
     Args:
-      backbone: the model and where it is cut.
-      frontend: its weights and scales.
+      backbone, frontend: the model and where it is cut, its weights and scales.
       images: float32 [B, S, S, C] in [0, 1].
-      params: instead of the dequantised parameters: the client's noisy ones, which stay in floating point since
-        rounding them to codes again would erase most of the noise.
+      params: the client's noisy parameters in place of the dequantised ones. They stay in floating point: rounding
+        them to codes again would erase most of the noise.
 
     Returns:
-      float32 [B, T, D], in units of the representation (dequantised).
+      float32 [B, T, D], dequantised.
     """
     scales, bits = frontend.scales, frontend.bits
-    specs = _specs(backbone)  # here, not below, where the calls that it makes would come to it again
+    specs = describe_frontend(backbone).sites  # here, not below, where the calls that it makes would come to it again
 
     def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         path = _path(context)
-        if path is None or path not in scales.first:
-            return next_fun(*args, **kwargs)
-        spec = specs[path]
-        if spec.kind == "embed":
+        if path not in scales.first or specs[path].kind == "embed":
             return next_fun(*args, **kwargs)
         # A linear map has one argument: its weight is quantised already.
         both = zip(args, (scales.first[path], scales.second[path]), strict=False)
-        return next_fun(*(_round(x, _spread(scale, spec, x), bits) for x, scale in both), **kwargs)
+        return next_fun(*(_round(x, _spread(scale, specs[path], x), bits) for x, scale in both), **kwargs)
 
     with nn.intercept_methods(operands_quantised):
         representations = backbone.front(frontend.params if params is None else params, images)
     return _round(representations, scales.output, bits)
-
-
-def check_labels(labels: Any, count: int, num_classes: int) -> None:
-    """ValueError unless labels are `count` integers in [0, num_classes), at least one."""
-    labels = np.asarray(labels)
-    if labels.shape != (count,) or not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"labels must be {count} integers, one per image, got {labels.dtype} {list(labels.shape)}")
-    if not count:
-        raise ValueError("images must be at least one, got none")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels must be in [0, {num_classes}), the classes of the head; some are outside")
 
 
 # --- Sites ------------------------------------------------------------------------------------------------------
@@ -230,58 +198,57 @@ def check_labels(labels: Any, count: int, num_classes: int) -> None:
 _Observed = tuple[tuple[jax.Array, ...], jax.Array]
 
 
-class _Spec(NamedTuple):
-    """What kind of product a site is; in attention, equation and number of heads."""
+class Site(NamedTuple):
+    """What kind of product a site is; in attention, its equation and number of heads."""
 
     kind: Literal["dense", "embed", "product"]
     equation: str = ""
     heads: int = 1
 
 
+class Description(NamedTuple):
+    """The shape [T, D] of a representation, the shapes of a frontend's parameters, its sites in order; by path."""
+
+    tokens: tuple[int, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    sites: Mapping[str, Site]
+
+
 @functools.lru_cache
-def _specs(backbone: Backbone) -> Mapping[str, _Spec]:
-    """The sites of a frontend in the order of the computation."""
-    specs: dict[str, _Spec] = {}
+def describe_frontend(backbone: Backbone) -> Description:
+    """Traces the frontend of a backbone once."""
+    sites: dict[str, Site] = {}
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         path, module = _path(context), context.module
-        if path is not None and isinstance(module, Product):
-            specs[path] = _Spec("product", module.equation, module.num_heads)
-        elif path is not None and isinstance(module, nn.Conv):
-            specs[path] = _Spec("embed")
-        elif path is not None:
-            specs[path] = _Spec("dense")
+        if isinstance(module, Product):
+            sites[path] = Site("product", module.equation, module.num_heads)
+        elif path:
+            sites[path] = Site("embed" if isinstance(module, nn.Conv) else "dense")
         return next_fun(*args, **kwargs)
 
     def run() -> Any:
-        return backbone.model.init(jax.random.key(0), jnp.zeros(backbone.images.shape), 0, backbone.cut)
+        images = jnp.zeros(backbone.images.shape)
+        return backbone.model.init_with_output(jax.random.key(0), images, 0, backbone.cut)
 
     with nn.intercept_methods(note):
-        jax.eval_shape(run)  # a new function: with a cached trace, no call would pass here
-    return specs
+        representation, variables = jax.eval_shape(run)  # a new function: with a cached trace, no call would pass here
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(variables["params"], sep="/").items()}
+    return Description(representation.shape[1:], shapes, sites)
 
 
-def _spec(backbone: Backbone, path: str) -> _Spec:
-    return _specs(backbone)[path]
-
-
-def _path(context: Any) -> str | None:
-    """The site that a call belongs to."""
+def _path(context: Any) -> str:
+    """The site that a call belongs to; "" for none."""
     if context.method_name != "__call__" or not isinstance(context.module, nn.Dense | nn.Conv | Product):
-        return None
+        return ""
     return "/".join(context.module.path)
-
-
-def _kernels(params: Params) -> dict[str, jax.Array]:
-    flat = flatten_dict(params, sep="/")
-    return {path[: -len("/kernel")]: leaf for path, leaf in flat.items() if path.endswith("/kernel")}
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
     """Runs the model once forward and once backward."""
     front, back = backbone.divide(params)
-    paths = (*_specs(backbone), _OUTPUT, _LOGITS)
+    paths = (*describe_frontend(backbone).sites, _OUTPUT, _LOGITS)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
 
     def loss(taps: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, tuple[jax.Array, ...]]]:
@@ -294,7 +261,7 @@ def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.
         def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
             path = _path(context)
             y = next_fun(*args, **kwargs)
-            return y if path is None or path not in taps else tapped(path, args, y)
+            return tapped(path, args, y) if path in taps else y
 
         with nn.intercept_methods(tap):
             representations = backbone.front(front, images)
@@ -327,27 +294,25 @@ def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _search(
-    spec: _Spec,
-    bits: int,
-    rounds: int,
-    operands: tuple[jax.Array, jax.Array],
-    g: jax.Array,
-    candidates: jax.Array,
+    site: Site, bits: int, rounds: int, operands: tuple[jax.Array, jax.Array], g: jax.Array, candidates: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The scales of both operands of a site (Eq. 8)."""
-    a, b = (_patches(operands[0], operands[1]), _flat(operands[1])) if spec.kind == "embed" else operands
-    g = g.reshape(*a.shape[:-1], b.shape[-1]) if spec.kind != "product" else g
-    y = _multiply(spec, a, b)
-    bases = tuple(_largest(x, spec, which, bits) for which, x in enumerate((a, b)))
+    a, b = operands
+    if site.kind == "embed":
+        a, b = _patches(a, b), b.reshape(-1, b.shape[-1])
+    g = g.reshape(*a.shape[:-1], b.shape[-1]) if site.kind != "product" else g
+    y = _multiply(site, a, b)
+    largest = (_grouped(jnp.max, jnp.abs(x), site, per_channel=x is b) for x in (a, b))
+    bases = tuple(_unit(x, _highest(bits)) for x in largest)
 
     def best(which: int, other: jax.Array) -> jax.Array:
         """The fraction of the largest scale that is best for one operand, the other one being quantised."""
         x = (a, b)[which]
 
         def score(candidate: jax.Array) -> jax.Array:
-            rounded = _round(x, _spread(candidate * bases[which], spec, x), bits)
-            yhat = _multiply(spec, rounded, other) if which == 0 else _multiply(spec, other, rounded)
-            return _grouped_mean((g * (yhat - y)) ** 2, spec)  # Eq. 8
+            rounded = _round(x, _spread(candidate * bases[which], site, x), bits)
+            yhat = _multiply(site, rounded, other) if which == 0 else _multiply(site, other, rounded)
+            return _grouped(jnp.mean, (g * (yhat - y)) ** 2, site)  # Eq. 8
 
         scores = jax.lax.map(score, candidates)
         # A head or channel that no gradient reaches keeps the scale under which nothing is clamped.
@@ -356,11 +321,11 @@ def _search(
 
     def turn(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         first, _, count, _ = state
-        left = a if spec.kind == "embed" else _round(a, _spread(first * bases[0], spec, a), bits)
+        left = a if site.kind == "embed" else _round(a, _spread(first * bases[0], site, a), bits)
         second = best(1, left)
-        if spec.kind == "embed":
+        if site.kind == "embed":
             return first, second, count + 1, jnp.array(False)
-        new = best(0, _round(b, _spread(second * bases[1], spec, b), bits))
+        new = best(0, _round(b, _spread(second * bases[1], site, b), bits))
         return new, second, count + 1, jnp.any(new != first)
 
     start = (*(jnp.ones_like(base) for base in bases), jnp.array(0), jnp.array(True))
@@ -371,13 +336,13 @@ def _search(
 @functools.partial(jax.jit, static_argnums=0)
 def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
     """The scale of the representation, which has no operands."""
-    base = _largest(y, _Spec("dense"), 0, bits)
+    base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
     scores = jax.lax.map(lambda c: jnp.mean((g * (_round(y, c * base, bits) - y)) ** 2), candidates)
     return candidates[jnp.argmin(scores)] * base
 
 
-def _multiply(spec: _Spec, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(spec.equation, a, b) if spec.kind == "product" else a @ b
+def _multiply(site: Site, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(site.equation, a, b) if site.kind == "product" else a @ b
 
 
 def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -393,39 +358,23 @@ def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
     return scale if scale.ndim == 0 else scale.reshape((1,) * (kernel.ndim - 1) + scale.shape)
 
 
-def _flat(kernel: jax.Array) -> jax.Array:
-    return kernel.reshape(-1, kernel.shape[-1])
+def _grouped(reduce: Callable[..., jax.Array], x: jax.Array, site: Site, *, per_channel: bool = True) -> jax.Array:
+    """Reduces over the entries whose scales are chosen together: of a head, a channel of the embedding, or all."""
+    if site.kind == "product":
+        return reduce(x.reshape(-1, site.heads, x.shape[1] * x.shape[2]), axis=(0, 2))
+    return reduce(x, axis=tuple(range(x.ndim - 1))) if site.kind == "embed" and per_channel else reduce(x)
 
 
-def _largest(x: jax.Array, spec: _Spec, which: int, bits: int) -> jax.Array:
-    """max|x| / (2^(k-1) - 1/2) of each group of entries that share a scale; 1 if they are zero: any scale would do."""
-    if spec.kind == "product":
-        largest = jnp.max(jnp.abs(x).reshape(-1, spec.heads, x.shape[1] * x.shape[2]), axis=(0, 2))
-    elif spec.kind == "embed" and which == 1:
-        largest = jnp.max(jnp.abs(x), axis=0)
-    else:
-        largest = jnp.max(jnp.abs(x))
-    return jnp.where(largest > 0, largest / (2 ** (bits - 1) - 0.5), 1.0)
+def _unit(largest: jax.Array, highest: float) -> jax.Array:
+    """The scale under which `largest` is `highest` units; 1 for 0, where any scale would do."""
+    return jnp.where(largest > 0, largest / highest, 1.0)
 
 
-def _exact_maximum(x: jax.Array) -> jax.Array:
-    """The scale under which the largest entry is a code: a LayerNorm's scales of one stay one."""
-    largest = jnp.max(jnp.abs(x))
-    return jnp.where(largest > 0, largest / (2 ** (_VECTOR_BITS - 1) - 1), 1.0)
-
-
-def _spread(scale: jax.Array, spec: _Spec, x: jax.Array) -> jax.Array:
+def _spread(scale: jax.Array, site: Site, x: jax.Array) -> jax.Array:
     """The scale of every entry of x, to be broadcast."""
-    if spec.kind == "product":
-        return jnp.tile(scale, len(x) // spec.heads)[:, None, None]
+    if site.kind == "product":
+        return jnp.tile(scale, len(x) // site.heads)[:, None, None]
     return _per_output(scale, x)
-
-
-def _grouped_mean(values: jax.Array, spec: _Spec) -> jax.Array:
-    """Means over the entries of the output whose scales are chosen together."""
-    if spec.kind == "product":
-        return jnp.mean(values.reshape(-1, spec.heads, values.shape[1] * values.shape[2]), axis=(0, 2))
-    return jnp.mean(values, axis=tuple(range(values.ndim - 1))) if spec.kind == "embed" else jnp.mean(values)
 
 
 def _round(x: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
@@ -435,6 +384,11 @@ def _round(x: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
 
 def _codes(x: jax.Array, scale: float | jax.Array, bits: int) -> jax.Array:
     return jnp.clip(jnp.round(x / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def _highest(bits: int) -> float:
+    """Half a unit above the largest code."""
+    return 2 ** (bits - 1) - 0.5
 
 
 def _check_bits(bits: int) -> None:

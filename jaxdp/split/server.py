@@ -10,36 +10,25 @@ All images here are the server's own. What a client sends has passed through `ja
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.models.training import Loss, adam_step, check_positive, epoch_batches, fit_in_memory
 from jaxdp.split.augment import hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.quantization import (
-    QuantizedFrontend,
-    check_labels,
-    quantize_frontend,
-    quantized_front,
-    search_scales,
-)
-from jaxdp.split.training import Loss, adam_step, batches, minimise
+from jaxdp.split.checks import at_least, check_labels, one_of
+from jaxdp.split.quantization import QuantizedFrontend, quantize_frontend, quantized_front, search_scales
 from jaxdp.transforms import losses
+
+Partition = Literal["random", "domain", "class"]
 
 
 def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The server's data and its Hilbert-transformed copy, with the same labels.
-
-    Args:
-      images: float32 [n, S, S, C] in [0, 1].
-      labels: int [n].
-
-    Returns:
-      Images [2 n, S, S, C], the original ones first, and labels [2 n].
-    """
+    """The server's images, float32 [n, S, S, C] in [0, 1], then their Hilbert transforms; labels [n] likewise."""
     transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
     return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
 
@@ -53,7 +42,7 @@ def calibrate_frontends(
     *,
     frontends: int = 3,
     samples: int = 32,
-    partition: Literal["random", "domain", "class"] = "random",
+    partition: Partition = "random",
     bits: int = 8,
     metric: Literal["hessian", "mse"] = "hessian",
 ) -> tuple[QuantizedFrontend, ...]:
@@ -61,15 +50,13 @@ def calibrate_frontends(
 
     Args:
       key: typed PRNG key, of the partition and the samples.
-      backbone: the model and where it is cut.
-      params: of the whole model, with a head for `labels`.
-      images: float32 [n, S, S, C] in [0, 1], of `merge_hilbert`.
-      labels: int [n].
+      backbone, params: the whole model, with a head for `labels`.
+      images, labels: float32 [n, S, S, C] in [0, 1] and int [n], of `merge_hilbert`.
       frontends: M; 0 quantises for all data only.
       samples: images per scale search, drawn without replacement; all of a smaller part.
       partition: of the images into parts of equal size: "random" (the paper does not say; independent draws of 32
-        images give frontends that hardly differ), "domain" (in the order of `images`, so that originals and transformed
-        ones part; with an odd number of parts the middle one has both), "class" (by label).
+        images give frontends that hardly differ), "domain" (in the order of `images`: originals, then transformed ones;
+        the middle one of an odd number of parts has both), "class" (by label).
       bits, metric: of `search_scales`.
 
     Returns:
@@ -78,12 +65,10 @@ def calibrate_frontends(
     Raises:
       ValueError: an unknown partition, fewer images than parts, no samples, or as `search_scales`.
     """
-    if partition not in ("random", "domain", "class"):
-        raise ValueError(f"partition must be 'random', 'domain' or 'class', got {partition!r}")
+    one_of(get_args(Partition), partition=partition)
     if not 0 <= frontends <= len(images):
         raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}")
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples!r}")
+    at_least(1, samples=samples)
     check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
     order = np.arange(len(images))
@@ -102,18 +87,11 @@ def calibrate_frontends(
 
 
 def mixup_representations(key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75) -> jax.Array:
-    """lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
+    """lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10), beta positive.
 
-    Args:
-      key: typed PRNG key.
-      quantized, exact: float32 [B, T, D], of the quantised frontend (dequantised) and of the original one.
-      beta: both parameters of the distribution, positive.
-
-    Raises:
-      ValueError: beta is not positive.
+    Xhat is of the quantised frontend (dequantised), X of the original one; float32 [B, T, D].
     """
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta!r}")
+    check_positive(beta=beta)
     share = jax.random.beta(key, beta, beta, (len(exact), 1, 1))
     return share * quantized + (1 - share) * exact
 
@@ -133,18 +111,13 @@ def tune_backend(
 ) -> dict[str, Any]:
     """Tunes backend and head to representations between those of the original and of the quantised frontends (Eq. 11).
 
-    The frontends stay as they are; the mean over them is taken where the paper has a sum.
+    The frontends stay as they are. The loss is the mean over them; the paper has a sum.
 
     Args:
       key: typed PRNG key, of the order and the mixing.
-      backbone: the model and where it is cut.
-      params: of the whole model, with a head for `labels`.
+      backbone, params, images, labels: as in `calibrate_frontends`.
       frontends: of `calibrate_frontends`.
-      images: float32 [n, S, S, C] in [0, 1], of `merge_hilbert`.
-      labels: int [n] in [0, num_classes).
-      learning_rate: of Adam.
-      epochs: passes over the images.
-      batch_size: images per step.
+      learning_rate, epochs, batch_size: as in `fit_in_memory`.
       beta: of the mixing.
 
     Returns:
@@ -158,7 +131,7 @@ def tune_backend(
         raise ValueError("frontends must be at least one, got none; make them with calibrate_frontends")
     check_labels(labels, len(images), backbone.num_classes)
     front, back = backbone.divide(params)
-    return minimise(
+    return fit_in_memory(
         _mixup_loss(backbone, beta),
         back,
         (jnp.asarray(images), jnp.asarray(labels)),
@@ -180,8 +153,8 @@ def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
             mixup_representations(k, quantized_front(backbone, frontend, images), exact, beta=beta)  # Eq. 10
             for k, frontend in zip(keys, frontends, strict=True)
         ]
-        logits = [backbone.back(back, x) for x in mixed]
-        return jnp.mean(jnp.stack([_cross_entropy(y, labels) for y in logits]), axis=0)  # Eq. 11
+        cross_entropy = jax.vmap(losses.softmax_cross_entropy)
+        return jnp.mean(jnp.stack([cross_entropy(backbone.back(back, x), labels) for x in mixed]), axis=0)  # Eq. 11
 
     return loss
 
@@ -201,12 +174,7 @@ class Uploads(Protocol):
 
 
 class Adapted(NamedTuple):
-    """A backend for the client's task.
-
-    Attributes:
-      backbone: the model with the client's number of classes.
-      back: parameters of the backend, the head included.
-    """
+    """A backend for the client's task: the model with its number of classes, and the parameters of backend and head."""
 
     backbone: Backbone
     back: dict[str, Any]
@@ -236,21 +204,17 @@ def adapt(
 ) -> Adapted:
     """Tunes the backend and a new head to the client's representations, all copies of every image (Eq. 14).
 
-    With the client's labels here: one compiled program. `adapt_by_client` does the same with labels that stay with the
-    client.
+    The server has the labels here. In `adapt_by_client` they stay with the client.
 
     Args:
       key: typed PRNG key, of the head and the order.
-      backbone: the model and where it is cut.
-      back: parameters of the backend, of `tune_backend`.
+      backbone, back: the model, and parameters of the backend, of `tune_backend`.
       copies: what the client sent, n images.
       labels: int [n] in [0, num_classes), or what `randomized_response` made of them.
-      num_classes: of the client's task.
+      num_classes: K of the client's task.
       label_noise: [K, K] probabilities of an observed label (column) given the true one (row), of
         `label_noise_matrix`; the loss is then that of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
-      learning_rate: of Adam.
-      epochs: passes over all copies.
-      batch_size: copies per step.
+      learning_rate, epochs, batch_size: as in `fit_in_memory`, over all copies.
 
     Raises:
       ValueError: labels outside [0, num_classes) or of another number than the images; fewer than 2 classes;
@@ -266,7 +230,7 @@ def adapt(
     backbone, back = backbone.with_head(head_key, back, num_classes)
     if label_noise is None:
         label_noise = jnp.eye(num_classes)
-    tuned = minimise(
+    tuned = fit_in_memory(
         _copies_loss(backbone),
         back,
         copies.index(),
@@ -312,24 +276,22 @@ def adapt_by_client(
 
     Args:
       key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: as in `adapt`.
-      gradients: asks the client: `gradients(logits, images)`, float32 [B, num_classes] of the model and int32 [B] of
-        which image each row is a copy, returns the gradients of the losses of all rows by their logits, float32
-        [B, num_classes]. `LossClient.gradients` in one process, `file_gradients` between two.
+      gradients: asks the client. `gradients(logits, images)` takes logits float32 [B, K] and int32 [B], the image of
+        which each row is a copy, and returns the gradients of the losses of all rows by their logits, float32 [B, K].
+        `loss_gradients` in one process, `file_gradients` between two.
 
     Raises:
       ValueError: fewer than 2 classes; a learning rate, number of epochs or batch size that is not positive; an answer
         of another shape or with NaN or infinite entries.
     """
-    for name, value in (("learning_rate", learning_rate), ("epochs", epochs), ("batch_size", batch_size)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}")
+    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     head_key, key = jax.random.split(key)
     backbone, tuned = backbone.with_head(head_key, back, num_classes)
     state = optax.scale_by_adam().init(tuned)
     images, numbers = (np.asarray(column) for column in copies.index())
     for epoch_key in jax.random.split(key, epochs):
-        every_rows, every_weights, _ = _batches(epoch_key, len(images), min(batch_size, len(images)))
-        for rows, weights in zip(np.asarray(every_rows), np.asarray(every_weights), strict=True):
+        batches = _batches(epoch_key, len(images), min(batch_size, len(images)))[:2]
+        for rows, weights in zip(*map(np.asarray, batches), strict=True):
             shown, numbered = images[rows], numbers[rows]
             logits = np.asarray(_copies_logits(backbone, tuned, copies, shown, numbered))
             answer = np.asarray(gradients(logits, shown))
@@ -343,7 +305,7 @@ def adapt_by_client(
     return Adapted(backbone, tuned)
 
 
-_batches = jax.jit(batches, static_argnums=(1, 2))
+_batches = jax.jit(epoch_batches, static_argnums=(1, 2))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -353,20 +315,9 @@ def _copies_logits(backbone: Backbone, back: Params, copies: Uploads, images: An
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    backbone: Backbone,
-    back: Any,
-    state: Any,
-    copies: Uploads,
-    images: Any,
-    numbers: Any,
-    cotangent: Any,
-    learning_rate: Any,
+    backbone: Backbone, back: Any, state: Any, copies: Uploads, images: Any, numbers: Any, cotangent: Any, rate: Any
 ) -> tuple[Any, Any]:
     """One step of Adam along the gradient that the cotangent of the logits gives."""
     _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, copies, images, numbers), back)
     (gradient,) = vjp(cotangent)
-    return adam_step(back, state, gradient, learning_rate)
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return jax.vmap(losses.softmax_cross_entropy)(logits, labels)
+    return adam_step(back, state, gradient, rate)

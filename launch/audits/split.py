@@ -14,7 +14,7 @@ import numpy as np
 from jaxdp.audit.split import Part, audit_upload
 from jaxdp.privacy import DpEvent, GaussianDpEvent, PureDpEvent
 from jaxdp.release import claim
-from jaxdp.split.private import PrivateRelease, Projection, Released
+from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
 from launch.audits import case
 from launch.audits.case import Case, Run, under
 
@@ -86,7 +86,7 @@ def _labels() -> Case:
     return Case(
         "Split upload, labels",
         f"{CLASSES}-ary randomised response of epsilon {epsilon:g}, replace-one",
-        "64 random bits against an exact integer threshold; `jaxdp.split.private.randomized_response`",
+        "64 random bits against an exact integer threshold; `jaxdp.split.noisy_upload.randomized_response`",
         audit(GAUSSIAN),
         twins,
         trials=4000,
@@ -102,13 +102,13 @@ CASES = (
         GAUSSIAN,
         GaussianDpEvent(GAUSSIAN.noise_multiplier),
         f"a Gaussian of multiplier {GAUSSIAN.noise_multiplier:g}, replace-one",
-        "L2 sensitivity 2 C (Dwork and Roth 2014, appendix A); `jaxdp.split.private.PrivateRelease.release`",
+        "L2 sensitivity 2 C (Dwork and Roth 2014, appendix A); `jaxdp.split.noisy_upload.PrivateRelease.release`",
     ),
     _features(
         LAPLACE,
         PureDpEvent(2 / LAPLACE.noise_multiplier),
         f"Laplace noise of {LAPLACE.noise_multiplier:g} C, replace-one",
-        "L1 sensitivity 2 C (Dwork et al. 2006); `jaxdp.split.private.PrivateRelease.release`",
+        "L1 sensitivity 2 C (Dwork et al. 2006); `jaxdp.split.noisy_upload.PrivateRelease.release`",
     ),
     _labels(),
 )

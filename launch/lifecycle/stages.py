@@ -330,7 +330,7 @@ def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Pro
     def represent(source: Source) -> np.ndarray:
         return models.logits(network, backbone, source)[:, None]
 
-    projection = split.fit_projection(represent(public), job.config.split.directions)
+    projection = split.public_projection(represent(public), job.config.split.directions)
     norms = np.linalg.norm(np.asarray(split.project(projection, represent(public))), axis=1)
     clip_norm = float(np.median(norms))
     return represent, projection, _private_upload(job.config.split, job.data.client.num_classes, clip_norm=clip_norm)

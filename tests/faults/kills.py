@@ -69,11 +69,11 @@ from jaxdp.privacy.ledger import Head, LedgerDamaged
 from jaxdp.privacy.store import _COUNTED, _head_of, _head_text
 from jaxdp.release import notes
 from jaxdp.report import MetricsWriter, read_metrics
-from jaxdp.split import roles
-from jaxdp.split.exchange import manifest_sum, receive_queries, send_answers
+from jaxdp.split.exchange import manifest_sum, receive_frontend, receive_queries, send_answers
 from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
-from launch import frame, lifecycle
+from launch import frame, lifecycle, parties
+
 
 _LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too
@@ -253,21 +253,21 @@ def _split_client(root: pathlib.Path) -> None:
         server.update({"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4})
         server.update({"copies": 2, "tuning": {"epochs": 1}, "adaptation": {"epochs": 1}})
         with contextlib.suppress(TimeoutError):
-            roles.run_server(server, root / "server", shared, timeout=0.01)
+            parties.run_server(server, root / "server", shared, timeout=0.01)
     for _ in range(3):
         with contextlib.suppress(TimeoutError):
-            roles.run_client(both.client, root / "client", shared, queries=True, timeout=0.01)
+            parties.run_client(both.client, root / "client", shared, queries=True, timeout=0.01)
         if not (shared / "adapted").exists():
             write_package(shared / "adapted", "adapted", fields={"upload": manifest_sum(shared / "upload")}, arrays={})
         elif not (shared / "answers").exists():
-            count = len(receive_queries(shared / "queries", roles.receive_frontend(shared / "frontend")))
+            count = len(receive_queries(shared / "queries", receive_frontend(shared / "frontend")))
             send_answers(shared / "answers", np.zeros((count, 5), np.float32), queries=shared / "queries")
 
 
 def _split_client_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     found = _result(root / "client")
     path = root / "client" / "ledger.sqlite"
-    return [(found["epsilon"], _spent(path, roles.DATASET)), (math.inf, _spent(path, roles.QUERIES))]
+    return [(found["epsilon"], _spent(path, parties.DATASET)), (math.inf, _spent(path, parties.QUERIES))]
 
 
 def _lifecycle(root: pathlib.Path) -> None:

@@ -148,6 +148,6 @@ def test_an_upload():
         release=split.PrivateRelease.calibrated(epsilon=3.0, delta=1e-5, clip_norm=1.0, num_classes=3),
         representations=x,
         labels=RNG.integers(0, 3, 10),
-        projection=split.fit_projection(x, 2),
+        projection=split.public_projection(x, 2),
     )
     assert_charged(ledger, "split")

@@ -10,9 +10,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT
+from jaxdp.models import Preprocessing, ViT, training
 from jaxdp.models.swin import Swin
-from jaxdp.split import training
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.baselines import (
     BASELINES,
@@ -154,7 +153,7 @@ def test_exactly_the_named_parameters_move(trained, public, name):
     assert paths == set(flatten_dict(public[name], sep="/"))
     assert moved(public[name], start.params) == HEAD and start.params["head"]["kernel"].shape == (12, 2)  # a new head
     wanted = expected(name, paths)
-    assert start.plan.trained == wanted
+    assert start.recipe.trained == wanted
     changed = moved(start.params, end.params)
     assert without_key_biases(changed) == without_key_biases(wanted) and changed <= wanted
 
@@ -235,31 +234,31 @@ def test_the_emulator_has_half_of_the_middle_and_evaluation_all_of_the_model(tra
     # The blocks 0 and 3 are adapters; of the two between them the second is kept.
     model = DEEP.model.clone(num_classes=2)
     kept = apply(start.params, apply(start.params, images, model, 0, 1), model, 2)
-    emulated = jax.jit(run, static_argnums=0)(start.plan.training, start.params, images)
+    emulated = jax.jit(run, static_argnums=0)(start.recipe.training, start.params, images)
     np.testing.assert_allclose(emulated, kept, atol=2e-5)
     assert np.abs(emulated - logits(start, images)).max() > 1e-2
     np.testing.assert_allclose(logits(end, images), apply(end.params, images, model), atol=2e-5)
     absent = {path for path in flatten_dict(deep, sep="/") if path.startswith("block_1/")}
-    assert start.plan.client == set(flatten_dict(deep, sep="/")) - absent
+    assert start.recipe.client == set(flatten_dict(deep, sep="/")) - absent
 
 
-def plan_of(model, **options):
+def recipe_of(model, **options):
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.0,), std=(1.0,)), 1)
-    plans = []
+    recipes = []
 
     def begin(images):
         params = model.init(KEY, images)["params"]
-        plan, _ = offsite_tuning(backbone, params, num_classes=3, key=KEY, **options)
-        plans.append(plan)
+        recipe, _ = offsite_tuning(backbone, params, num_classes=3, key=KEY, **options)
+        recipes.append(recipe)
 
     jax.eval_shape(begin, jnp.zeros((2, 8, 8, 1)))
-    return plans[0]
+    return recipes[0]
 
 
-def blocks_of(plan):
+def blocks_of(recipe):
     """Blocks that are run in training, one after the other."""
-    last = plan.training[-1].backbone.model.num_blocks
-    return [k for piece in plan.training for k in range(last)[piece.start : piece.stop]]
+    last = recipe.training[-1].backbone.model.num_blocks
+    return [k for piece in recipe.training for k in range(last)[piece.start : piece.stop]]
 
 
 def some_vit(depth):
@@ -268,25 +267,25 @@ def some_vit(depth):
 
 def test_blocks_are_dropped_evenly_or_at_random():
     # Of 2, ..., 7 those at round(5 i / 2) are kept; of 1, 2, 3 one.
-    assert blocks_of(plan_of(some_vit(10))) == [0, 1, 2, 4, 7, 8, 9]
-    assert blocks_of(plan_of(some_vit(5))) == [0, 2, 4]
-    draws = [blocks_of(plan_of(some_vit(4), drop="random", seed=seed)) for seed in (0, 0, 1)]
+    assert blocks_of(recipe_of(some_vit(10))) == [0, 1, 2, 4, 7, 8, 9]
+    assert blocks_of(recipe_of(some_vit(5))) == [0, 2, 4]
+    draws = [blocks_of(recipe_of(some_vit(4), drop="random", seed=seed)) for seed in (0, 0, 1)]
     assert draws[0] == draws[1] and {tuple(draw) for draw in draws} == {(0, 1, 3), (0, 2, 3)}
 
 
 def test_blocks_that_merge_patches_stay():
     swin = Swin(num_classes=2, patch_size=2, window=2, width=4, depths=(2, 2, 4), num_heads=(1, 1, 1))
-    plan = plan_of(swin)  # Of 2, ..., 5 the block 3 merges; of the others one is kept.
-    assert blocks_of(plan) == [0, 1, 3, 4, 6, 7]
-    names = {path.split("/")[0] for path in plan.trained}
+    recipe = recipe_of(swin)  # Of 2, ..., 5 the block 3 merges; of the others one is kept.
+    assert blocks_of(recipe) == [0, 1, 3, 4, 6, 7]
+    names = {path.split("/")[0] for path in recipe.trained}
     assert names == {f"stage_{s}_block_{k}" for s, k in [(0, 0), (0, 1), (2, 2), (2, 3)]} | {"stage_1_merge", "head"}
 
 
 def test_a_model_without_a_middle_is_refused():
     with pytest.raises(ValueError, match="needs a block to drop between 1 first and 1 last ones; the model has only 2"):
-        plan_of(some_vit(2))
+        recipe_of(some_vit(2))
     with pytest.raises(ValueError, match="drop must be 'uniform' or 'random', got 'even'"):
-        plan_of(some_vit(3), drop="even")
+        recipe_of(some_vit(3), drop="even")
 
 
 # --- What a client can make of a frontend -----------------------------------------------------------------------------
@@ -307,7 +306,7 @@ def test_a_head_on_a_frontend_reads_the_normalised_class_token(frontend, digits)
     tokens = normalised(quantized(BACKBONE, frontend, images)[:, 0])
     expected = tokens @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
     np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
-    assert found.plan.trained == HEAD and head["kernel"].shape == (12, 2)
+    assert found.recipe.trained == HEAD and head["kernel"].shape == (12, 2)
 
 
 def test_it_reads_the_mean_token_where_there_is_no_class_token(params, digits):
@@ -320,14 +319,14 @@ def test_it_reads_the_mean_token_where_there_is_no_class_token(params, digits):
     tokens = normalised(apply(front, images, model, stop=1)).mean(1)
     expected = tokens @ np.asarray(head["kernel"]) + np.asarray(head["bias"])
     np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
-    assert found.plan.trained == HEAD and moved(front, found.params) == set()
+    assert found.recipe.trained == HEAD and moved(front, found.params) == set()
 
 
 def test_a_thief_tunes_the_whole_frontend(frontend, digits):
     train, test = digits
     end = adapted(tune_quantized_frontend, frontend, train, epochs=20)
     paths = set(flatten_dict(end.params, sep="/"))
-    assert {path.split("/")[0] for path in paths} == FRONT | {"head"} and end.plan.trained == paths
+    assert {path.split("/")[0] for path in paths} == FRONT | {"head"} and end.recipe.trained == paths
     assert without_key_biases(moved(frontend.params, end.params)) == without_key_biases(paths - HEAD)
     assert accuracy(end, *test, batch_size=20) > 0.9
     start = adapted(tune_quantized_frontend, frontend, train, learning_rate=NO_STEP)
@@ -343,7 +342,7 @@ def test_the_last_blocks_of_another_model_go_behind_the_frontend(params, fronten
     end = {**theirs, "head": found.params["head"]}
     expected = apply(end, quantized(BACKBONE, frontend, images), VIT.clone(num_classes=2), start=1)
     np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
-    assert found.plan.trained == HEAD and not FRONT & set(found.params)
+    assert found.recipe.trained == HEAD and not FRONT & set(found.params)
 
     wide = Backbone(VIT.clone(width=16), BACKBONE.preprocessing, 1)
     with pytest.raises(ValueError, match=r"tokens of width 12 with 1 in front .* got width 16 with 1"):

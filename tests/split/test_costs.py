@@ -10,6 +10,7 @@ from jax import lax
 from jaxdp.models import Preprocessing, ViT, create
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.costs import cost, count_macs
+from launch.measure import measure
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -68,7 +69,6 @@ def test_parameters_and_flops_are_those_worked_out_by_hand(method):
     parameters, once, training = EXPECTED[method]
     assert (found.parameters, found.forward_flops, found.training_flops) == (parameters, 2 * once, 2 * training)
     assert found.parameter_bytes == parameters * (1 if method == "sa" else 4)
-    assert found.measured is None
     total = 2 * IMAGES * EPOCHS * training
     if method == "lp":
         total += 2 * IMAGES * forward(4)  # the features, once
@@ -174,16 +174,17 @@ def test_xla_counts_a_little_more_and_knows_the_memory():
     """More by softmax, LayerNorm and GELU, which are no products; in a wide model they are few."""
     wide = backbone_of(ViT(num_classes=2, patch_size=4, width=128, depth=2, num_heads=2, mlp_width=512), 16, 1, 1)
     job = {"images": 8, "num_classes": 5, "batch_size": 8}
-    tuned = cost("ft", wide, **job, measure="run")
-    assert tuned.forward_flops < tuned.measured.forward_flops < 1.1 * tuned.forward_flops
-    assert tuned.training_flops < tuned.measured.training_flops < 1.1 * tuned.training_flops
-    assert 0 < tuned.measured.seconds < 600
+    tuned, probed, extracted = (cost(method, wide, **job) for method in ("ft", "lp", "sa"))
+    measured = measure(tuned.programs, 8, timed=True)
+    assert tuned.forward_flops < measured.forward_flops < 1.1 * tuned.forward_flops
+    assert tuned.training_flops < measured.training_flops < 1.1 * tuned.training_flops
+    assert 0 < measured.seconds < 600
     # Parameters and Adam's two moments go in and come out, and gradients are between them.
-    assert 7 * tuned.parameter_bytes < tuned.measured.peak_bytes < 14 * tuned.parameter_bytes
-    probed, extracted = (cost(method, wide, **job, measure="compile") for method in ("lp", "sa"))
-    assert probed.parameter_bytes < probed.measured.peak_bytes < 2 * probed.parameter_bytes
-    assert 4 * extracted.parameters < extracted.measured.peak_bytes < probed.measured.peak_bytes
-    assert extracted.measured.training_flops == 0 and extracted.measured.seconds is None
+    assert 7 * tuned.parameter_bytes < measured.peak_bytes < 14 * tuned.parameter_bytes
+    probing, extracting = (measure(found.programs, 8, timed=False) for found in (probed, extracted))
+    assert probed.parameter_bytes < probing.peak_bytes < 2 * probed.parameter_bytes
+    assert 4 * extracted.parameters < extracting.peak_bytes < probing.peak_bytes
+    assert extracting.training_flops == 0 and extracting.seconds is None
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -198,7 +199,6 @@ def test_xla_counts_a_little_more_and_knows_the_memory():
         ({"batch_size": -1}, "batch_size must be at least 1, got -1"),
         ({"directions": 0}, "directions must be at least 1, got 0"),
         ({"copies": -1}, "copies must be at least 0, got -1"),
-        ({"measure": "guess"}, "measure must be 'compile', 'run' or None, got 'guess'"),
         ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """What crosses between the parties: all that must, nothing that must not, and only if it is whole."""
 
+import functools
 import json
 import threading
 
@@ -17,13 +18,13 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.client import represent
 from jaxdp.split.copies import Copies, augment_then_noise
 from jaxdp.split.exchange import (
-    LossClient,
     NoisyOnce,
     Private,
     Shipment,
     Uploaded,
-    answer_until,
+    answer,
     file_gradients,
+    loss_gradients,
     receive_answers,
     receive_frontend,
     receive_queries,
@@ -33,9 +34,10 @@ from jaxdp.split.exchange import (
     send_queries,
     send_upload,
     share,
+    wait_for,
 )
+from jaxdp.split.noisy_upload import PrivateRelease, project, public_projection, release_privately
 from jaxdp.split.package import read_package, write_package
-from jaxdp.split.private import PrivateRelease, fit_projection, project, release_privately
 from jaxdp.split.quantization import quantize_frontend, search_scales
 from jaxdp.split.server import adapt, adapt_by_client
 from jaxdp.transforms import noise
@@ -49,7 +51,7 @@ DIRECTIONS, COPIES, PATCHES = 4, 2, 4
 @pytest.fixture(scope="module")
 def shipment(vit):
     public = np.random.default_rng(0).normal(size=(12, *vit.backbone.tokens))
-    return Shipment(vit.backbone, vit.quantized(), COPIES, PATCHES, fit_projection(public, DIRECTIONS), 2.0)
+    return Shipment(vit.backbone, vit.quantized(), COPIES, PATCHES, public_projection(public, DIRECTIONS), 2.0)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +236,7 @@ def prepared(**changes):
 )
 def test_what_describes_no_frontend_is_refused(sent, tmp_path, monkeypatch, fields, arrays, match):
     if "declares" in match or "cannot have" in match:  # before anything is traced
-        monkeypatch.setattr(exchange, "_frontend", None)
+        monkeypatch.setattr(exchange, "describe_frontend", None)
     fields = fields(read_package(sent, "frontend").fields) if fields else {}
     changed(sent, tmp_path / "frontend", "frontend", fields, arrays)
     with pytest.raises(
@@ -297,7 +299,7 @@ def released(vit, shipment, representations, labels):
 @pytest.fixture(scope="module")
 def uploads(vit, shipment, representations, copies):
     return {
-        "published": Uploaded.of(copies, num_classes=3),
+        "published": Uploaded(copies.materialized(), 3),
         "noise_once": NoisyOnce(np.asarray(representations), 3),
         "private": released(vit, shipment, representations, vit.labels),
     }
@@ -426,7 +428,7 @@ def test_gradients_are_those_of_the_cross_entropy(vit):
 
     steps = 1e-6 * np.eye(3)
     wanted = [(cross_entropy(logits + step) - cross_entropy(logits - step)) / 2e-6 for step in steps]
-    got = LossClient(vit.labels, 3).gradients(logits.astype(np.float32), images)
+    got = loss_gradients(vit.labels, 3)(logits.astype(np.float32), images)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, np.stack(wanted, 1), atol=1e-6)
     np.testing.assert_array_equal(got.argmin(1), vit.labels[images])  # which is why it protects no label
@@ -434,12 +436,12 @@ def test_gradients_are_those_of_the_cross_entropy(vit):
 
 def test_impossible_questions_are_refused(vit):
     with pytest.raises(ValueError, match=r"labels must be in \[0, 2\)"):
-        LossClient(vit.labels, 2)
-    client = LossClient(vit.labels, 3)
+        loss_gradients(vit.labels, 2)
+    client = loss_gradients(vit.labels, 3)
     with pytest.raises(ValueError, match=r"logits must be finite and \[B, 3\], one row per image, got \(2, 4\)"):
-        client.gradients(np.zeros((2, 4)), np.zeros(2, int))
+        client(np.zeros((2, 4)), np.zeros(2, int))
     with pytest.raises(ValueError, match=r"images must be integers in \[0, 9\)"):
-        client.gradients(np.zeros((2, 3)), np.array([0, 9]))
+        client(np.zeros((2, 3)), np.array([0, 9]))
 
 
 OPTIONS = {"num_classes": 3, "learning_rate": 3e-3, "epochs": 2, "batch_size": 6}
@@ -465,7 +467,7 @@ def test_adapting_by_the_client_is_adapting(vit, representations, copies, adapte
 
     def gradients(logits, images):
         asked.append(images)
-        return LossClient(vit.labels, 3).gradients(logits, images)
+        return loss_gradients(vit.labels, 3)(logits, images)
 
     stepwise = adapt_by_client(KEY, vit.backbone, vit.back, copies, gradients, **OPTIONS)
     assert_same_model(stepwise, adapted, representations)
@@ -476,10 +478,11 @@ def test_adapting_by_the_client_is_adapting(vit, representations, copies, adapte
 def test_adapting_by_the_client_over_files(vit, representations, copies, adapted, tmp_path):
     write_package(tmp_path / "loss" / "stale.logits", "logits", fields={}, arrays={})
     gradients = file_gradients(tmp_path / "loss", timeout=60)  # forgets the stale question
-    client = LossClient(vit.labels, 3)
+    client = loss_gradients(vit.labels, 3)
     done = tmp_path / "adapted"
+    meanwhile = functools.partial(answer, tmp_path / "loss", client)
     thread = threading.Thread(
-        target=answer_until, args=(done, tmp_path / "loss", client.gradients), kwargs={"timeout": 60}
+        target=wait_for, args=(done,), kwargs={"timeout": 60, "sender": "the server", "meanwhile": meanwhile}
     )
     thread.start()
     try:
@@ -498,7 +501,7 @@ def test_who_is_gone_is_named(tmp_path):
     ):
         file_gradients(tmp_path / "loss", timeout=0.05)(zeros, np.zeros(1, np.int32))
     with pytest.raises(TimeoutError, match=r"adapted did not come from the server within 0.05 seconds"):
-        answer_until(tmp_path / "adapted", tmp_path / "loss", None, timeout=0.05)
+        wait_for(tmp_path / "adapted", timeout=0.05, sender="the server")
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((6, 2)), np.full((6, 3), np.nan)], ids=["shape", "nan"])

@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from jaxdp.split.augment import retrieve_neighbors
-from jaxdp.split.client import check_images, perturb_params, represent
+from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import augment_then_noise, noise_then_augment
 from jaxdp.transforms import noise
 
@@ -119,8 +119,8 @@ def test_impossible_images_are_refused(vit):
         (good * np.nan, r"images must be in \[0, 1\], and some are not"),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_images(vit.backbone, bad)
-    check_images(vit.backbone, good)
+            vit.backbone.check_images(bad)
+    vit.backbone.check_images(good)
     with pytest.raises(ValueError, match=r"images must be in \[0, 1\], and some are not"):
         represent(vit.backbone, vit.quantized(8), vit.front, good * 2)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):

@@ -1,5 +1,4 @@
-"""The two parties of Split Adaptation, each a function for a process of its own: `launch/split_server.py` and
-`launch/split_client.py`.
+"""The two parties of Split Adaptation, each for a process of its own: `launch.split_server` and `launch.split_client`.
 
 Each reads its own part of a config, its own data and its own workdir, and from the other party nothing but the packages
 of `jaxdp.split.exchange` in a folder. A party that is started again goes on where it was: what was sent stays sent, and
@@ -20,108 +19,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp import split
 from jaxdp.files import Limits, read_json, read_npz, write_durably, write_json
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
 from jaxdp.models.public import public_model, trained
 from jaxdp.privacy import Account, Ledger
 from jaxdp.release import Release, Till, alone, bind, check_same_config, stream
-from jaxdp.split.backbone import Backbone, two_thirds
-from jaxdp.split.client import check_images, perturb_params, represent
-from jaxdp.split.copies import augment_then_noise, plan_copies, plan_noisy
-from jaxdp.split.exchange import (
-    MODES,
-    LossClient,
-    NoisyOnce,
-    Private,
-    Shipment,
-    Upload,
-    Uploaded,
-    answer_until,
-    check_augmentation,
-    file_gradients,
-    manifest_sum,
-    mode_of,
-    receive_answers,
-    receive_frontend,
-    receive_queries,
-    receive_upload,
-    send_answers,
-    send_frontend,
-    send_queries,
-    send_upload,
-    share,
-    wait_for,
-)
+from jaxdp.split import exchange as messages
+from jaxdp.split.backbone import in_batches
+from jaxdp.split.checks import check_labels
+from jaxdp.split.copies import plan_copies, plan_noisy
+from jaxdp.split.noisy_upload import Released, plan_release
 from jaxdp.split.package import package_bytes, read_package, write_package
-from jaxdp.split.private import (
-    PrivateRelease,
-    Released,
-    fit_projection,
-    label_noise_matrix,
-    lift,
-    plan_release,
-    project,
-)
-from jaxdp.split.quantization import check_labels
-from jaxdp.split.server import (
-    Adapted,
-    Gradients,
-    adapt,
-    adapt_by_client,
-    calibrate_frontends,
-    merge_hilbert,
-    tune_backend,
-)
+from jaxdp.split.server import adapt_by_client
 from jaxdp.split.tasks import read_images
 
 DATASET, QUERIES = "client/images", "client/queries"
 _MOST = 1000  # images by which the projection is fitted
+_Path = str | os.PathLike[str]
+_Images = dict[str, Any]  # image and label
 
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
 def run_server(
-    config: Any,
-    workdir: str | os.PathLike[str],
-    exchange: str | os.PathLike[str],
-    *,
-    timeout: float = 3600.0,
-    limits: Limits | None = None,
+    config: Any, workdir: _Path, exchange: _Path, *, timeout: float = 3600.0, limits: Limits | None = None
 ) -> dict[str, Any]:
     """Plays the server: sends a frontend, adapts the backend to what a client uploads, answers the client's queries.
 
     Args:
       config: the part `server` of a config such as `configs/split/two_parties.py`.
-      workdir: of the server, for nobody else: the backbone (if it was trained here), the backend and the adapted one.
+      workdir: of the server alone: the backbone (if it was trained here), the backend and the adapted one.
       exchange: the folder in which the parties exchange packages, made if needed; another one for another client.
       timeout: seconds to wait for the client.
       limits: on what the client's packages declare; `Limits()` by default.
 
     Returns:
       What is in result.json: mode and bytes of the upload, and the number of queries.
-
-    Raises:
-      ValueError: the workdir or the exchange folder belongs to another run, the config is inconsistent, or what the
-        client sent cannot be used; the message says what to do.
-      TimeoutError: the client does not answer.
-      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
     with alone(root), contextlib.ExitStack() as bound:
         check_same_config(config, root / "config.json")
         model = public_model(config.model)
-        backbone = Backbone(model.model, model.preprocessing, config.cut or two_thirds(model.model))
-        check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
+        backbone = split.Backbone(model.model, model.preprocessing, config.cut or split.two_thirds(model.model))
+        messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
         bound.enter_context(bind(config, root))
-        own = root / "frontend"
-        if not own.exists():
+        if not (root / "frontend").exists():
             _make_frontend(config, backbone, root)
-        shipment = receive_frontend(own)
-        share(own, shared / "frontend", "frontend")
-        wait_for(shared / "upload", timeout=timeout, sender="the client")
-        upload = receive_upload(shared / "upload", shipment, limits=limits)
-        name = manifest_sum(shared / "upload")
+        shipment = messages.receive_frontend(root / "frontend")
+        messages.share(root / "frontend", shared / "frontend", "frontend")
+        messages.wait_for(shared / "upload", timeout=timeout, sender="the client")
+        upload = messages.receive_upload(shared / "upload", shipment, limits=limits)
+        name = messages.manifest_sum(shared / "upload")
         kept, done = root / f"adapted-{name}.safetensors", shared / "adapted"
         if done.exists() and (not kept.exists() or read_package(done, "adapted").fields != {"upload": name}):
             raise ValueError(
@@ -129,19 +79,19 @@ def run_server(
                 "through another folder"
             )
         if not kept.exists():
-            gradients = file_gradients(shared / "loss", timeout=timeout)
-            save_params(kept, _adapt(config, backbone, shipment, upload, root, gradients))
+            ask = messages.file_gradients(shared / "loss", timeout=timeout)
+            back = load_params(root / "backend.safetensors")
+            save_params(kept, _adapted(config, shipment, back, upload, ask))
         if not done.exists():
             write_package(done, "adapted", fields={"upload": name}, arrays={})
-        model_of_client = backbone.model.clone(num_classes=upload.num_classes)
-        adapted = Adapted(dataclasses.replace(backbone, model=model_of_client), load_params(kept))
+        backbone = dataclasses.replace(backbone, model=backbone.model.clone(num_classes=upload.num_classes))
         result = {
-            "mode": mode_of(upload),
+            "mode": messages.mode_of(upload),
             "bytes": package_bytes(shared / "upload"),
-            "queries": _answer(adapted, shipment, shared, limits),
+            "queries": _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits),
         }
         write_json(root / "result.json", result)
-        labels = "" if isinstance(upload, Private) else " and the loss gradients, which tell the labels"
+        labels = "" if isinstance(upload, messages.Private) else " and the loss gradients, which tell the labels"
         print(
             f"server: the client uploaded {result['bytes']:,} bytes ({result['mode']}); {result['queries']} queries "
             f"answered. Nothing private was read here but that{labels}"
@@ -149,7 +99,7 @@ def run_server(
         return result
 
 
-def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
+def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) -> None:
     """Everything that the server does before it meets a client, on its own PUBLIC images."""
     images = read_images(config.data, backbone.preprocessing)
     if images.num_classes != backbone.num_classes:
@@ -162,55 +112,51 @@ def _make_frontend(config: Any, backbone: Backbone, root: pathlib.Path) -> None:
     key = stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
     keys = jax.random.split(key, 2)
     batch = images.gather(np.arange(len(images)))
-    both = merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
-    frontends = calibrate_frontends(keys[0], backbone, model.params, *both, **config.calibration)
-    back = tune_backend(keys[1], backbone, model.params, frontends, *both, **config.tuning)
+    both = split.merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
+    frontends = split.calibrate_frontends(keys[0], backbone, model.params, *both, **config.calibration)
+    back = split.tune_backend(keys[1], backbone, model.params, frontends, *both, **config.tuning)
     save_params(root / "backend.safetensors", back)
-    shipment = Shipment(backbone, frontends[0], config.copies, config.n_patches)
+    shipment = messages.Shipment(backbone, frontends[0], config.copies, config.n_patches)
     if config.directions:
-        x = represent(backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST]))
-        projection = fit_projection(x, config.directions)
-        norms = np.linalg.norm(np.asarray(project(projection, x)), axis=1)
+        x = split.represent(backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST]))
+        projection = split.public_projection(x, config.directions)
+        norms = np.linalg.norm(np.asarray(split.project(projection, x)), axis=1)
         shipment = shipment._replace(projection=projection, clip_norm=float(np.median(norms)))
-    send_frontend(root / "frontend", shipment)
+    messages.send_frontend(root / "frontend", shipment)
 
 
-def _adapt(
-    config: Any, backbone: Backbone, shipment: Shipment, upload: Upload, root: pathlib.Path, gradients: Gradients
-) -> dict[str, Any]:
+def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> dict[str, Any]:
     """The parameters of the backend, adapted to an upload."""
-    back = load_params(root / "backend.safetensors")
     copies_key, key = jax.random.split(stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
-    augment = functools.partial(
-        augment_then_noise,
-        copies_key,
-        laplace_scale=0.0,  # the noise is there already
-        copies=shipment.copies,
-        n_patches=shipment.n_patches,
-        prefix_tokens=backbone.prefix_tokens,
-    )
-    options = {"num_classes": upload.num_classes, **config.adaptation}
-    if isinstance(upload, Private):
-        assert shipment.projection is not None  # `receive_upload` has checked
-        copies = augment(lift(shipment.projection, upload.released.features))
-        matrix = jnp.asarray(label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
-        labels = jnp.asarray(upload.released.labels)
-        return adapt(key, backbone, back, copies, labels, label_noise=matrix, **options).back
-    made = upload if isinstance(upload, Uploaded) else augment(jnp.asarray(upload.representations))
-    return adapt_by_client(key, backbone, back, jax.device_put(made), gradients, **options).back
+    options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
+    backbone, copying = shipment.backbone, _copying(shipment)
+    if isinstance(upload, messages.Uploaded):
+        return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
+    private = isinstance(upload, messages.Private)
+    x = split.lift(shipment.projection, upload.released.features) if private else jnp.asarray(upload.representations)
+    copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)  # the noise is there already
+    if not private:
+        return adapt_by_client(key, backbone, back, copies, ask, **options).back
+    matrix = jnp.asarray(split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
+    labels = jnp.asarray(upload.released.labels)
+    return split.adapt(key, backbone, back, copies, labels, label_noise=matrix, **options).back
 
 
-def _answer(adapted: Adapted, shipment: Shipment, shared: pathlib.Path, limits: Limits | None) -> int:
+def _copying(shipment: messages.Shipment) -> dict[str, Any]:
+    prefix_tokens = shipment.backbone.prefix_tokens
+    return {"copies": shipment.copies, "n_patches": shipment.n_patches, "prefix_tokens": prefix_tokens}
+
+
+def _answer(adapted: split.Adapted, shipment: messages.Shipment, shared: pathlib.Path, limits: Limits | None) -> int:
     """Answers the queries, if there are any without answers; returns how many there are."""
-    if not (shared / "queries").exists():
+    asked, path = shared / "queries", shared / "answers"
+    if not asked.exists():
         return 0
-    queries = receive_queries(shared / "queries", shipment, limits=limits)
-    path = shared / "answers"
+    queries = messages.receive_queries(asked, shipment, limits=limits)
     if path.exists():
-        receive_answers(path, queries=shared / "queries", num_classes=adapted.backbone.num_classes)
+        messages.receive_answers(path, queries=asked, num_classes=adapted.backbone.num_classes)
     else:
-        parts = [np.asarray(adapted.logits(jnp.asarray(queries[i : i + 256]))) for i in range(0, len(queries), 256)]
-        send_answers(path, np.concatenate(parts), queries=shared / "queries")
+        messages.send_answers(path, in_batches(adapted.logits, queries, 256), queries=asked)
     return len(queries)
 
 
@@ -219,31 +165,31 @@ def _answer(adapted: Adapted, shipment: Shipment, shared: pathlib.Path, limits: 
 
 def run_client(
     config: Any,
-    workdir: str | os.PathLike[str],
-    exchange: str | os.PathLike[str],
+    workdir: _Path,
+    exchange: _Path,
     *,
-    ledger_path: str | os.PathLike[str] | None = None,
+    ledger_path: _Path | None = None,
     queries: bool | None = None,
     timeout: float = 3600.0,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Plays the client: uploads representations of its few images, and has its test images classified.
 
+    A client that died is started again in the same workdir: it pays nothing twice and sends the same values. One that
+    is started again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
+
     Args:
       config: the part `client` of a config such as `configs/split/two_parties.py`, whose comments explain the fields.
-      workdir: of the client, for nobody else: the upload, the predictions, and the secret seed until the run has ended.
+      workdir: of the client alone: the upload, the predictions, and the secret seed until the run has ended.
       exchange: the folder in which the parties exchange packages.
       ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
         its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
         its epsilon, the others without one, unless it is registered already.
       queries: whether the server classifies the test images; None is not in the private mode. Their representations
-        are sent without Laplace noise unless `config.query_laplace_scale` says otherwise. No guarantee covers them in
-        any mode: the ledger gets a release without proof on "client/queries".
+        have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the ledger gets a
+        release without proof on "client/queries".
       timeout: seconds to wait for the server.
       limits: on what the server's packages and the file of images declare; `Limits()` by default.
-
-    A client that died is started again in the same workdir: it pays nothing twice and sends the same values. One that
-    is started again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
 
     Returns:
       What is in result.json: mode, bytes of the upload, epsilon (None is infinite) and delta, accuracy (None without
@@ -253,17 +199,13 @@ def run_client(
       BudgetExceeded: the ledger refuses the upload; nothing is sent.
       ValueError: the workdir or the exchange folder belongs to another run, or images, labels or config do not fit each
         other or the frontend; before anything is spent or sent.
-      TimeoutError: the server does not answer.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
-    with (
-        Till(root, forget="run") as till,
-        Ledger(ledger_path or root / "ledger.sqlite") as ledger,
-        contextlib.ExitStack() as bound,
-    ):
+    ledger_path = ledger_path or root / "ledger.sqlite"
+    with Till(root, forget="run") as till, Ledger(ledger_path) as ledger, contextlib.ExitStack() as bound:
         check_same_config(config, root / "config.json")
-        wait_for(shared / "frontend", timeout=timeout, sender="the server")
-        shipment = receive_frontend(shared / "frontend", limits=limits)
+        messages.wait_for(shared / "frontend", timeout=timeout, sender="the server")
+        shipment = messages.receive_frontend(shared / "frontend", limits=limits)
         few, test = _client_images(config, shipment.backbone.preprocessing, limits)
         _check_client(config, shipment, few, test)
         _check_same_images({**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json")
@@ -275,8 +217,8 @@ def run_client(
                     f"before anything else is released. To begin anew delete {shared} with all that is in it, or "
                     "exchange through another folder"
                 )
-        wanted = config.mode != "private" if queries is None else queries
-        asks = wanted and len(test["image"]) > 0
+        private, count = config.mode == "private", len(test["image"])
+        asks = (not private if queries is None else queries) and count > 0
         missing = [name for name in ("upload", "queries")[: 1 + asks] if not (root / name).exists()]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
@@ -285,29 +227,31 @@ def run_client(
                 "through another folder"
             )
         bound.enter_context(bind(config, root))
-        images = _account(ledger, DATASET, **_terms(config))
+        # What a private upload costs is the budget of the images.
+        terms = {"epsilon": config.epsilon} if private else {"allow_unproven": True}
+        images = _account(ledger, DATASET, delta=config.delta, **terms)
         others = [_account(ledger, QUERIES, delta=config.delta, allow_unproven=True)] if asks else []
         till.settle([images, *others])
         if missing:
-            front = perturb_params(till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
-            extract = functools.partial(represent, shipment.backbone, shipment.frontend, front)
+            front = split.perturb_params(till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
+            extract = functools.partial(split.represent, shipment.backbone, shipment.frontend, front)
         if "upload" in missing:
-            x = extract(few["image"])
-            till.release(_planned_upload(config, shipment, images, x, few["label"], root / "upload"))
+            till.release(_upload(config, shipment, images, extract(few["image"]), few["label"], root / "upload"))
         if "queries" in missing:
             x, scale = extract(test["image"]), config.query_laplace_scale
             what = plan_noisy(*others, representations=x, laplace_scale=scale, label="split adaptation, queries")
-            till.release(_sent(what, lambda noisy: send_queries(root / "queries", noisy, shipment)))
+            till.release(_kept(what, lambda noisy: messages.send_queries(root / "queries", noisy, shipment)))
         if asks:
-            share(root / "queries", shared / "queries", "queries")
-        share(root / "upload", shared / "upload", "upload")
-        loss = None if config.mode == "private" else LossClient(few["label"], config.num_classes).gradients
-        answer_until(shared / "adapted", shared / "loss", loss, timeout=timeout)
-        if read_package(shared / "adapted", "adapted").fields != {"upload": manifest_sum(root / "upload")}:
+            messages.share(root / "queries", shared / "queries", "queries")
+        messages.share(root / "upload", shared / "upload", "upload")
+        gradients = messages.loss_gradients(few["label"], config.num_classes)
+        answers = None if private else functools.partial(messages.answer, shared / "loss", gradients)
+        messages.wait_for(shared / "adapted", timeout=timeout, sender="the server", meanwhile=answers)
+        if read_package(shared / "adapted", "adapted").fields != {"upload": messages.manifest_sum(root / "upload")}:
             raise ValueError(f"{shared / 'adapted'} is about another upload; delete {shared} with all that is in it")
         accuracy = None
         if asks:
-            wait_for(shared / "answers", timeout=timeout, sender="the server")
+            messages.wait_for(shared / "answers", timeout=timeout, sender="the server")
             accuracy = _predict(config, test, root, shared)
         epsilon = images.epsilon(delta=config.delta)
         result = {
@@ -315,7 +259,7 @@ def run_client(
             "bytes": package_bytes(root / "upload"),
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": config.delta,
-            "queries": len(test["image"]) if asks else 0,
+            "queries": count if asks else 0,
             "accuracy": accuracy,
         }
         write_json(root / "result.json", result)
@@ -323,73 +267,52 @@ def run_client(
         return result
 
 
-def _check_client(config: Any, shipment: Shipment, few: dict[str, Any], test: dict[str, Any]) -> None:
+def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: _Images) -> None:
     """Refuses what would fail later, before anything is spent or sent."""
-    if config.mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    if config.mode not in messages.MODES:
+        raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}")
     if config.mode == "private" and shipment.projection is None:
         raise ValueError("mode='private' needs a frontend with a projection; the server has config.directions=0")
-    check_images(shipment.backbone, few["image"])
+    shipment.backbone.check_images(few["image"])
     check_labels(few["label"], len(few["image"]), config.num_classes)
     shipment.check_count(len(few["image"]))
     if len(test["image"]):
-        check_images(shipment.backbone, test["image"])
-    if len(test["image"]) and "label" in test:
-        check_labels(test["label"], len(test["image"]), config.num_classes)
+        shipment.backbone.check_images(test["image"])
+        if "label" in test:
+            check_labels(test["label"], len(test["image"]), config.num_classes)
     if config.mode == "private":
         _private_release(config, shipment)
 
 
-def _planned_upload(
-    config: Any, shipment: Shipment, account: Account, x: jax.Array, labels: np.ndarray, folder: pathlib.Path
+def _upload(
+    config: Any, shipment: messages.Shipment, account: Account, x: jax.Array, labels: np.ndarray, folder: pathlib.Path
 ) -> Release[Any]:
-    """The upload of the config's mode, to be paid for, made and kept in `folder`."""
-    label = f"split adaptation, {config.mode}"
+    """The upload of the config's mode, to be paid for, made and kept in `folder` as it is sent."""
+    given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
+    make: Any = messages.MODES[config.mode]
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
         release = _private_release(config, shipment)
-        what: Release[Any] = plan_release(
-            account, release=release, representations=x, labels=labels, projection=shipment.projection, label=label
-        )
-        return _sent(what, lambda made: send_upload(folder, Private(Released(**made), release), shipment))
+        what: Any = plan_release(account, release=release, labels=labels, projection=shipment.projection, **given)
+        return _kept(what, lambda made: messages.send_upload(folder, make(Released(**made), release), shipment))
     if not np.isfinite(x).all():
         raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
     if config.mode == "noise_once":
-        what = plan_noisy(account, representations=x, laplace_scale=config.laplace_scale, label=label)
-        return _sent(what, lambda made: send_upload(folder, NoisyOnce(made, config.num_classes), shipment))
-    what = plan_copies(
-        account,
-        representations=x,
-        laplace_scale=config.laplace_scale,
-        copies=shipment.copies,
-        n_patches=shipment.n_patches,
-        prefix_tokens=shipment.backbone.prefix_tokens,
-        label=label,
-    )
-    return _sent(what, lambda made: send_upload(folder, Uploaded(made, config.num_classes), shipment))
+        what = plan_noisy(account, laplace_scale=config.laplace_scale, **given)
+    else:
+        what = plan_copies(account, laplace_scale=config.laplace_scale, **_copying(shipment), **given)
+    return _kept(what, lambda made: messages.send_upload(folder, make(made, config.num_classes), shipment))
 
 
-def _sent(what: Release[Any], keep: Callable[[Any], None]) -> Release[Any]:
+def _kept(what: Release[Any], keep: Callable[[Any], None]) -> Release[Any]:
     """The release, kept as the package that is sent, however often the client starts."""
     return dataclasses.replace(what, keep=keep)
 
 
-def _private_release(config: Any, shipment: Shipment) -> PrivateRelease:
+def _private_release(config: Any, shipment: messages.Shipment) -> split.PrivateRelease:
     assert shipment.clip_norm is not None  # it comes with the projection
-    return PrivateRelease.calibrated(
-        epsilon=config.epsilon,
-        delta=config.delta,
-        clip_norm=shipment.clip_norm,
-        num_classes=config.num_classes,
-        label_share=config.label_share,
-    )
-
-
-def _terms(config: Any) -> dict[str, Any]:
-    """The terms on which the images are registered: what a private upload costs is their budget."""
-    if config.mode == "private":
-        return {"epsilon": config.epsilon, "delta": config.delta}
-    return {"delta": config.delta, "allow_unproven": True}
+    terms = {name: config[name] for name in ("epsilon", "delta", "num_classes", "label_share")}
+    return split.PrivateRelease.calibrated(clip_norm=shipment.clip_norm, **terms)
 
 
 def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
@@ -403,22 +326,20 @@ def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
 
 def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: pathlib.Path) -> float | None:
     """Keeps the predicted classes; accuracy if the test images have labels."""
-    logits = receive_answers(shared / "answers", queries=root / "queries", num_classes=config.num_classes)
+    logits = messages.receive_answers(shared / "answers", queries=root / "queries", num_classes=config.num_classes)
     predicted = logits.argmax(1)
     write_durably(root / "predictions.npy", lambda file: np.save(file, predicted))
     return float(np.mean(predicted == test["label"])) if "label" in test else None
 
 
 def _statement(result: dict[str, Any]) -> str:
-    lines = [f"client: uploaded {result['bytes']:,} bytes"]
+    lines, epsilon = [f"client: uploaded {result['bytes']:,} bytes"], result["epsilon"]
     if result["accuracy"] is not None:
         lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
-    if result["epsilon"] is None:
+    if epsilon is None:
         lines.append("epsilon = inf (empirical only): representations, copies and labels have no proof")
     else:
-        lines.append(
-            f"epsilon = {result['epsilon']:.6g} at delta = {result['delta']:g} for replacing one image and its label"
-        )
+        lines.append(f"epsilon = {epsilon:.6g} at delta = {result['delta']:g} for replacing one image and its label")
     if result["queries"]:
         lines.append(
             f"The {result['queries']} queries are representations of other images, with epsilon = inf on the ledger "
@@ -427,25 +348,21 @@ def _statement(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _client_images(
-    config: Any, preprocessing: Preprocessing, limits: Limits | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _client_images(config: Any, preprocessing: Preprocessing, limits: Limits | None) -> tuple[_Images, _Images]:
     """The client's few images with labels, and its test images, with labels if there are any."""
     if config.images:
         optional, remedy = ("test_image", "test_label"), "Make it again; it must have the arrays 'image' and 'label'."
         arrays = read_npz(config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits)
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
-        if "test_label" in arrays:
-            test["label"] = arrays["test_label"]
-        return few, test
-    pool, test_source = read_images(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
-    batch = pool.gather(np.arange(len(pool)))
-    found = [np.flatnonzero(batch["label"] == k)[: config.shots] for k in range(pool.num_classes)]
-    if min(map(len, found)) < config.shots:
-        raise ValueError(f"shots={config.shots}, but a class has only {min(map(len, found))} images; take fewer shots")
+        return few, test | ({"label": arrays["test_label"]} if "test_label" in arrays else {})
+    halves = read_images(config.data, preprocessing).split((0.5, 0.5), seed=config.data_seed)
+    pool, test = (half.gather(np.arange(len(half))) for half in halves)
+    found = [np.flatnonzero(pool["label"] == k)[: config.shots] for k in range(halves[0].num_classes)]
+    if (fewest := min(map(len, found))) < config.shots:
+        raise ValueError(f"shots={config.shots}, but a class has only {fewest} images; take fewer shots")
     rows = np.concatenate(found)
-    return {name: array[rows] for name, array in batch.items()}, test_source.gather(np.arange(len(test_source)))
+    return {name: array[rows] for name, array in pool.items()}, test
 
 
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdp.audit.representations import psnr, ssim
 from jaxdp.data import bundled
-from jaxdp.split.metrics import psnr, ssim
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

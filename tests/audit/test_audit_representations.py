@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT
-from jaxdp.split import attacks, training
-from jaxdp.split.attacks import (
+from jaxdp.audit import representations as attacks
+from jaxdp.audit.representations import (
     Attacker,
     Decoder,
-    Inversion,
     Reconstruction,
     Simulation,
     attack,
+    decode,
     median_of_copies,
     standard_attackers,
     train_decoder,
 )
+from jaxdp.data import bundled
+from jaxdp.models import Preprocessing, ViT, training
 from jaxdp.split.backbone import Backbone
 
 MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
@@ -88,13 +88,13 @@ def test_what_an_attacker_knows_shows_in_what_it_reconstructs(found):
 
 def test_clean_representations_give_the_images_away_and_nothing_is_compiled_twice(world, found):
     public, references, shipped, *_ = world
-    programs = [f._cache_size() for f in (training._epoch, attacks._init, attacks._decode)]
-    inversion = train_decoder(jax.random.key(4), Simulation(BACKBONE.front), shipped, public, **TRAINING)
-    images = np.asarray(inversion(EXTRACT(shipped, references)))
+    programs = [f._cache_size() for f in (training._epoch, attacks._init, decode)]
+    inverse = train_decoder(jax.random.key(4), Simulation(BACKBONE.front), shipped, public, **TRAINING)
+    images = np.asarray(inverse(EXTRACT(shipped, references)))
     error = np.mean((images - references) ** 2, axis=(1, 2, 3))
     assert -10 * np.log10(error.mean()) > found["mean image"].psnr.max()
     assert images.min() >= 0 and images.max() <= 1
-    assert [f._cache_size() for f in (training._epoch, attacks._init, attacks._decode)] == programs
+    assert [f._cache_size() for f in (training._epoch, attacks._init, decode)] == programs
 
 
 def test_a_reconstruction_holds_images_and_their_scores(world, found):
@@ -179,7 +179,7 @@ def test_copies_of_a_simulation_have_noise_of_their_own():
 @pytest.mark.parametrize(("tokens", "prefix", "grid"), [(16, 0, 4), (18, 2, 4), (4, 0, 2)])
 def test_tokens_become_the_patches_of_a_grid_in_row_major_order(tokens, prefix, grid):
     decoder = Decoder(8, 3, prefix, depth=0)  # no attention: every token makes its patch alone
-    params = attacks._init(decoder, tokens, 6, jax.random.key(1))
+    params = decoder.init(jax.random.key(1), jnp.zeros((1, tokens, 6)))["params"]
     representation = np.random.default_rng(0).normal(size=(tokens, 6)).astype(np.float32)
     changed = representation + np.eye(tokens, dtype=np.float32)[:, :, None] * np.arange(6, dtype=np.float32)
     images = jax.jit(decoder.apply)({"params": params}, np.concatenate([representation[None], changed]))
@@ -195,10 +195,10 @@ def test_tokens_become_the_patches_of_a_grid_in_row_major_order(tokens, prefix, 
 def test_many_representations_are_decoded_in_batches_and_clipped():
     decoder = Decoder(4, 1, 0, depth=0)
     representations = np.random.default_rng(0).normal(size=(70, 4, 3)).astype(np.float32)
-    params = attacks._init(decoder, 4, 3, jax.random.key(1))
+    params = decoder.init(jax.random.key(1), jnp.zeros((1, 4, 3)))["params"]
     direct = np.asarray(jax.jit(decoder.apply)({"params": params}, representations))
     assert direct.min() < 0 and direct.max() > 1
-    np.testing.assert_allclose(Inversion(decoder, params)(representations), np.clip(direct, 0, 1), atol=1e-6)
+    np.testing.assert_allclose(decode(decoder, params, representations), np.clip(direct, 0, 1), atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_before_training(world):

@@ -3,12 +3,12 @@
 The published method has none. Laplace noise on representations that nothing bounds is no differential privacy, labels
 leave as they are, and 65 noisy copies of an image average out (`published_event`). Here the client
 
-    projects    z_i = P^T (x_i - m)            onto k directions that public data gave (`fit_projection`)
+    projects    z_i = P^T (x_i - m)            onto k directions that public data gave (`public_projection`)
     clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
     adds noise  z_i + noise of scale sigma C   once
     randomises  y_i                            by K-ary randomised response, once
 
-and sends that. Whatever the server does with it costs nothing more: lifting it back, patch retrieval, augmentation,
+and sends that. All that the server computes from it is post-processing: lifting it back, patch retrieval, augmentation,
 and training, which corrects for noisy labels by `label_noise_matrix`. The adversary is the server, the unit one image
 with its label, neighbours differ by replacing one image; how many images there are is public.
 
@@ -22,25 +22,16 @@ import fractions
 import functools
 import math
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
-from jaxdp.privacy import (
-    Account,
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    NonPrivateDpEvent,
-    PureDpEvent,
-    UnprovenDpEvent,
-    calibrate_noise,
-    unproven,
-)
+from jaxdp import privacy
 from jaxdp.release import Release, Till, program, stream
+from jaxdp.split.checks import not_negative, one_of
 from jaxdp.transforms import noise
 
 Mechanism = Literal["gaussian", "laplace"]
@@ -50,37 +41,28 @@ _PRECISION = jax.lax.Precision.HIGHEST
 _SMALLEST_DIRECTION = 1e-5
 # Between these, clipping neither overflows nor underflows; wider rows would leave no room for rounding.
 _SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
-_BITS = 64
-_MOST_CLASSES = 2**16
+_BITS, _MOST_CLASSES = 64, 2**16
 
 
 # --- Public directions ------------------------------------------------------------------------------------------------
 
 
 class Projection(NamedTuple):
-    """Where the representations of public images vary most; public.
-
-    Attributes:
-      mean: float32 [T, D].
-      directions: float32 [T * D, k], orthonormal columns.
-    """
+    """Where representations of public images vary most: float32 mean [T, D] and orthonormal directions [T D, k]."""
 
     mean: jax.Array
     directions: jax.Array
 
 
-def fit_projection(representations: Any, k: int) -> Projection:
-    """The k principal components of the representations of PUBLIC images.
+def public_projection(representations: Any, k: int) -> Projection:
+    """The k principal components of the representations of PUBLIC images, in falling order of variance.
 
-    By an eigendecomposition of the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host: give
-    it a thousand images rather than a hundred thousand.
+    It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host: give it a thousand
+    images rather than a hundred thousand.
 
     Args:
       representations: real [N, T, D], of public images: nothing here is charged.
       k: how many directions, at most N - 1 and T * D. Noise grows with sqrt(k), so few.
-
-    Returns:
-      Directions in falling order of variance.
 
     Raises:
       ValueError: another shape, NaN or infinite values, or k out of range or above the rank of the representations.
@@ -125,28 +107,21 @@ def lift(projection: Projection, z: Any) -> jax.Array:
 
 
 def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -> jax.Array:
-    """Scales each row to a norm of at most clip_norm.
-
-    Args:
-      x: real [n, k], k at most 2**20.
-      clip_norm: C in [1e-30, 1e30].
-      order: 2 for the L2 norm, 1 for the L1 norm.
+    """Scales each row of x, real [n, k], k at most 2**20, to an L1 or L2 norm of at most clip_norm C in [1e-30, 1e30].
 
     Returns:
       float32 [n, k]. Rows within a relative (k + 8) 2**-23 of C are scaled down by as much.
 
     Formal guarantees:
-      The norm of every row is at most C in real arithmetic, as float32 values, whatever the row holds: one with a NaN
-      or an infinity becomes zero. A sum of k numbers is off by a relative k 2**-24 at most in any order of summation,
-      the other operations by a few 2**-24; the margin is twice that, and what is left of it exceeds the rounding of
-      the scale of the noise that is added afterwards.
+      The norm of every row of float32 values is at most C in real arithmetic. A row with a NaN or an infinity becomes
+      zero. A sum of k numbers is off by a relative k 2**-24 at most in any order of summation, the other operations by
+      a few 2**-24. The margin is twice that, and its rest exceeds the rounding of the scale of the noise that follows.
 
     Raises:
       ValueError: an argument is out of range or has another shape.
     """
-    _check_norm("clip_norm", clip_norm)
-    if order not in (1, 2):
-        raise ValueError(f"order must be 1 or 2, got {order!r}")
+    _check_norm(clip_norm)
+    one_of((1, 2), order=order)
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
         raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}")
@@ -181,13 +156,10 @@ def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilo
       num_classes: K in [2, 2**16], a public declaration.
       epsilon: > 0; inf keeps every label, which is no privacy.
 
-    Returns:
-      int32 [n].
-
     Formal guarantees:
-      Each label is released with (epsilon, 0)-DP for its replacement by any other. That holds for the distribution
-      that is sampled: 64 random bits are compared with an integer threshold that satisfies the inequality exactly
-      (`_threshold`). What is left to trust is the generator of the bits.
+      Each label is released, as int32, with (epsilon, 0)-DP for its replacement by any other. That holds for the
+      distribution that is sampled: 64 random bits are compared with an integer threshold that satisfies the inequality
+      exactly (`_threshold`). What is left to trust is the generator of the bits.
 
     Raises:
       TypeError: an old-style key, or labels that are not integers.
@@ -211,16 +183,10 @@ def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -
 
 
 def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
-    """P(observed | true) of `randomized_response`, for training on its labels.
+    """P(observed | true) of `randomized_response`, float32 [K, K], rows are true labels; errors as there.
 
     Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of p(x) @ matrix with the
     observed label, p(x) the predicted probabilities of the true one.
-
-    Returns:
-      float32 [K, K], rows are true labels; the identity for epsilon = inf.
-
-    Raises:
-      ValueError: as `randomized_response`.
     """
     other = _threshold(num_classes, epsilon) * 2.0**-_BITS
     matrix = np.full((num_classes, num_classes), other)
@@ -254,12 +220,7 @@ def _threshold(num_classes: int, epsilon: float) -> int:
 
 
 class Released(NamedTuple):
-    """What the server gets.
-
-    Attributes:
-      features: float32 [n, k], clipped and noisy coordinates; `lift` makes representations of them.
-      labels: int32 [n], noisy.
-    """
+    """What the server gets: clipped and noisy coordinates float32 [n, k], for `lift`, and noisy labels int32 [n]."""
 
     features: jax.Array
     labels: np.ndarray
@@ -286,8 +247,8 @@ class PrivateRelease:
     mechanism: Mechanism = "gaussian"
 
     def __post_init__(self) -> None:
-        _check_mechanism(self.mechanism)
-        _check_norm("clip_norm", self.clip_norm)
+        one_of(get_args(Mechanism), mechanism=self.mechanism)
+        _check_norm(self.clip_norm)
         if self.noise_multiplier != 0 and not float(np.finfo(np.float32).tiny) <= self.noise_scale <= _LARGEST_NORM:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
@@ -312,38 +273,26 @@ class PrivateRelease:
         Args:
           epsilon: of the whole release, > 0; inf for no noise at all.
           delta: in (0, 1) for "gaussian", in [0, 1) for "laplace".
-          clip_norm: C.
-          num_classes: K.
-          label_share: the labels get `label_share * epsilon`, in (0, 1); features get what then is left of (epsilon,
-            delta), which is more than the rest of epsilon.
-          mechanism: "gaussian" or "laplace".
+          clip_norm, num_classes, mechanism: as the attributes.
+          label_share: in (0, 1). Labels get `label_share * epsilon`, features what then is left of (epsilon, delta),
+            which is more than the rest of epsilon.
 
         Raises:
           ValueError: an argument is out of range.
         """
-        _check_mechanism(mechanism)
+        one_of(get_args(Mechanism), mechanism=mechanism)
         if not 0 < label_share < 1:
             raise ValueError(f"label_share must be in (0, 1), got {label_share!r}")
-        if epsilon == math.inf:
-            return cls(
-                clip_norm=clip_norm,
-                noise_multiplier=0.0,
-                label_epsilon=math.inf,
-                num_classes=num_classes,
-                mechanism=mechanism,
-            )
-        if mechanism == "gaussian" and delta == 0:
-            raise ValueError("delta=0 needs mechanism='laplace': Gaussian noise is (epsilon, delta)-DP with delta > 0")
-        multiplier = calibrate_noise(
-            lambda multiplier: _event(multiplier, label_share * epsilon, mechanism),
-            epsilon=epsilon,
-            delta=delta,
-            adjacency="replace_one",
-        )
+        label_epsilon, multiplier = label_share * epsilon, 0.0
+        if epsilon != math.inf:
+            if mechanism == "gaussian" and delta == 0:
+                raise ValueError("delta=0 needs mechanism='laplace': Gaussian noise is (epsilon, delta)-DP, delta > 0")
+            make_event = functools.partial(event, label_epsilon=label_epsilon, mechanism=mechanism)
+            multiplier = privacy.calibrate_noise(make_event, epsilon=epsilon, delta=delta, adjacency="replace_one")
         return cls(
             clip_norm=clip_norm,
             noise_multiplier=multiplier,
-            label_epsilon=label_share * epsilon,
+            label_epsilon=label_epsilon,
             num_classes=num_classes,
             mechanism=mechanism,
         )
@@ -354,9 +303,9 @@ class PrivateRelease:
         return self.noise_multiplier * self.clip_norm
 
     @property
-    def event(self) -> DpEvent:
-        """What a release costs a data set with the adjacency "replace_one"."""
-        return _event(self.noise_multiplier, self.label_epsilon, self.mechanism)
+    def event(self) -> privacy.DpEvent:
+        """What a release costs a data set: `event` of these settings."""
+        return event(self.noise_multiplier, self.label_epsilon, mechanism=self.mechanism)
 
     def check(self, representations: Any, *, labels: Any, projection: Projection) -> None:
         """Refuses what cannot be released, before anything is spent.
@@ -390,8 +339,8 @@ class PrivateRelease:
         Args:
           key: typed noise key, used for this call only.
           representations: floating point [n, T, D]. Row i must depend on no image but the i-th: a frontend without
-            batch statistics, and no patch retrieval before this. Nor may the order of the images: one sorted by class
-            tells every label, and `release_privately` shuffles.
+            batch statistics, and no patch retrieval before this. Nor may the order of the images depend on them: one
+            sorted by class tells every label. `release_privately` shuffles.
           labels: integers [n] in [0, num_classes).
           projection: chosen without looking at these images.
 
@@ -401,43 +350,33 @@ class PrivateRelease:
           one label. Rows get independent noise, so all others cancel from the ratio of densities. Gaussian: N(0,
           sigma^2 C^2 I) with L2 sensitivity 2 C, which "replace_one" makes of `GaussianDpEvent(sigma)` (Dwork and Roth
           2014, appendix A). Laplace: exp(||z - z'||_1 / (sigma C)) <= exp(2 / sigma) (Dwork et al. 2006). The label is
-          released by randomised response with bits of its own, and the two compose. Whatever is computed from the
-          result is post-processing. It rests on clipping, not on the projection, which the server may have chosen as
-          it likes. A row with NaN counts as zero. Noise is floating point: `jaxdp.transforms.noise` says what that
-          leaves open.
+          released by randomised response with bits of its own, and the two compose. The guarantee rests on clipping,
+          not on the projection, which the server may have chosen as it likes. A row with NaN counts as zero. Noise is
+          floating point: `jaxdp.transforms.noise` says what that leaves open.
 
         Raises:
           TypeError, ValueError: as `check`, or for a key that is not a typed key.
         """
         noise.check_key(key)
         self.check(representations, labels=labels, projection=projection)
-        arrays, options = self._arguments(representations, projection, shuffle=False)
-        return self._released(_release(key, *arrays, **options), labels)
+        return self._draw(key, representations, labels, projection, shuffle=False)
 
-    def _arguments(
-        self, representations: Any, projection: Projection, *, shuffle: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `_release` behind the key."""
-        bound = _below(self.clip_norm, np.shape(projection.directions)[1])
-        arrays = _float32(representations), projection, bound, self.noise_scale
-        return arrays, {"mechanism": self.mechanism, "shuffle": shuffle}
-
-    def _released(self, drawn: tuple[jax.Array, jax.Array, jax.Array], labels: Any) -> Released:
-        features, order, words = drawn
+    def _draw(self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool) -> Released:
+        features, order, words = _release(key, *self._arguments(x, projection), self.mechanism, shuffle)
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
         threshold = _threshold(self.num_classes, self.label_epsilon)
         return Released(features, _respond(words, shuffled, self.num_classes, threshold))
 
+    def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
+        """Arguments of `_release` behind the key."""
+        return _float32(x), projection, _below(self.clip_norm, np.shape(projection.directions)[1]), self.noise_scale
 
-@functools.partial(jax.jit, static_argnames=("mechanism", "shuffle"))
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
 def _release(
-    key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, *, mechanism: Mechanism, shuffle: bool
+    key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, mechanism: Mechanism, shuffle: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All that a release computes with floating-point numbers, as one program.
-
-    Returns:
-      Noisy coordinates float32 [n, k] in a new order; the order, int [n]; words uint32 [2, n] for the labels.
-    """
+    """All floating-point work of a release: noisy coordinates [n, k], their order [n], words [2, n] for labels."""
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
@@ -451,7 +390,7 @@ def _release(
 
 
 def release_privately(
-    account: Account,
+    account: privacy.Account,
     *,
     release: PrivateRelease,
     representations: Any,
@@ -466,10 +405,9 @@ def release_privately(
       account: `ledger.account(name)` of the client's data set, registered with the adjacency "replace_one".
       release: what is released; public.
       representations, labels, projection: as in `PrivateRelease.release`.
-      workdir: a folder of this release's own, which keeps what is released: it is not made or paid for again. None
-        keeps nothing.
+      workdir: a folder of this release's own. It keeps what is released, which is then not made or paid for again.
       seed: 16 secret bytes, drawn from the operating system by default; to reproduce a release in a test. The same
-        release of the same data by the same programs under the same seed is paid once. Any other one gets other noise.
+        release of the same data by the same programs under the same seed is paid once. Any other gets other noise.
 
     Returns:
       The release, its rows in a random secret order: that of a client's files may tell labels.
@@ -492,7 +430,7 @@ def release_privately(
 
 
 def plan_release(
-    account: Account,
+    account: privacy.Account,
     *,
     release: PrivateRelease,
     representations: Any,
@@ -500,17 +438,9 @@ def plan_release(
     projection: Projection,
     label: str = "split adaptation",
 ) -> Release[dict[str, Any]]:
-    """Returns what `release_privately` releases, for a till (`jaxdp.release.Till`); spends nothing.
+    """Returns what `release_privately` releases, with the fields of `Released`, for a till; spends nothing.
 
-    Args:
-      account, release, representations, labels, projection: as in `release_privately`.
-      label: for people who read the ledger. Never put data in it.
-
-    Returns:
-      A release whose value has the fields of `Released`.
-
-    Raises:
-      TypeError, ValueError: as `release_privately`.
+    Arguments and errors as there. People read `label` in the ledger: never put data in it.
     """
     if account.adjacency != "replace_one":
         raise ValueError(
@@ -518,34 +448,41 @@ def plan_release(
             "there are and hides what each one is: register it with adjacency='replace_one'"
         )
     release.check(representations, labels=labels, projection=projection)
-    arrays, options = release._arguments(representations, projection, shuffle=True)
+    arguments = release._arguments(representations, projection)
     # Traced now: what cannot run costs nothing.
-    text = program(_release, stream(bytes(16), "images"), *arrays, **options)
-    public = {field.name: getattr(release, field.name) for field in dataclasses.fields(release)}
+    text = program(_release, stream(bytes(16), "images"), *arguments, release.mechanism, True)
 
     def compute(secret: bytes) -> dict[str, Any]:
-        return release._released(_release(stream(secret, "images"), *arrays, **options), labels)._asdict()
+        key = stream(secret, "images")
+        return release._draw(key, representations, labels, projection, shuffle=True)._asdict()
 
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=lambda: [public, representations, np.asarray(labels), *projection],
+        facts=lambda: [dataclasses.asdict(release), representations, np.asarray(labels), *projection],
         programs=lambda: [text],
         compute=compute,
     )
 
 
-def published_event(laplace_scale: float) -> UnprovenDpEvent:
-    """What the published mode costs: no proof, so an infinite epsilon ("empirical only").
+def event(noise_multiplier: float, label_epsilon: float, *, mechanism: Mechanism = "gaussian") -> privacy.DpEvent:
+    """What one release costs a data set with the adjacency "replace_one"; arguments as in `PrivateRelease`."""
+    labels = privacy.NonPrivateDpEvent() if math.isinf(label_epsilon) else privacy.PureDpEvent(label_epsilon)
+    if noise_multiplier == 0:
+        return privacy.ComposedDpEvent([privacy.NonPrivateDpEvent(), labels])
+    # A vector's privacy loss is not that of one Laplace number; its pure epsilon, for a move of 2 C, is a bound.
+    gaussian, laplace = privacy.GaussianDpEvent(noise_multiplier), privacy.PureDpEvent(2 / noise_multiplier)
+    features = gaussian if mechanism == "gaussian" else laplace
+    return privacy.ComposedDpEvent([features, labels])
 
-    Args:
-      laplace_scale: b >= 0 of the noise on each number of a representation.
+
+def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
+    """What the published mode costs with Laplace(0, b) noise: no proof, so an infinite epsilon ("empirical only").
 
     Raises:
-      ValueError: it is negative or not finite.
+      ValueError: b is negative or not finite.
     """
-    if not 0 <= laplace_scale < math.inf:
-        raise ValueError(f"laplace_scale must be finite and >= 0, got {laplace_scale!r}")
+    not_negative(laplace_scale=laplace_scale)
     if laplace_scale == 0:
         plain = "representations have no noise"
     else:
@@ -553,19 +490,7 @@ def published_event(laplace_scale: float) -> UnprovenDpEvent:
             f"one plain copy with Laplace({laplace_scale:g}) noise is metric-DP at {1 / laplace_scale:.4g} per unit of "
             "L1 distance between representations, which nothing bounds"
         )
-    return unproven(f"Split Adaptation as published: {plain}; augmented copies and labels have no guarantee")
-
-
-# --- Arguments --------------------------------------------------------------------------------------------------------
-
-
-def _event(noise_multiplier: float, label_epsilon: float, mechanism: Mechanism) -> DpEvent:
-    labels = NonPrivateDpEvent() if math.isinf(label_epsilon) else PureDpEvent(label_epsilon)
-    if noise_multiplier == 0:
-        return ComposedDpEvent([NonPrivateDpEvent(), labels])
-    # A vector's privacy loss is not that of one Laplace number; its pure epsilon, for a move of 2 C, is a bound.
-    features = GaussianDpEvent(noise_multiplier) if mechanism == "gaussian" else PureDpEvent(2 / noise_multiplier)
-    return ComposedDpEvent([features, labels])
+    return privacy.unproven(f"Split Adaptation as published: {plain}; augmented copies and labels have no guarantee")
 
 
 def _float32(x: Any) -> jax.Array:
@@ -573,14 +498,9 @@ def _float32(x: Any) -> jax.Array:
         return jnp.asarray(x, jnp.float32)
 
 
-def _check_mechanism(mechanism: str) -> None:
-    if mechanism not in ("gaussian", "laplace"):
-        raise ValueError(f"mechanism must be 'gaussian' or 'laplace', got {mechanism!r}")
-
-
-def _check_norm(name: str, value: float) -> None:
-    if not _SMALLEST_NORM <= value <= _LARGEST_NORM:
-        raise ValueError(f"{name} must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {value!r}")
+def _check_norm(clip_norm: float) -> None:
+    if not _SMALLEST_NORM <= clip_norm <= _LARGEST_NORM:
+        raise ValueError(f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}")
 
 
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:

@@ -27,15 +27,15 @@ from jaxdp import privacy
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import identity
-from jaxdp.split import private
-from jaxdp.split.private import (
+from jaxdp.split import noisy_upload
+from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,
     clip_representation,
-    fit_projection,
     label_noise_matrix,
     lift,
     project,
+    public_projection,
     published_event,
     randomized_response,
     release_privately,
@@ -60,7 +60,7 @@ def public(count, seed=0):
 
 @pytest.fixture(scope="module")
 def projection():
-    return fit_projection(public(40), K)
+    return public_projection(public(40), K)
 
 
 # --- Public directions ------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def projection():
 @pytest.mark.parametrize("count", [6, 12, 40])  # fewer images than numbers, as many, more
 def test_directions_are_the_principal_components(count):
     x = public(count)
-    fitted = fit_projection(jnp.asarray(x), K)
+    fitted = public_projection(jnp.asarray(x), K)
     mean, directions = np.asarray(fitted.mean, np.float64), np.asarray(fitted.directions, np.float64)
     assert fitted.mean.dtype == fitted.directions.dtype == jnp.float32
     flat = x.reshape(count, -1).astype(np.float64)
@@ -100,17 +100,17 @@ def test_impossible_directions_are_refused():
     x = public(6)
     for k in (0, 6):
         with pytest.raises(ValueError, match=rf"k={k} must be in \[1, 5\]: 6 centred representations of 12 numbers"):
-            fit_projection(x, k)
+            public_projection(x, k)
     with pytest.raises(ValueError, match=r"k=13 must be in \[1, 12\]"):
-        fit_projection(public(40), 13)
+        public_projection(public(40), 13)
     with pytest.raises(ValueError, match="k=3: the public representations vary in fewer directions"):
-        fit_projection(np.repeat(x[:3], 5, axis=0), 3)
-    assert fit_projection(np.repeat(x[:3], 5, axis=0), 2).directions.shape == (12, 2)
+        public_projection(np.repeat(x[:3], 5, axis=0), 3)
+    assert public_projection(np.repeat(x[:3], 5, axis=0), 2).directions.shape == (12, 2)
     with pytest.raises(ValueError, match=r"representations must be \[N, T, D\], got shape \(6, 12\)"):
-        fit_projection(x.reshape(6, -1), 2)
+        public_projection(x.reshape(6, -1), 2)
     x[2, 0, 0] = math.nan
     with pytest.raises(ValueError, match="representations must be finite"):
-        fit_projection(x, 2)
+        public_projection(x, 2)
 
 
 # --- Bounded rows -----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_labels_do_not_share_their_draws():
 @pytest.mark.parametrize("num_classes", [2, 3, 10, 1000, 2**16])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, math.log(3), 8.0, 40.0, 60.0, 1000.0])
 def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes, epsilon):
-    rare = private._threshold(num_classes, epsilon)
+    rare = noisy_upload._threshold(num_classes, epsilon)
     own = 2**64 - (num_classes - 1) * rare
     with decimal.localcontext(prec=500):
         factor = fractions.Fraction(decimal.Decimal(epsilon).exp())
@@ -236,7 +236,7 @@ def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes,
 
 
 def test_the_answer_uses_all_64_bits(monkeypatch):
-    rare = private._threshold(4, 2.0)
+    rare = noisy_upload._threshold(4, 2.0)
     ends = [0, rare - 1, rare, 2 * rare - 1, 2 * rare, 3 * rare - 1, 3 * rare, 2**64 - 1]
     words = jnp.asarray([[end >> 32 for end in ends], [end & 0xFFFFFFFF for end in ends]], jnp.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: words)
@@ -461,7 +461,7 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
         cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
         assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
         drawn = []
-        monkeypatch.setattr(PrivateRelease, "_released", lambda *args, **kwargs: drawn.append(args))
+        monkeypatch.setattr(PrivateRelease, "_draw", lambda *args, **kwargs: drawn.append(args))
         with pytest.raises(BudgetExceeded):
             call(ledger, projection)
         assert ledger.epsilon("scans") == cost and not drawn
@@ -558,7 +558,7 @@ def test_another_adjacency_is_refused(projection, adjacency):
 
 def test_a_second_release_with_other_settings_does_not_recompile(projection):
     x, y = images(20, projection)
-    functions = project, lift, private._clip, private._release
+    functions = project, lift, noisy_upload._clip, noisy_upload._release
     config().release(KEY, x, labels=y, projection=projection)
     with registered(epsilon=None) as ledger:
         call(ledger, projection)
@@ -589,14 +589,14 @@ class Crash(Exception):
 def crash(ledger, fitted, workdir, monkeypatch, **changes):
     """Pays, computes, and dies before the values are kept; returns them."""
     lost = []
-    made = PrivateRelease._released
+    made = PrivateRelease._draw
 
-    def die(*args):
-        lost.append(made(*args))
+    def die(*args, **kwargs):
+        lost.append(made(*args, **kwargs))
         raise Crash
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrivateRelease, "_released", die)
+        patch.setattr(PrivateRelease, "_draw", die)
         with pytest.raises(Crash):
             call(ledger, fitted, workdir=workdir, **changes)
     return lost[0]
@@ -649,7 +649,7 @@ import os, pathlib, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
 from jaxdp.release import till
-from jaxdp.split.private import PrivateRelease, Projection, release_privately
+from jaxdp.split.noisy_upload import PrivateRelease, Projection, release_privately
 
 folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
 
@@ -724,5 +724,5 @@ def test_the_published_mode_has_no_epsilon():
     assert "augmented copies and labels have no guarantee" in reason
     assert "representations have no noise; augmented copies and labels" in published_event(0.0).reason
     for scale in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="laplace_scale must be finite and >= 0"):
+        with pytest.raises(ValueError, match="laplace_scale must be finite and at least 0"):
             published_event(scale)

@@ -14,15 +14,17 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs.split import two_parties
+from jaxdp import split
 from jaxdp.data import bundled
 from jaxdp.models import save_params
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.release import alone, notes
-from jaxdp.split import roles
+from jaxdp.split import exchange
 from jaxdp.split.exchange import Shipment, send_frontend
+from jaxdp.split.noisy_upload import public_projection
 from jaxdp.split.package import read_package, write_package
-from jaxdp.split.private import fit_projection
-from jaxdp.split.roles import run_client, run_server
+from launch import parties
+from launch.parties import run_client, run_server
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,7 +35,7 @@ COUNT = 12
 @pytest.fixture(scope="module")
 def shipment(vit):
     public = np.random.default_rng(0).normal(size=(12, *vit.backbone.tokens))
-    return Shipment(vit.backbone, vit.quantized(), 2, 4, fit_projection(public, 4), 2.0)
+    return Shipment(vit.backbone, vit.quantized(), 2, 4, public_projection(public, 4), 2.0)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ class Client:
         config = ConfigDict({**self.config.to_dict(), **changes})
         return run_client(config, self.root, self.shared, timeout=timeout, ledger_path=ledger_path, queries=queries)
 
-    def spends(self, name=roles.DATASET, path="ledger.sqlite"):
+    def spends(self, name=parties.DATASET, path="ledger.sqlite"):
         """How often the ledger was charged, by default for the images to adapt to."""
         with Ledger(self.root / path) as ledger:
             entries = [entry for entry in ledger.report()["datasets"] if entry["name"] == name]
@@ -151,7 +153,7 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
 
 @pytest.mark.parametrize("mode", ["published", "noise_once"])
 def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mode):
-    monkeypatch.setattr(roles, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32))
+    monkeypatch.setattr(split, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32))
     with pytest.raises(ValueError, match="representations must be finite"):
         client.run(mode=mode)
     assert client.spends() == 0 and not notes(client.root)
@@ -171,7 +173,7 @@ def test_an_upload_of_another_client_costs_nothing(client):
 def test_a_budget_is_kept(client, mode, match):
     client.root.mkdir()
     with Ledger(client.root / "ledger.sqlite") as ledger:
-        ledger.register(roles.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
+        ledger.register(parties.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
     with pytest.raises(BudgetExceeded, match=match):
         client.run(mode=mode)
     assert client.spends() == 0 and [path.name for path in client.shared.iterdir()] == ["frontend"]
@@ -189,18 +191,21 @@ import os, pathlib, signal, sys
 import numpy as np
 from ml_collections import ConfigDict
 from configs.split import two_parties
-from jaxdp.split import exchange, roles
+from jaxdp.split import exchange
+from launch import parties
 
 config, root, shared, place = sys.argv[1:]
 
+send = getattr(exchange, place or "send_upload")
+
 def die(folder, made, shipment):
-    getattr(exchange, place)(f"{root}-lost", made, shipment)
+    send(f"{root}-lost", made, shipment)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if place:
-    setattr(roles, place, die)
+    setattr(exchange, place, die)
 try:
-    roles.run_client(ConfigDict(eval(config)), root, shared, queries=True, timeout=0.2)
+    parties.run_client(ConfigDict(eval(config)), root, shared, queries=True, timeout=0.2)
 except TimeoutError as error:
     assert "adapted did not come" in str(error), error
 """
@@ -231,10 +236,10 @@ def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, plac
     assert sent.fields == lost.fields and set(sent.arrays) == set(lost.arrays)
     for key, array in lost.arrays.items():
         np.testing.assert_array_equal(sent.arrays[key], array)
-    assert client.spends() == client.spends(roles.QUERIES) == 1
+    assert client.spends() == client.spends(parties.QUERIES) == 1
     assert client.labels() == {
-        roles.DATASET: {f"split adaptation, {mode}"},
-        roles.QUERIES: {"split adaptation, queries"},
+        parties.DATASET: {f"split adaptation, {mode}"},
+        parties.QUERIES: {"split adaptation, queries"},
     }
 
 
@@ -242,7 +247,7 @@ def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, plac
 def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch, mode):
     lost = []
     with monkeypatch.context() as patch:
-        patch.setattr(roles, "send_upload", lambda path, upload, shipment: lost.append(upload) or full())
+        patch.setattr(exchange, "send_upload", lambda path, upload, shipment: lost.append(upload) or full())
         with pytest.raises(OSError, match="disk full"):
             client.run(mode=mode)
     assert client.spends() == 1 and not (client.root / "upload").exists()
@@ -259,7 +264,7 @@ def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch,
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
 def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monkeypatch, mode):
     with monkeypatch.context() as patch:
-        patch.setattr(roles, "share", full)
+        patch.setattr(exchange, "share", full)
         with pytest.raises(OSError, match="disk full"):
             client.run(mode=mode)
     assert client.spends() == 1 and [path.name for path in client.shared.iterdir()] == ["frontend"]
@@ -283,13 +288,13 @@ def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monke
 def test_other_noise_is_paid_again(client, monkeypatch):
     """What was paid for and lost, on a machine that is another one now."""
     with monkeypatch.context() as patch:
-        patch.setattr(roles, "send_upload", full)
+        patch.setattr(exchange, "send_upload", full)
         with pytest.raises(OSError, match="disk full"):
             client.run(mode="noise_once")
     monkeypatch.setenv("XLA_ANYTHING", "1")
     with pytest.raises(TimeoutError):
         client.run(mode="noise_once")
-    rows = [row for row in notes(client.root) if row["charges"][0][0] == roles.DATASET]
+    rows = [row for row in notes(client.root) if row["charges"][0][0] == parties.DATASET]
     assert client.spends() == len({row["token"] for row in rows}) == 2
 
 
@@ -299,7 +304,7 @@ def test_another_ledger_is_charged_for_what_was_uploaded(client):
             with pytest.raises(TimeoutError):
                 client.run(ledger_path=client.root / path, queries=True)
     for path in ("ledger.sqlite", "other.sqlite"):
-        assert client.spends(path=path) == client.spends(roles.QUERIES, path=path) == 1
+        assert client.spends(path=path) == client.spends(parties.QUERIES, path=path) == 1
 
 
 def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
@@ -307,7 +312,7 @@ def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
         with pytest.raises(TimeoutError):
             client.run(queries=queries)
     with Ledger(client.root / "ledger.sqlite") as ledger:
-        assert ledger.epsilon(roles.DATASET) <= 8.0
+        assert ledger.epsilon(parties.DATASET) <= 8.0
     assert client.spends() == 1
 
 
@@ -345,7 +350,7 @@ def test_a_run_that_ended_without_queries_asks_none(client):
     (client.root / "result.json").write_text(json.dumps({}))
     with pytest.raises(ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"):
         client.run(queries=True)
-    assert client.spends() == 1 and client.spends(roles.QUERIES) == 0 and not client.has_secret
+    assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
 
 
 def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
@@ -370,12 +375,12 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), logits.argmax(1))
     assert run_server(config, root, client.shared, timeout=0.2) == results["server"]  # nothing is left to do
     assert not client.has_secret
-    monkeypatch.setattr(roles.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
-    monkeypatch.setattr(roles.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
+    monkeypatch.setattr(parties.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
+    monkeypatch.setattr(parties.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
     (client.shared / "upload" / "manifest.json").unlink()
     shutil.rmtree(client.shared / "upload")
     assert client.run(mode="noise_once") == result  # sends what it has kept
-    assert not client.has_secret and client.spends() == client.spends(roles.QUERIES) == 1
+    assert not client.has_secret and client.spends() == client.spends(parties.QUERIES) == 1
     kept = [path for path in (client.root / "upload", client.shared / "upload")]
     assert kept[0].joinpath("manifest.json").read_bytes() == kept[1].joinpath("manifest.json").read_bytes()
     for path in root.glob("adapted-*"):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.split.training import batches, minimise
+from jaxdp.models.training import epoch_batches, fit_in_memory
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -24,7 +24,7 @@ def loss(params, frozen, batch, key):
 
 
 def test_batches_are_all_examples_in_a_new_order():
-    draw = jax.jit(batches, static_argnums=(1, 2))
+    draw = jax.jit(epoch_batches, static_argnums=(1, 2))
     for count, size in [(7, 3), (4, 4), (1, 1)]:
         rows, weights, keys = draw(KEY, count, size)
         rows, weights = np.asarray(rows), np.asarray(weights)
@@ -42,7 +42,9 @@ def test_batches_are_all_examples_in_a_new_order():
 
 @pytest.mark.parametrize("batch_size", [2, 64])
 def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
-    found = minimise(loss, START, DATA, key=KEY, learning_rate=0.05, epochs=3, batch_size=batch_size, frozen=FROZEN)
+    found = fit_in_memory(
+        loss, START, DATA, key=KEY, learning_rate=0.05, epochs=3, batch_size=batch_size, frozen=FROZEN
+    )
     optimizer = optax.adam(0.05)
 
     @jax.jit
@@ -53,7 +55,7 @@ def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
 
     params, state = START, optimizer.init(START)
     for epoch_key in jax.random.split(KEY, 3):
-        for rows, weights, key in zip(*batches(epoch_key, 5, min(batch_size, 5)), strict=True):
+        for rows, weights, key in zip(*epoch_batches(epoch_key, 5, min(batch_size, 5)), strict=True):
             real = np.asarray(rows)[np.asarray(weights) > 0]
             params, state = step(params, state, {name: column[real] for name, column in DATA.items()}, key)
     assert int(state[0].count) == 3 * -(-5 // batch_size)
@@ -68,12 +70,14 @@ def test_one_program_for_all_epochs_rates_keys_and_calls():
         traces.append(None)
         return (params - batch) ** 2
 
-    first = minimise(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=2, batch_size=2)
+    first = fit_in_memory(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=2, batch_size=2)
     count = len(traces)
-    second = minimise(counted, first, jnp.ones(4), key=jax.random.key(1), learning_rate=0.2, epochs=3, batch_size=2)
+    second = fit_in_memory(
+        counted, first, jnp.ones(4), key=jax.random.key(1), learning_rate=0.2, epochs=3, batch_size=2
+    )
     assert len(traces) == count > 0
     assert first == pytest.approx(0.4, abs=1e-2) and second > first
-    minimise(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=1, batch_size=3)
+    fit_in_memory(counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=1, batch_size=3)
     assert len(traces) > count  # The count does count.
 
 
@@ -82,9 +86,11 @@ def test_numbers_must_be_positive(name):
     numbers = {"learning_rate": 0.1, "epochs": 1, "batch_size": 2}
     for value in (0, -1, float("nan")):
         with pytest.raises(ValueError, match=f"{name} must be positive, got {value}"):
-            minimise(loss, START, DATA, key=KEY, **{**numbers, name: value})
+            fit_in_memory(loss, START, DATA, key=KEY, **{**numbers, name: value})
 
 
 def test_no_data_is_refused():
     with pytest.raises(ValueError, match="data must have at least one example, got none"):
-        minimise(loss, START, jax.tree.map(lambda x: x[:0], DATA), key=KEY, learning_rate=0.1, epochs=1, batch_size=2)
+        fit_in_memory(
+            loss, START, jax.tree.map(lambda x: x[:0], DATA), key=KEY, learning_rate=0.1, epochs=1, batch_size=2
+        )

@@ -1,0 +1,398 @@
+"""Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation (section A.2).
+
+The server owns the frontend that it shipped. It draws representations of PUBLIC images such as a client might upload,
+trains a decoder to return the images, and applies the decoder to the client's uploads. A weak attacker looks like
+protection. So `standard_attackers` and `attack` have five:
+
+- "noise-unaware" trains on representations without noise;
+- "noise-aware" draws both noises afresh in every batch, those on the client's frontend and on one copy;
+- "aggregating" is noise-aware and takes the median over all copies of an image, which the server knows (Eq. 14);
+- "oracle" is noise-aware and knows the client's noisy frontend, but takes one copy;
+- "mean image" ignores the uploads and answers with the mean of the public images, a floor for the others.
+
+An attack that fails proves nothing: its result is evidence about these attackers. LPIPS, the third metric of the paper,
+needs pretrained networks and is not offered.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.models.training import Loss, fit_in_memory
+from jaxdp.models.vit import Block
+
+Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
+
+_GAUSSIAN = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
+# One-dimensional weights, and the factor of variances: 49 / 48 makes those of 49 equal weights unbiased.
+_WINDOWS = {"gaussian11": (_GAUSSIAN / _GAUSSIAN.sum(), 1.0), "uniform7": (np.full(7, 1 / 7), 49 / 48)}
+_C1, _C2 = 0.01**2, 0.03**2
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """How an attacker draws representations of public images such as a client might upload.
+
+    Simulations of equal attributes share their compiled programs, so give the same functions to all.
+
+    Attributes:
+      extract: `extract(front, images [B, S, S, C]) -> [B, T, D]`, for example `backbone.front` of one backbone.
+      model_noise: `model_noise(key, front) -> front`, the noise on the client's frontend (Eq. 12), one draw per batch.
+      release: `release(key, representations [B, T, D], copy) -> [B, T, D]`, copy number `copy` (int32, from 0) of the
+        upload: Laplace noise, and patch retrieval if the client does it. Every copy has a key of its own.
+      copies: the attacker takes the median over the first so many copies, here and of the uploads.
+    """
+
+    extract: Callable[[Any, jax.Array], jax.Array]
+    model_noise: Callable[[jax.Array, Any], Any] | None = None
+    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.copies, int) and self.copies >= 1):
+            raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}")
+
+    def __call__(self, front: Any, key: jax.Array, images: jax.Array) -> jax.Array:
+        """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters `front`."""
+        model_key, release_key = jax.random.split(key)
+        if self.model_noise is not None:
+            front = self.model_noise(model_key, front)
+        representations = self.extract(front, images)
+        if (release := self.release) is None:
+            return representations
+        numbers = jnp.arange(self.copies)
+        copies = jax.lax.map(lambda k: release(jax.random.fold_in(release_key, k), representations, k), numbers)
+        return _median(copies) if self.copies > 1 else copies[0]
+
+
+class Attacker(NamedTuple):
+    """What a server simulates, and the parameters of the frontend that it takes for the client's."""
+
+    simulation: Simulation
+    front: Any
+
+
+def standard_attackers(
+    extract: Callable[[Any, jax.Array], jax.Array],
+    *,
+    shipped: Any,
+    true: Any,
+    model_noise: Callable[[jax.Array, Any], Any] | None,
+    release: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None,
+    copies: int,
+) -> dict[str, Attacker]:
+    """Returns the attackers of the module's docstring that train a decoder.
+
+    Args:
+      extract, model_noise, release: what the client does, as in `Simulation`; the server knows the algorithms.
+      shipped, true: parameters of the frontend that the server gave away, and of the client's noisy one.
+      copies: how many copies of an image are uploaded.
+    """
+    aware = Simulation(extract, model_noise, release)
+    return {
+        "noise-unaware": Attacker(Simulation(extract), shipped),
+        "noise-aware": Attacker(aware, shipped),
+        "aggregating": Attacker(dataclasses.replace(aware, copies=copies), shipped),
+        "oracle": Attacker(dataclasses.replace(aware, model_noise=None), true),
+    }
+
+
+class Decoder(nn.Module):
+    """Encoder blocks on the tokens of a representation, then one linear map from every patch token to its pixels.
+
+    Attributes:
+      side, channels: S and C of the images.
+      prefix_tokens: tokens in front of the patches, of which no pixels are made.
+      num_heads, depth: of the encoder blocks; num_heads must divide D.
+    """
+
+    side: int
+    channels: int
+    prefix_tokens: int = 0
+    num_heads: int = 1
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps representations [B, T, D], a grid of g x g patch tokens in row-major order, to images [B, S, S, C].
+
+        Raises:
+          ValueError: T - prefix_tokens is not g^2, or g does not divide S.
+        """
+        batch, tokens, width = x.shape
+        grid = math.isqrt(max(tokens - self.prefix_tokens, 0))
+        if not grid or grid**2 != tokens - self.prefix_tokens or self.side % grid:
+            raise ValueError(
+                f"{tokens} tokens with prefix_tokens={self.prefix_tokens} are no square grid of patches of images of "
+                f"{self.side}x{self.side} pixels; is prefix_tokens that of the backbone?"
+            )
+        x = x + self.param("positions", nn.initializers.normal(0.02), (1, tokens, width))
+        for k in range(self.depth):
+            x = Block(self.num_heads, 4 * width, name=f"block_{k}")(x)
+        x = nn.LayerNorm(name="norm")(x[:, self.prefix_tokens :])
+        patch = self.side // grid
+        x = nn.Dense(patch * patch * self.channels, name="pixels")(x)
+        x = x.reshape(batch, grid, grid, patch, patch, self.channels).swapaxes(2, 3)
+        return x.reshape(batch, self.side, self.side, self.channels)
+
+
+def train_decoder(
+    key: jax.Array,
+    represent: Represent,
+    front: Any,
+    images: Any,
+    *,
+    prefix_tokens: int,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float = 1e-3,
+) -> Callable[[Any], jax.Array]:
+    """Trains a decoder to invert representations, which are drawn afresh in every batch.
+
+    Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch size compile once.
+
+    Args:
+      key: typed PRNG key.
+      represent: `represent(front, key, images [B, S, S, C]) -> [B, T, D]`, a `Simulation` or any hashable function.
+      front: the parameters of a frontend, for `represent`.
+      images: PUBLIC, floating point [m, S, S, C] in [0, 1].
+      prefix_tokens: of the representations, `Backbone.prefix_tokens`.
+      epochs, batch_size, learning_rate: as in `fit_in_memory`.
+
+    Returns:
+      A function that maps representations [n, T, D] to images float32 [n, S, S, C] in [0, 1].
+
+    Raises:
+      ValueError: images that are not square and in [0, 1], tokens that are no grid of patches of theirs, or epochs,
+        batch size or learning rate that are not positive.
+    """
+    images = _checked_images("images", images)
+    init_key, key = jax.random.split(key)
+    drawn = jax.eval_shape(represent, front, key, images[:batch_size])
+    if drawn.ndim != 3:
+        raise ValueError(f"represent must return representations [B, T, D], got shape {drawn.shape}")
+    tokens, width = drawn.shape[1:]
+    # Heads of 64 dimensions, as the ViTs of the paper have them, or more where that does not come out even.
+    heads = math.gcd(width, max(width // 64, 1))
+    decoder = Decoder(images.shape[1], images.shape[3], prefix_tokens, heads)
+    params = fit_in_memory(
+        _loss(represent, decoder),
+        _init(decoder, init_key, jnp.zeros((1, tokens, width)))["params"],
+        images,
+        key=key,
+        learning_rate=learning_rate,
+        epochs=epochs,
+        batch_size=batch_size,
+        frozen=front,
+    )
+    return functools.partial(decode, decoder, params)
+
+
+_init = jax.jit(Decoder.init, static_argnums=0)
+
+
+@functools.lru_cache
+def _loss(represent: Represent, decoder: Decoder) -> Loss:
+    """Mean squared error of every image of a batch; one object for equal arguments, so that it compiles once."""
+
+    def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
+        decoded: Any = decoder.apply({"params": params}, represent(front, key, images))
+        return jnp.mean((decoded - images) ** 2, axis=(1, 2, 3))
+
+    return loss
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
+    """Maps representations [n, T, D] to images float32 [n, S, S, C], clipped to [0, 1]."""
+
+    def one(representation: jax.Array) -> Any:
+        return jnp.clip(decoder.apply({"params": params}, representation[None])[0], 0, 1)
+
+    return jax.lax.map(one, representations, batch_size=64)
+
+
+class Estimate(NamedTuple):
+    """A mean over images and its standard error, NaN where there is none (one image, infinite values)."""
+
+    mean: float
+    error: float
+
+
+class Reconstruction(NamedTuple):
+    """What an attacker made of the uploads, float32 [n, S, S, C], and how close: SSIM by window and PSNR, float [n]."""
+
+    images: np.ndarray
+    ssim: dict[str, np.ndarray]
+    psnr: np.ndarray
+
+    def summary(self) -> dict[str, Estimate]:
+        """Means over the images: "psnr", and "ssim_" with the name of each window."""
+        found = {}
+        for name, scores in {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}}.items():
+            scores = np.asarray(scores, np.float64)
+            known = len(scores) > 1 and bool(np.isfinite(scores).all())
+            error = float(scores.std(ddof=1)) / math.sqrt(len(scores)) if known else math.nan
+            found[name] = Estimate(float(scores.mean()), error)
+        return found
+
+
+def attack(
+    key: jax.Array,
+    attackers: Mapping[str, Attacker],
+    uploads: Any,
+    references: Any,
+    *,
+    public: Any,
+    prefix_tokens: int,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float = 1e-3,
+) -> dict[str, Reconstruction]:
+    """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as "mean image".
+
+    Args:
+      key: typed PRNG key, the same for all attackers, so that they differ in what they know alone.
+      attackers: by name, for example `standard_attackers(...)`.
+      uploads: floating point [c, n, T, D], c copies of the representations of n images.
+      references: the client's images, floating point [n, S, S, C] in [0, 1], to measure with.
+      public: the attackers' own images, floating point [m, S, S, C] in [0, 1].
+      prefix_tokens, epochs, batch_size, learning_rate: as in `train_decoder`.
+
+    Raises:
+      ValueError: shapes that do not fit together, an attacker who wants more copies than there are, and as
+        `train_decoder`. Nothing is trained if uploads, images or copies are wrong.
+    """
+    references, public = _checked_images("references", references), _checked_images("public", public)
+    if uploads.ndim != 4 or uploads.shape[1] != len(references):
+        raise ValueError(
+            f"uploads must be [c, {len(references)}, T, D], copies of as many images as references, got {uploads.shape}"
+        )
+    if public.shape[1:] != references.shape[1:]:
+        raise ValueError(f"public images {public.shape[1:]} and references {references.shape[1:]} differ in shape")
+    for name, (simulation, front) in attackers.items():
+        if simulation.copies > len(uploads):
+            raise ValueError(f"attackers[{name!r}] wants {simulation.copies} copies, but uploads has {len(uploads)}")
+        drawn = jax.eval_shape(simulation, front, key, public[:batch_size]).shape[1:]
+        if drawn != uploads.shape[2:]:
+            raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}")
+    numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    found = {"mean image": _measure(np.broadcast_to(public.mean(0, keepdims=True), references.shape), references)}
+    for name, (simulation, front) in attackers.items():
+        inverse = train_decoder(key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers)
+        found[name] = _measure(np.asarray(inverse(median_of_copies(uploads[: simulation.copies]))), references)
+    return found
+
+
+def median_of_copies(copies: Any) -> np.ndarray:
+    """The median over the copies of every image by coordinate, on the host: [c, n, T, D] to [n, T, D] of one dtype.
+
+    It is the maximum likelihood estimate of what Laplace noise was added to, and hardly moves if fewer than half of the
+    copies have another token in a place. It reads one image at a time: `copies` may be an `np.memmap`.
+    """
+    copies = np.asarray(copies)
+    medians = np.empty(copies.shape[1:], copies.dtype)
+    for image in range(copies.shape[1]):
+        medians[image] = np.median(copies[:, image], axis=0)
+    return medians
+
+
+def _median(copies: jax.Array) -> jax.Array:
+    """The median over the first axis, to 2^-24 of the range; by bisection, since sorting is slow on a CPU."""
+    values = jnp.moveaxis(copies, 0, -1)
+    count = values.shape[-1]
+
+    def smallest(rank: int) -> jax.Array:
+        def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = ends
+            middle = (low + high) / 2
+            enough = jnp.sum(values <= middle[..., None], axis=-1) >= rank
+            return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+        return jax.lax.fori_loop(0, 24, halve, (values.min(-1), values.max(-1)))[1]
+
+    ranks = {(count + 1) // 2, count // 2 + 1}  # two for an even number
+    return jnp.mean(jnp.stack([smallest(rank) for rank in ranks]), axis=0)
+
+
+def _measure(images: np.ndarray, references: np.ndarray) -> Reconstruction:
+    fitting: Any = [window for window, (weights, _) in _WINDOWS.items() if len(weights) <= references.shape[1]]
+    similarity = {window: np.asarray(ssim(images, references, window=window)) for window in fitting}
+    return Reconstruction(images, similarity, np.asarray(psnr(images, references)))
+
+
+def _checked_images(name: str, images: Any) -> np.ndarray:
+    images = np.asarray(images)
+    if images.ndim != 4 or images.shape[1] != images.shape[2] or not len(images):
+        raise ValueError(f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}")
+    if not np.issubdtype(images.dtype, np.floating) or not (images.min() >= 0 and images.max() <= 1):
+        raise ValueError(f"{name} must be floating point in [0, 1], got {images.dtype} or values outside")
+    return images.astype(np.float32, copy=False)
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def ssim(
+    images: jax.Array, references: jax.Array, *, window: Literal["gaussian11", "uniform7"] = "gaussian11"
+) -> jax.Array:
+    """Structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows inside the image.
+
+    Args:
+      images, references: floating point [n, H, W, C] in [0, 1].
+      window: "gaussian11", the paper's 11x11 Gaussian of standard deviation 1.5, or "uniform7", scikit-image's default,
+        7x7 equal weights and unbiased variances.
+
+    Returns:
+      [n] in [-1, 1], 1 for equal images; float32, float64 for float64.
+
+    Raises:
+      TypeError: images or references are not floating point.
+      ValueError: not [n, H, W, C] both, of one shape; unknown window; images smaller than the window.
+    """
+    x, y = _pair(images, references)
+    if window not in _WINDOWS:
+        raise ValueError(f"window must be one of {tuple(_WINDOWS)}, got {window!r}")
+    weights, unbiased = _WINDOWS[window]
+    height, width = x.shape[1:3]
+    if min(height, width) < len(weights):
+        smaller = [name for name, (taps, _) in _WINDOWS.items() if len(taps) <= min(height, width)]
+        remedy = f"use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels; use psnr"
+        raise ValueError(f"images of {height}x{width} pixels are smaller than window={window!r}; {remedy}")
+    rows, columns = (jnp.asarray(_band(weights, size), x.dtype) for size in (height, width))
+    products = jnp.stack([x, y, x * x, y * y, x * y])
+    mean_x, mean_y, *raw = jnp.einsum("ih,snhwc,jw->snijc", rows, products, columns, precision="highest")
+    of_means = jnp.stack([mean_x * mean_x, mean_y * mean_y, mean_x * mean_y])
+    variance_x, variance_y, covariance = unbiased * (jnp.stack(raw) - of_means)
+    similarity = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
+    similarity *= (2 * covariance + _C2) / (variance_x + variance_y + _C2)
+    return similarity.mean((1, 2, 3))
+
+
+@jax.jit
+def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
+    """Peak signal-to-noise ratio [n] in decibels: -10 log10 of the mean squared error of an image; else as `ssim`."""
+    x, y = _pair(images, references)
+    return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
+
+
+def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if images.ndim != 4 or references.shape != images.shape:
+        raise ValueError(
+            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} and {references.shape}"
+        )
+    for name, value in (("images", images), ("references", references)):
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(f"{name} must be floating point in [0, 1], got {value.dtype}; divide uint8 by 255")
+    dtype = jnp.promote_types(jnp.promote_types(images.dtype, references.dtype), jnp.float32)
+    return images.astype(dtype), references.astype(dtype)
+
+
+def _band(weights: np.ndarray, size: int) -> np.ndarray:
+    """[size - taps + 1, size]: row i weighs the window that starts at i."""
+    return sum(weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights))

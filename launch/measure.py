@@ -1,0 +1,54 @@
+"""What the programs of a `jaxdp.split.costs.Cost` take on this device, beside what was counted (Table 2)."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdp.split.costs import Program
+
+_REPEATS = 3
+
+
+class Measured(NamedTuple):
+    """What XLA says of the compiled programs.
+
+    Attributes:
+      forward_flops, training_flops: per image, with what is no product: softmax, GELU, LayerNorm.
+      peak_bytes: arguments, results and temporary memory of the largest program, with Adam's state and one batch.
+      seconds: of the whole adaptation, those of one call times the number of calls; None unless it was run.
+    """
+
+    forward_flops: float
+    training_flops: float
+    peak_bytes: int
+    seconds: float | None
+
+
+def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Measured:
+    """Compiles the client's programs for `images` images, reads XLA's accounts of them, and times them if asked to."""
+    flops, peak, seconds = {"training": 0.0}, 0, 0.0
+    for name, program in programs.items():
+        compiled: Any = jax.jit(program.run).lower(*program.args).compile()
+        flops[name] = compiled.cost_analysis()["flops"] / program.images
+        if not program.passes:
+            continue
+        memory = compiled.memory_analysis()
+        parts = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+        peak = max(peak, sum(parts) - memory.alias_size_in_bytes)
+        if timed:
+            seconds += _seconds(compiled, program.args) * program.passes * -(-images // program.images)
+    return Measured(flops["forward"], flops["training"], peak, seconds if timed else None)
+
+
+def _seconds(compiled: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
+    """The median of some calls, after a first one."""
+    args, taken = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
