@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
+from jaxdp.audit import representations as attacks
 from jaxdp.data import Source
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
-from jaxdp.split import attacks, baselines, copies, costs
+from jaxdp.split import baselines, copies, costs
 from jaxdp.transforms import noise
 
 from . import data, models
+from .measure import measure
 
 ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
 
@@ -427,9 +429,8 @@ class Bench:
             batch_size=config.baselines.batch_size,
             copies=config.client.copies,
             directions=config.private.dimensions[0],
-            measure="run",
         )
-        measured: Any = found.measured
+        measured = measure(found.programs, config.ablation.shots * classes, timed=True)
         return {
             "epochs": epochs,
             "parameters": found.parameters,

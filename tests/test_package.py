@@ -22,7 +22,6 @@ ALLOWED = {
     "report": {"files", "privacy", "transforms"},
     "release": {"files", "privacy", "transforms", "report"},
     **{stage: {"files", "privacy", "transforms", "models", "data", "report", "release"} for stage in STAGES},
-    "split": {"files", "privacy", "transforms", "models", "data", "report", "release", "audit"},
     "audit": {"files", "privacy", "transforms", "models", "data", "report", "release", *STAGES},
 }
 # Above the till nobody draws, derives or hashes a secret by other means.

@@ -9,7 +9,7 @@ a threshold. No (epsilon, delta)-DP mechanism lets anybody guess too well, so go
 
 The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary and many runs,
 `one_run` many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`, `prediction`, `recalibration`, `split`
-and `accuracy` attack jaxdp's own releases.
+and `accuracy` attack jaxdp's own releases; `representations` reconstructs images from uploads that have no guarantee.
 """
 
 from jaxdp.audit.bounds import Audit, Claim, Verdict, audit_mechanism, multi_run, one_run

@@ -14,7 +14,6 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.images import resize_images
-from jaxdp.data.parts import bundled_parts
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import Source, bundled, check_disjoint, from_arrays, from_tfds
 
@@ -27,7 +26,6 @@ __all__ = [
     "augment",
     "augmentation",
     "bundled",
-    "bundled_parts",
     "check_disjoint",
     "corrupt",
     "corrupted_tfds",

@@ -4,9 +4,8 @@ from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
-from jaxdp.release.settings import check_numbers
 from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, settle
-from jaxdp.release.workdir import alone, bind, check_same_config, finished_result, locked
+from jaxdp.release.workdir import alone, locked
 
 __all__ = [
     "Checkpoints",
@@ -14,14 +13,10 @@ __all__ = [
     "Release",
     "Till",
     "alone",
-    "bind",
     "check_history",
-    "check_numbers",
-    "check_same_config",
     "claim",
     "derive",
     "digest",
-    "finished_result",
     "load_arrays",
     "locked",
     "new_seed",

@@ -74,7 +74,6 @@ from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
 from launch import frame, lifecycle, parties
 
-
 _LIMIT = 120.0  # seconds of one run
 _SECOND = 0.2  # share of kills after which the second run is killed, too
 _Charged = dict[str, dict[str, dict[str, int]]]
