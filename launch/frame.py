@@ -270,8 +270,8 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        mine = {path, *root.rglob("*.lock")}
-        if fresh and not any(other.is_file() for other in root.rglob("*") if other not in mine):
+        made = (other for other in root.rglob("*") if other.is_file() and not other.name.endswith("lock"))
+        if fresh and not any(other != path for other in made):
             path.unlink()
         raise
 

@@ -53,7 +53,7 @@ _NAMES: Mapping[_Rule, str] = {
         "noise_multiplier relative_std fisher_strength"
     ),
     _BELOW_ONE: "momentum ema_decay quantile delta",
-    _SHARE: "public_fraction test_fraction pretrain_fraction label_share patch_share confidence whiten keep drops",
+    _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",
     _SEVERITY: "severity",
 }
 _RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
