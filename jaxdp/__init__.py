@@ -63,7 +63,6 @@ __all__ = [
     "data",
     "finetune",
     "interval",
-    "lifecycle",
     "losses",
     "models",
     "prediction",
