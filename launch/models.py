@@ -25,7 +25,7 @@ import optax
 from jaxdp import data
 from jaxdp.data import Source
 from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
-from jaxdp.models.training import train_without_privacy
+from jaxdp.models.training import fit_public
 from jaxdp.release import locked
 from jaxdp.transforms import losses
 
@@ -110,9 +110,9 @@ def train(
       how: steps, batch_size and learning_rate, which decays as a cosine.
       seed: of the order of the images and of their augmentation.
       optimizer: takes the schedule of the learning rate.
-      augment, label: as in `jaxdp.models.train_without_privacy`.
+      augment, label: as in `jaxdp.models.fit_public`.
     """
-    return train_without_privacy(
+    return fit_public(
         loss(network),
         params,
         source,

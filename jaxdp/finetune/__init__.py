@@ -18,7 +18,6 @@ from jaxdp.finetune.evaluate import accuracy, charged_accuracy
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
-from jaxdp.models.training import train_without_privacy
 
 # The methods by name. Each takes what `dp_sgd` takes, and options of its own.
 METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
@@ -46,5 +45,4 @@ __all__ = [
     "polynomial_noise",
     "step_noise",
     "time_based_noise",
-    "train_without_privacy",
 ]

@@ -14,6 +14,7 @@ from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
 from jaxdp.models.resnet import ResNet
 from jaxdp.models.swin import Swin
+from jaxdp.models.training import fit_in_memory, fit_public
 from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
 
@@ -33,6 +34,8 @@ __all__ = [
     "WSConv",
     "WideResNet",
     "create",
+    "fit_in_memory",
+    "fit_public",
     "load_checkpoint",
     "load_params",
     "merge_pretrained",

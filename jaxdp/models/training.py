@@ -1,4 +1,8 @@
-"""Training without privacy: for public data, and for the reference that a private run is compared with."""
+"""Training without privacy: for public data, and for the reference that a private run is compared with.
+
+`fit_public` gathers each batch on the host, by any optimizer. `fit_in_memory` compiles whole epochs for data that is on
+the device; only Split Adaptation and its attackers train so, many times on a few images.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +17,7 @@ from tqdm import tqdm
 from jaxdp.data import FixedBatchSampler, Source
 
 
-def train_without_privacy(
+def fit_public(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: Any,
     data: Any,

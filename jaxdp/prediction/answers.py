@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.models.training import train_without_privacy
+from jaxdp.models.training import fit_public
 from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
 from jaxdp.prediction.checks import check_queries, count_rows, positive, whole
@@ -397,7 +397,7 @@ def train_student(
     batch_size: int,
     seed: bytes,
 ) -> Any:
-    """Distils private answers into a model of its own, by the public training `train_without_privacy`.
+    """Distils private answers into a model of its own, by the public training `fit_public`.
 
         student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
 
@@ -406,6 +406,6 @@ def train_student(
     """
     if count_rows(examples, "examples") == 0:
         raise ValueError("examples is empty; were any queries answered?")
-    return train_without_privacy(
+    return fit_public(
         loss_fn, params, examples, optimizer, steps=steps, batch_size=batch_size, seed=seed, progress=False
     )

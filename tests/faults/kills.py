@@ -143,7 +143,7 @@ def _predict(root: pathlib.Path) -> None:
         "dp_sgd.batch_size": 64,
         "dp_sgd.runs": 1,
     }
-    launch.frame.run(launch.predict.STUDY, _config("configs.predict.digits", changes), root)
+    frame.run(launch.predict.STUDY, _config("configs.predict.digits", changes), root)
 
 
 def _predict_claims(root: pathlib.Path) -> list[tuple[float, float]]:
@@ -166,7 +166,7 @@ def _recalibrate(root: pathlib.Path) -> None:
     config.sweep.centre = {"sources": 3, "samples": 5, "epsilon": 1.0}
     config.figures.update({"methods": ("Acc-T",), "reliability_shift": "contrast"})
     config.figures.reliability_methods = ("Acc-T", "HB split")
-    launch.frame.run(launch.recalibrate.STUDY, config, root)
+    frame.run(launch.recalibrate.STUDY, config, root)
 
 
 def _recalibrate_claims(root: pathlib.Path) -> list[tuple[float, float]]:
@@ -281,8 +281,8 @@ def _lifecycle(root: pathlib.Path) -> None:
         **{"split.directions": 2},
     }
     # Audits read no private data, and pay nothing.
-    lifecycle.STAGES = tuple(stage for stage in lifecycle.STAGES if not stage.name.startswith("audit"))
-    launch.lifecycle.experiment(_config("configs.lifecycle_digits", changes), os.fspath(root))
+    lifecycle.life.STAGES = tuple(stage for stage in lifecycle.life.STAGES if not stage.name.startswith("audit"))
+    lifecycle.run(_config("configs.lifecycle_digits", changes), root)
 
 
 def _lifecycle_claims(root: pathlib.Path) -> list[tuple[float, float]]:
