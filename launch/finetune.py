@@ -15,7 +15,7 @@ import optax
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler, Source, augmentation
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
-from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import calibrate_noise
 from jaxdp.report import format_table, plot_training, read_metrics
 
 from . import data, frame, models
@@ -54,9 +54,7 @@ def trainer(config: Any, network: Pretrained, private: Source, public: Source | 
         options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
         noise_multiplier = finetune.calibrate_schedule(options["schedule"], sampler, steps=config.steps, **target)
     else:
-        noise_multiplier = calibrate_noise(
-            lambda z: SelfComposedDpEvent(sampler.event(GaussianDpEvent(z)), config.steps), **target
-        )
+        noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, config.steps), **target)
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
     rates = {

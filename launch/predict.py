@@ -24,7 +24,7 @@ from jaxdp import finetune, prediction
 from jaxdp.data import PoissonSampler
 from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
-from jaxdp.privacy import Account, DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves
 
@@ -144,11 +144,8 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     """Returns the trainer of DP-SGD with the smallest noise with which a run costs at most the target epsilon."""
     how, plan = config.dp_sgd, config.prediction
     sampler = PoissonSampler(records, how.batch_size / config.training.records)
-    noise_multiplier = calibrate_noise(
-        lambda z: SelfComposedDpEvent(sampler.event(GaussianDpEvent(z)), how.steps),
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-    )
+    target = {"epsilon": plan.epsilon, "delta": plan.delta}
+    noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, how.steps), **target)
     # A trainer divides by what it expects of the number of records, which is private; the declared one is public.
     declared = optax.scale(sampler.expected_batch_size / how.batch_size)
     return finetune.dp_sgd(

@@ -126,6 +126,31 @@ def test_version_is_the_distribution_version(run_in_subprocess):
     run_in_subprocess(code)
 
 
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_every_stage_names_its_methods_and_says_what_a_use_will_cost(stage):
+    """Pre-training is public: it costs nothing."""
+    package = getattr(jaxdp, stage)
+    assert {"METHODS"} <= set(package.__all__) and len(package.METHODS) >= 4
+    assert all(isinstance(name, str) and callable(getattr(row, "answer", row)) for name, row in package.METHODS.items())
+    assert ("event" in package.__all__) == (stage != "pretrain")
+
+
+def test_one_name_means_one_thing():
+    defined: dict[str, list[str]] = {name: [] for name in ("Source", "Party", "Method", "Task", "private")}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in defined:
+                defined[node.name].append(str(path.relative_to(ROOT / "jaxdp")))
+    # A method is what METHODS of its stage names; nothing else is called so.
+    assert defined == {
+        "Source": ["data/sources.py"],
+        "Party": ["recalibration/protocol.py"],
+        "Method": ["recalibration/protocol.py", "tta/method.py"],
+        "Task": [],
+        "private": ["tta/private.py"],
+    }
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_layers_point_down_only(path):
     parts = path.relative_to(ROOT).parts

@@ -17,7 +17,7 @@ from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.evaluate import accuracy, charged_accuracy
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
-from jaxdp.finetune.trainer import PrivateTrainer, TrainState
+from jaxdp.finetune.trainer import PrivateTrainer, TrainState, event
 
 # The methods by name. Each takes what `dp_sgd` takes, and options of its own.
 METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
@@ -39,6 +39,7 @@ __all__ = [
     "charged_accuracy",
     "constant_noise",
     "dp_sgd",
+    "event",
     "exponential_noise",
     "fit",
     "gep",

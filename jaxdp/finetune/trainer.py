@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import PoissonSampler, Source, pad_to_physical
-from jaxdp.privacy import DpEvent, SelfComposedDpEvent
+from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
 from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
@@ -257,6 +257,14 @@ class PrivateTrainer:
         released = gradient if self.ascent_radius else None
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key), metrics
+
+
+def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
+    """Returns what a run of `steps` steps costs, whatever the method; for `calibrate_noise`, before there is a trainer.
+
+    A schedule of noise costs what `PrivateTrainer.event` says (`calibrate_schedule`).
+    """
+    return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
 
 
 class Options(TypedDict, total=False):
