@@ -21,8 +21,7 @@ from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_curves, plot_points
 
-from . import data, frame, models, pretrain, results
-from .finetune import released, trainer
+from . import data, frame, models, pretrain, results, trainers
 
 Params = Any
 
@@ -78,7 +77,7 @@ class _Bench:
         private, public = self.private(method, epsilon, dataset), None
         if private.method == "gep":
             public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
-        return trainer(private, network, source, public, self.config.sets[dataset])
+        return trainers.make(private, network, source, public, self.config.sets[dataset])
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
         """Parameters of an upstream model, trained first if it is not there, and what is known of it."""
@@ -131,7 +130,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
             progress=False,
         )
         spent = account.epsilon(delta=private.delta)
-    params, noise = released(state), {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
+    params, noise = trainers.released(state), {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     return {
         "accuracy": finetune.accuracy(network.apply_fn, params, test),
         "robust_accuracy": float(robust_accuracy(network.apply_fn, params, test, **noise).mean()),

@@ -9,93 +9,14 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import optax
-
 from jaxdp import finetune
-from jaxdp.data import PoissonSampler, Source, augmentation
+from jaxdp.data import Source, augmentation
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
-from jaxdp.privacy import calibrate_noise
 from jaxdp.report import format_table, plot_training, read_metrics
 
-from . import data, frame, models
+from . import data, dpadapter, frame, models, trainers
 
 Params = Any
-
-# --- The trainer of a config ------------------------------------------------------------------------------------------
-
-
-def trainer(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
-    """Returns the trainer with the smallest noise with which all steps cost at most the target epsilon.
-
-    Args:
-      config: the `private` part of a study's config:
-        method, method_options       a key of `jaxdp.finetune.METHODS`, and what it takes beyond `dp_sgd`, by its name
-        epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
-        batch_size, physical_batch_size, steps
-        clip_norm, learning_rate, momentum, schedule ("constant" or "cosine")
-        augmult                      augmented views per example; 0 does not augment
-        ema_decay, ascent_radius     0 for none
-      network: what is trained.
-      private: the private images.
-      public: PUBLIC images, from which GEP takes its anchors.
-      images: the `data` part of the study's config, for the augmentation.
-
-    Raises:
-      ValueError: the config is inconsistent.
-    """
-    frame.known("private.method", [config.method], finetune.METHODS)
-    options = dict(config.method_options.get(config.method, {}))
-    sampler = PoissonSampler(len(private), config.batch_size / len(private))
-    target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
-    if config.method == "adp_alloc":
-        frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
-        kind = options["schedule"].kind
-        options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
-        noise_multiplier = finetune.calibrate_schedule(options["schedule"], sampler, steps=config.steps, **target)
-    else:
-        noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, config.steps), **target)
-    if config.method == "gep":
-        options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
-    rates = {
-        "constant": optax.constant_schedule(config.learning_rate),
-        "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
-    }
-    frame.known("private.schedule", [config.schedule], rates)
-    return finetune.METHODS[config.method](
-        models.loss(network),
-        optax.sgd(rates[config.schedule], momentum=config.momentum or None),
-        sampler=sampler,
-        clip_norm=config.clip_norm,
-        clip_rule=config.get("clip_rule", "global"),
-        noise_multiplier=noise_multiplier,
-        physical_batch_size=config.physical_batch_size,
-        augment=augmentation(images) if config.augmult else None,
-        augmult=config.augmult or 1,
-        ema_decay=config.ema_decay or None,
-        ascent_radius=config.ascent_radius,
-        **options,
-    )
-
-
-def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
-    """The first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
-    if public is None:
-        raise ValueError(
-            "config.private.method='gep' needs public examples as anchors; name some in config.data.parts."
-        )
-    if not 1 <= count <= len(public):
-        raise ValueError(f"gep's anchors must be in 1..{len(public)}, the number of public examples, got {count}.")
-    examples = public.gather(np.arange(count))
-    return {**examples, "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32)}
-
-
-def released(state: finetune.TrainState) -> Params:
-    """Returns the parameters that a run publishes: their moving average, if there is one."""
-    return state.params if state.ema is None else state.ema
-
-
-# --- One model and its references -------------------------------------------------------------------------------------
 
 REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
@@ -127,7 +48,7 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
         raise ValueError(
             "config.pretrain.steps must be at least 1 with public examples, got 0; name no public examples."
         )
-    made = trainer(config.private, network, found["private"], public, config.data)
+    made = trainers.make(config.private, network, found["private"], public, config.data)
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
     print(f"{', '.join(sizes)}.", flush=True)
     return _Task(public, found["private"], found["test"], network, made)
@@ -173,7 +94,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             evaluate=lambda params: {"accuracy": judge(params, task.test)},
         )
         spent = account.epsilon(delta=private.delta)
-    params = released(state)
+    params = trainers.released(state)
     if cell.model == "private":
         save_params(root / "params.safetensors", params)
     return {"before": judge(start, task.test), "accuracy": judge(params, task.test), "epsilon": spent}
@@ -251,8 +172,6 @@ STUDY = frame.Study(
 
 def experiment(config: Any, workdir: str) -> Any:
     """Runs the experiment, or the table of them."""
-    from . import dpadapter
-
     return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir)
 
 

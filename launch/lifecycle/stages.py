@@ -42,8 +42,7 @@ from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
 
-from .. import data, models
-from ..finetune import released, trainer
+from .. import data, models, trainers
 from .cache import Charges, Job, Stage
 from .parts import Parts
 
@@ -145,7 +144,7 @@ def finetune_private(job: Job) -> dict[str, Any]:
         checkpoint_every=how.checkpoint_every,
         evaluate=lambda params: {"accuracy": judge(params, test)},
     )
-    params = released(state)
+    params = trainers.released(state)
     save_params(job.folder / "model.safetensors", params)
     rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
     plot_training(
@@ -174,7 +173,7 @@ def _finetune_charges(config: Any, parts: Parts) -> Charges:
 
 
 def _trainer(config: Any, network: Pretrained, parts: Parts) -> finetune.PrivateTrainer:
-    return trainer(config.finetune, network, parts.private, parts.public, config.augmentation)
+    return trainers.make(config.finetune, network, parts.private, parts.public, config.augmentation)
 
 
 # --- Recalibration ----------------------------------------------------------------------------------------------------
