@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 # Public modules beside a package's __init__, in the order in which their page has them.
 MODULES = (
     *("clipping", "intervals", "noise", "losses"),
-    *("finetune", "tta", "prediction", "recalibration", "split", "accuracy"),
+    *("finetune", "tta", "prediction", "recalibration", "split", "representations", "accuracy"),
 )
 DECORATORS = {"property", "functools.cached_property", "classmethod", "staticmethod"}
 

@@ -1,8 +1,11 @@
 """The two parties of Split Adaptation, each for a process of its own: `launch.split_server` and `launch.split_client`.
 
-Each reads its own part of a config, its own data and its own workdir, and from the other party nothing but the packages
-of `jaxdp.split.exchange` in a folder. A party that is started again goes on where it was: what was sent stays sent, and
-what was paid for is kept and not paid again.
+Each reads its own part of a config such as `configs/split/two_parties.py`, whose comments explain the fields, its own
+data and its own workdir, and from the other party nothing but the packages of `jaxdp.split.exchange` in a folder. A
+party that is started again in the same workdir goes on where it was: what was sent stays sent, and what was paid for is
+kept and not paid again. Both raise TimeoutError if the other party does not answer within `timeout` seconds, and
+ValueError, before anything is spent or sent, if the workdir or the exchange folder belongs to another run, or config,
+data and packages do not fit each other.
 """
 
 import contextlib
@@ -12,7 +15,6 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,12 +50,8 @@ def run_server(
 ) -> dict[str, Any]:
     """Plays the server: sends a frontend, adapts the backend to what a client uploads, answers the client's queries.
 
-    Args:
-      config: the part `server` of a config such as `configs/split/two_parties.py`.
-      workdir: of the server alone: the backbone (if it was trained here), the backend and the adapted one.
-      exchange: the folder in which the parties exchange packages, made if needed; another one for another client.
-      timeout: seconds to wait for the client.
-      limits: on what the client's packages declare; `Limits()` by default.
+    The workdir holds the backbone (if it was trained here), the backend and the adapted one; the exchange folder is for
+    one client. `limits` are on what the client's packages declare.
 
     Returns:
       What is in result.json: mode and bytes of the upload, and the number of queries.
@@ -85,16 +83,14 @@ def run_server(
         if not done.exists():
             write_package(done, "adapted", fields={"upload": name}, arrays={})
         backbone = dataclasses.replace(backbone, model=backbone.model.clone(num_classes=upload.num_classes))
-        result = {
-            "mode": messages.mode_of(upload),
-            "bytes": package_bytes(shared / "upload"),
-            "queries": _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits),
-        }
+        asked = _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits)
+        mode = messages.mode_of(upload)
+        result = {"mode": mode, "bytes": package_bytes(shared / "upload"), "queries": asked}
         write_json(root / "result.json", result)
-        labels = "" if isinstance(upload, messages.Private) else " and the loss gradients, which tell the labels"
+        labels = "" if mode == "private" else " and the loss gradients, which tell the labels"
         print(
-            f"server: the client uploaded {result['bytes']:,} bytes ({result['mode']}); {result['queries']} queries "
-            f"answered. Nothing private was read here but that{labels}"
+            f"server: the client uploaded {result['bytes']:,} bytes ({mode}); {asked} queries answered. Nothing "
+            f"private was read here but that{labels}"
         )
         return result
 
@@ -175,21 +171,17 @@ def run_client(
 ) -> dict[str, Any]:
     """Plays the client: uploads representations of its few images, and has its test images classified.
 
-    A client that died is started again in the same workdir: it pays nothing twice and sends the same values. One that
-    is started again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
+    The workdir holds the upload, the predictions, and the secret seed until the run has ended. A client that is started
+    again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
 
     Args:
-      config: the part `client` of a config such as `configs/split/two_parties.py`, whose comments explain the fields.
-      workdir: of the client alone: the upload, the predictions, and the secret seed until the run has ended.
-      exchange: the folder in which the parties exchange packages.
+      config, workdir, exchange, timeout, limits: as above; limits are also on the file of images.
       ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
         its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
         its epsilon, the others without one, unless it is registered already.
       queries: whether the server classifies the test images; None is not in the private mode. Their representations
         have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the ledger gets a
         release without proof on "client/queries".
-      timeout: seconds to wait for the server.
-      limits: on what the server's packages and the file of images declare; `Limits()` by default.
 
     Returns:
       What is in result.json: mode, bytes of the upload, epsilon (None is infinite) and delta, accuracy (None without
@@ -197,8 +189,6 @@ def run_client(
 
     Raises:
       BudgetExceeded: the ledger refuses the upload; nothing is sent.
-      ValueError: the workdir or the exchange folder belongs to another run, or images, labels or config do not fit each
-        other or the frontend; before anything is spent or sent.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
     ledger_path = ledger_path or root / "ledger.sqlite"
@@ -240,7 +230,8 @@ def run_client(
         if "queries" in missing:
             x, scale = extract(test["image"]), config.query_laplace_scale
             what = plan_noisy(*others, representations=x, laplace_scale=scale, label="split adaptation, queries")
-            till.release(_kept(what, lambda noisy: messages.send_queries(root / "queries", noisy, shipment)))
+            keep = functools.partial(messages.send_queries, root / "queries", shipment=shipment)
+            till.release(dataclasses.replace(what, keep=keep))
         if asks:
             messages.share(root / "queries", shared / "queries", "queries")
         messages.share(root / "upload", shared / "upload", "upload")
@@ -252,7 +243,10 @@ def run_client(
         accuracy = None
         if asks:
             messages.wait_for(shared / "answers", timeout=timeout, sender="the server")
-            accuracy = _predict(config, test, root, shared)
+            classes, asked = config.num_classes, root / "queries"
+            found = messages.receive_answers(shared / "answers", queries=asked, num_classes=classes).argmax(1)
+            write_durably(root / "predictions.npy", lambda file: np.save(file, found))
+            accuracy = float(np.mean(found == test["label"])) if "label" in test else None
         epsilon = images.epsilon(delta=config.delta)
         result = {
             "mode": config.mode,
@@ -271,17 +265,15 @@ def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: 
     """Refuses what would fail later, before anything is spent or sent."""
     if config.mode not in messages.MODES:
         raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}")
-    if config.mode == "private" and shipment.projection is None:
-        raise ValueError("mode='private' needs a frontend with a projection; the server has config.directions=0")
-    shipment.backbone.check_images(few["image"])
-    check_labels(few["label"], len(few["image"]), config.num_classes)
-    shipment.check_count(len(few["image"]))
-    if len(test["image"]):
-        shipment.backbone.check_images(test["image"])
-        if "label" in test:
-            check_labels(test["label"], len(test["image"]), config.num_classes)
     if config.mode == "private":
+        if shipment.projection is None:
+            raise ValueError("mode='private' needs a frontend with a projection; the server has config.directions=0")
         _private_release(config, shipment)
+    for images in (few, test) if len(test["image"]) else (few,):
+        shipment.backbone.check_images(images["image"])
+        if "label" in images:
+            check_labels(images["label"], len(images["image"]), config.num_classes)
+    shipment.check_count(len(few["image"]))
 
 
 def _upload(
@@ -290,23 +282,23 @@ def _upload(
     """The upload of the config's mode, to be paid for, made and kept in `folder` as it is sent."""
     given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
     make: Any = messages.MODES[config.mode]
+
+    def send(upload: Any) -> None:
+        messages.send_upload(folder, upload, shipment)
+
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
-        release = _private_release(config, shipment)
-        what: Any = plan_release(account, release=release, labels=labels, projection=shipment.projection, **given)
-        return _kept(what, lambda made: messages.send_upload(folder, make(Released(**made), release), shipment))
+        release, projection = _private_release(config, shipment), shipment.projection
+        private = plan_release(account, release=release, labels=labels, projection=projection, **given)
+        return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
         raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
+    given["laplace_scale"] = config.laplace_scale
     if config.mode == "noise_once":
-        what = plan_noisy(account, laplace_scale=config.laplace_scale, **given)
+        what: Any = plan_noisy(account, **given)
     else:
-        what = plan_copies(account, laplace_scale=config.laplace_scale, **_copying(shipment), **given)
-    return _kept(what, lambda made: messages.send_upload(folder, make(made, config.num_classes), shipment))
-
-
-def _kept(what: Release[Any], keep: Callable[[Any], None]) -> Release[Any]:
-    """The release, kept as the package that is sent, however often the client starts."""
-    return dataclasses.replace(what, keep=keep)
+        what = plan_copies(account, **given, **_copying(shipment))
+    return dataclasses.replace(what, keep=lambda made: send(make(made, config.num_classes)))
 
 
 def _private_release(config: Any, shipment: messages.Shipment) -> split.PrivateRelease:
@@ -322,14 +314,6 @@ def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
     except ValueError:
         ledger.register(dataset, adjacency="replace_one", unit="image", **terms)
         return ledger.account(dataset)
-
-
-def _predict(config: Any, test: dict[str, Any], root: pathlib.Path, shared: pathlib.Path) -> float | None:
-    """Keeps the predicted classes; accuracy if the test images have labels."""
-    logits = messages.receive_answers(shared / "answers", queries=root / "queries", num_classes=config.num_classes)
-    predicted = logits.argmax(1)
-    write_durably(root / "predictions.npy", lambda file: np.save(file, predicted))
-    return float(np.mean(predicted == test["label"])) if "label" in test else None
 
 
 def _statement(result: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ The verdict is one of three:
   a smaller claim, for example that of one step, give it power.
 
 `multi_run` needs one canary and many runs, `one_run` many canaries and one run. The modules `jaxdp.audit.finetune`,
-`tta`, `prediction`, `recalibration`, `split` and `accuracy` attack jaxdp's own releases.
+`tta`, `prediction`, `recalibration`, `split` and `accuracy` attack jaxdp's own releases; `representations` reconstructs
+images from uploads that have no guarantee.
 """
 
 from jaxdp.audit.bounds import Audit, Claim, Verdict, audit_mechanism, multi_run, one_run

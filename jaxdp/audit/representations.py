@@ -287,7 +287,8 @@ def attack(
     found = {"mean image": _measure(np.broadcast_to(public.mean(0, keepdims=True), references.shape), references)}
     for name, (simulation, front) in attackers.items():
         inverse = train_decoder(key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers)
-        found[name] = _measure(np.asarray(inverse(median_of_copies(uploads[: simulation.copies]))), references)
+        seen = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
+        found[name] = _measure(np.asarray(inverse(seen)), references)
     return found
 
 

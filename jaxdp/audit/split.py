@@ -1,26 +1,21 @@
 """Attacks on the private upload of split adaptation: what features and labels tell about one image.
 
-    terms = {"projection": projection, "trials": 2000}
-    found = audit_upload(release, representations, labels, part="features", delta=1e-5, **terms)
-    print(found.describe())
+    terms = {"projection": projection, "trials": 2000, "delta": 1e-5}
+    print(audit_upload(release, representations, labels, part="features", **terms).describe())
 
-An upload is one release of features and of labels, with noise of their own. The two are audited apart: an attack on
-both together is held against the sum of their epsilons, which thousands of trials cannot reach. Rows of an upload get
-independent noise, so that one upload of many rows is as many trials.
+Features and labels of an upload have noise of their own and are audited apart: an attack on both together is held
+against the sum of their epsilons, which thousands of trials cannot reach. Rows of an upload get independent noise, so
+that one upload of many rows is as many trials.
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.privacy import ComposedDpEvent
-from jaxdp.release import claim as claimed
-from jaxdp.release import new_seed, stream
+from jaxdp.release import claim, new_seed, stream
+from jaxdp.split.checks import at_least, one_of
 from jaxdp.split.noisy_upload import PrivateRelease, Projection
 
 Part = Literal["features", "labels"]
@@ -38,59 +33,46 @@ def audit_upload(
     confidence: float = 0.95,
     seed: bytes | None = None,
 ) -> bounds.Audit:
-    """Audits features or labels of uploads in which a canary is one of two images.
+    """Audits features or labels of uploads in which a canary is one of two images, by 2 `trials` scores.
 
-    In an upload every other image is the canary or its neighbour. The image before it is known to the attacker, who
-    knows all images but one, and with it what its noise or its answer was.
+    It compares with the ledger's epsilon of the part, for replacing one image with its label. Every other image of an
+    upload is the canary or its neighbour. The attacker knows the image before it, and so its noise or its answer.
 
     Args:
-      release: what the client uploads, with noise.
+      release, projection: what the client uploads, with noise, and where to, as in `PrivateRelease.release`.
       representations: floating point [N, T, D] of images that may be the canary or its neighbour, N >= 2; public or
         made up, since the audit charges nothing.
       labels: integers [N] in [0, num_classes), with two different ones for part="labels".
-      projection: as in `PrivateRelease.release`.
       part: which part of the upload is attacked.
-      trials: canaries of either kind that are judged, at least 2; as many before them show the attacker how what is
-        known of an image and what is seen of the next go together.
-      delta: of both bounds; in (0, 1) for Gaussian features, 0 for all that is pure.
-      confidence: in (0.5, 1).
+      trials: canaries of either kind that are judged, at least 2; as many before them train the attacker.
+      delta, confidence: of the bounds; delta is in (0, 1) for Gaussian features, 0 for all that is pure.
       seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
-
-    Returns:
-      The `Audit` of 2 `trials` scores, for replacing one image with its label, with the ledger's epsilon of the part.
 
     Formal guarantees:
       As `bounds.multi_run`, with the Gaussian claim for Gaussian features. Under the claim rows are released
-      independently, so that scores are independent; the score is fixed by other uploads. Features: the likelihood ratio
-      of the noise, minus what the noise of the row before foretells. Labels: the ratio of the frequencies of what was
-      seen with what is known, with Laplace's rule.
+      independently, so that scores are independent. Other uploads fix the score. Features: the likelihood ratio of the
+      noise, minus what the noise of the row before foretells. Labels: the ratio of the frequencies of what was seen
+      with what is known, with Laplace's rule.
 
     Raises:
       ValueError: an argument is out of range, or as `PrivateRelease.check`.
     """
-    if part not in ("features", "labels"):
-        raise ValueError(f"part must be 'features' or 'labels', got {part!r}")
-    if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}")
+    one_of(get_args(Part), part=part)
+    at_least(2, trials=trials)
     release.check(representations, labels=labels, projection=projection)
-    x, y = np.asarray(representations), np.asarray(labels)
+    x, y, seed = np.asarray(representations), np.asarray(labels), new_seed() if seed is None else seed
     gaussian = part == "features" and release.mechanism == "gaussian"
-    claim: bounds.Claim = "gaussian" if gaussian else "approximate"
-    event = release.event
-    assert isinstance(event, ComposedDpEvent)
-    features, answers = event.events
-    upper = claimed(features if part == "features" else answers, adjacency="replace_one", delta=delta)
-    bounds.check(upper, delta, confidence, claim)
-    seed = new_seed() if seed is None else seed
+    law: bounds.Claim = "gaussian" if gaussian else "approximate"
+    features, answers = release.event.events
+    upper = claim(features if part == "features" else answers, adjacency="replace_one", delta=delta)
+    bounds.check(upper, delta, confidence, law)
     noiseless = dataclasses.replace(release, noise_multiplier=0.0)
     exact = np.asarray(noiseless.release(stream(seed, "no noise"), x, labels=y, projection=projection).features)
 
-    def distance(pair: tuple[int, int]) -> float:
-        moved = np.linalg.norm(exact[pair[0]] - exact[pair[1]], ord=2 if release.mechanism == "gaussian" else 1)
-        return float(y[pair[0]] != y[pair[1]]) if part == "labels" else float(moved)
-
-    canary, other = max(itertools.combinations(range(len(x)), 2), key=distance, default=(0, 0))
-    if not distance((canary, other)) > 0:
+    order = 2 if release.mechanism == "gaussian" else 1
+    apart = np.linalg.norm(exact[:, None] - exact, ord=order, axis=-1) if part == "features" else y[:, None] != y
+    canary, other = map(int, np.unravel_index(np.argmax(apart), apart.shape))
+    if not apart[canary, other] > 0:
         raise ValueError(f"representations and labels must hold two images that differ in their {part}; these do not")
 
     def upload(image: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
@@ -104,31 +86,25 @@ def audit_upload(
 
     before = [upload(image, f"before, {image}") for image in (canary, other)]
     if part == "labels":
-        score = _ratio_of_frequencies(before, release.num_classes)
+        counts = np.ones((2, release.num_classes, release.num_classes))
+        for count, pair in zip(counts, before, strict=True):
+            np.add.at(count, pair, 1)
+        table = np.log(counts[0] / counts[1])
+
+        def score(known: Any, seen: Any) -> np.ndarray:
+            """How much more often the two came together with the canary."""
+            return table[known, seen]
+
     else:
         known, seen = before[1]
         foretold = np.vdot(known, seen - exact[other]) / (np.vdot(known, known) or 1.0)
-        score = functools.partial(_ratio_of_noise, foretold, exact[canary], exact[other], gaussian)
+
+        def score(known: Any, seen: Any) -> np.ndarray:
+            """The logarithm of the likelihood ratio of the noise but for its scale."""
+            rest = seen - foretold * known
+            if gaussian:
+                return rest @ (exact[canary] - exact[other])
+            return np.abs(rest - exact[other]).sum(1) - np.abs(rest - exact[canary]).sum(1)
+
     scores = [score(*upload(image, f"judged, {image}")) for image in (canary, other)]
-    return bounds.multi_run(*scores, upper=upper, delta=delta, confidence=confidence, claim=claim)
-
-
-def _ratio_of_noise(
-    foretold: float, canary: np.ndarray, other: np.ndarray, gaussian: bool, known: np.ndarray, seen: np.ndarray
-) -> np.ndarray:
-    """[trials], the logarithm of the likelihood ratio of the noise but for its scale."""
-    seen = seen - foretold * known
-    if gaussian:
-        return seen @ (canary - other)
-    return np.abs(seen - other).sum(1) - np.abs(seen - canary).sum(1)
-
-
-def _ratio_of_frequencies(
-    before: Sequence[tuple[np.ndarray, np.ndarray]], num_classes: int
-) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """`score(known, seen) -> [trials]`: how much more often the two came together with the canary."""
-    counts = np.ones((2, num_classes, num_classes))
-    for count, (known, seen) in zip(counts, before, strict=True):
-        np.add.at(count, (known, seen), 1)
-    table = np.log(counts[0] / counts[1])
-    return lambda known, seen: table[known, seen]
+    return bounds.multi_run(*scores, upper=upper, delta=delta, confidence=confidence, claim=law)

@@ -82,11 +82,8 @@ def hilbert_augment(
 def retrieve_neighbors(representations: jax.Array) -> jax.Array:
     """For every token, the other image whose token at the same position is most similar to it (Eq. 13).
 
-    Similarity is the cosine; of equal ones the first image counts. A token of zeros has similarity 0 with every other.
-    Takes memory for n x n similarities.
-
-    Args:
-      representations: [n, tokens, d], real; a common factor, as between integer codes and values, does not matter.
+    Similarity is the cosine, so that a common factor of the real representations [n, tokens, d] does not matter; of
+    equal ones the first image counts. A token of zeros has similarity 0 with every other. Takes memory for n x n.
 
     Returns:
       int32 [tokens, n], indices of images; never the image itself, unless it is the only one.
@@ -132,7 +129,7 @@ def augmented_batch(
       representations: [n, tokens, d], of any dtype.
       neighbors: int32 [tokens, n] from `retrieve_neighbors`.
       rows, copies: integers [B], images in [0, n) and numbers of copies, at least 0 (not checked).
-      n_patches: how many patches of an image are replaced; the paper takes 50 of 196. 0 replaces none.
+      n_patches: N_P; the paper replaces 50 of 196. 0 replaces none.
       prefix_tokens: how many leading tokens are no patches (a class token), and are never replaced.
 
     Returns:
@@ -140,8 +137,7 @@ def augmented_batch(
 
     Raises:
       TypeError: an old-style key, or neighbours, rows or copies that are not integers.
-      ValueError: other shapes; n_patches is negative or larger than the number of patches, or not 0 with one image;
-        prefix_tokens is negative or more than there are tokens.
+      ValueError: other shapes; n_patches or prefix_tokens out of range; patches of one image, which has no neighbours.
     """
     check_key(key)
     n, tokens, _ = _shape(representations)
@@ -182,10 +178,7 @@ def augmented_batch(
 def patch_augment(
     key: jax.Array, representations: jax.Array, neighbors: jax.Array, n_patches: int, *, prefix_tokens: int = 1
 ) -> jax.Array:
-    """One augmented copy of every image: copy 1 of `augmented_batch` with the same key.
-
-    Arguments and errors as there; another key makes another copy.
-    """
+    """One augmented copy of every image, copy 1 of `augmented_batch`; another key makes another copy."""
     rows = jnp.arange(_shape(representations)[0])
     options = {"n_patches": n_patches, "prefix_tokens": prefix_tokens}
     return augmented_batch(key, representations, neighbors, rows, jnp.ones_like(rows), **options)

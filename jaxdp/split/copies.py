@@ -96,13 +96,10 @@ def augment_then_noise(
     Args:
       key: typed PRNG key of shape (), of the client's secret seed.
       representations: float32 [n, T, D], of `represent`.
-      laplace_scale: b >= 0, in units of the representation.
-      copies: N_Aug.
-      n_patches: N_P; the paper replaces 50 of 196.
-      prefix_tokens: `Backbone.prefix_tokens`.
+      laplace_scale, copies, n_patches, prefix_tokens: as in `Copies`; b in units of the representation.
 
     Raises:
-      ValueError: a negative scale or number, more patches than there are, or one image whose patches have no
+      ValueError: a negative scale or number, more patches than there are, or patches of one image, which has no
         neighbours.
     """
     not_negative(laplace_scale=laplace_scale)
@@ -151,16 +148,11 @@ def plan_copies(
 ) -> Release[np.ndarray]:
     """Returns the upload of `augment_then_noise` for a till (`jaxdp.release.Till`); spends nothing.
 
-    Args:
-      account: pays `published_event`: nothing about this upload is proven.
-      representations, laplace_scale, copies, n_patches, prefix_tokens: as in `augment_then_noise`.
-      label: for people who read the ledger. Never put data in it.
+    The account pays `published_event`: nothing about this upload is proven. People read `label` in the ledger, so it
+    must not hold data. Other arguments and errors as in `augment_then_noise`.
 
     Returns:
       A release of all copies, float32 [1 + copies, n, T, D].
-
-    Raises:
-      ValueError: as `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)

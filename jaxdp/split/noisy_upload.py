@@ -58,11 +58,7 @@ def public_projection(representations: Any, k: int) -> Projection:
     """The k principal components of the representations of PUBLIC images, in falling order of variance.
 
     It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host: give it a thousand
-    images rather than a hundred thousand.
-
-    Args:
-      representations: real [N, T, D], of public images: nothing here is charged.
-      k: how many directions, at most N - 1 and T * D. Noise grows with sqrt(k), so few.
+    representations, real [N, T, D], rather than a hundred thousand. The noise of a release grows with sqrt(k).
 
     Raises:
       ValueError: another shape, NaN or infinite values, or k out of range or above the rank of the representations.
@@ -152,7 +148,7 @@ def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilo
 
     Args:
       key: typed noise key, used for this call only.
-      labels: integers [n] in [0, num_classes).
+      labels: integers [n] in [0, K).
       num_classes: K in [2, 2**16], a public declaration.
       epsilon: > 0; inf keeps every label, which is no privacy.
 
@@ -231,11 +227,9 @@ class PrivateRelease:
     """How images and labels are released; all of it public.
 
     Attributes:
-      clip_norm: C in [1e-30, 1e30], of the coordinates of one image; choose it by public data, for example the median
-        norm of the projected public representations.
-      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of the noise over C. 0 adds none:
-        no privacy.
-      label_epsilon: of the labels; inf leaves them as they are: no privacy.
+      clip_norm: C in [1e-30, 1e30], for example the median norm of the coordinates of public images.
+      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C; 0 is no privacy.
+      label_epsilon: of the labels; inf leaves them as they are, which is no privacy.
       num_classes: K, a public declaration.
       mechanism: "gaussian" clips L2 norms, "laplace" L1 norms.
     """
@@ -270,12 +264,8 @@ class PrivateRelease:
     ) -> "PrivateRelease":
         """The release with the least noise whose features and labels together are (epsilon, delta)-DP.
 
-        Args:
-          epsilon: of the whole release, > 0; inf for no noise at all.
-          delta: in (0, 1) for "gaussian", in [0, 1) for "laplace".
-          clip_norm, num_classes, mechanism: as the attributes.
-          label_share: in (0, 1). Labels get `label_share * epsilon`, features what then is left of (epsilon, delta),
-            which is more than the rest of epsilon.
+        An infinite epsilon is no noise at all; delta may be 0 for "laplace". Labels get `label_share * epsilon`, the
+        share in (0, 1), features what then is left of (epsilon, delta), which is more than the rest of epsilon.
 
         Raises:
           ValueError: an argument is out of range.
@@ -308,12 +298,7 @@ class PrivateRelease:
         return event(self.noise_multiplier, self.label_epsilon, mechanism=self.mechanism)
 
     def check(self, representations: Any, *, labels: Any, projection: Projection) -> None:
-        """Refuses what cannot be released, before anything is spent.
-
-        Raises:
-          TypeError: representations are not floating point, or labels not integers.
-          ValueError: other shapes, no image, labels out of range, or a projection that does not fit or is not finite.
-        """
+        """Raises what `release` would raise for these arguments, before anything is spent."""
         shape, dtype = np.shape(representations), jnp.result_type(representations)
         if len(shape) != 3 or shape[0] == 0:
             raise ValueError(f"representations must be [n, T, D] with n >= 1 images, got shape {shape}")
@@ -355,7 +340,8 @@ class PrivateRelease:
           floating point: `jaxdp.transforms.noise` says what that leaves open.
 
         Raises:
-          TypeError, ValueError: as `check`, or for a key that is not a typed key.
+          TypeError: an old-style key, representations that are not floating point, labels that are not integers.
+          ValueError: other shapes, no image, labels out of range, or a projection that does not fit or is not finite.
         """
         noise.check_key(key)
         self.check(representations, labels=labels, projection=projection)
@@ -403,8 +389,7 @@ def release_privately(
 
     Args:
       account: `ledger.account(name)` of the client's data set, registered with the adjacency "replace_one".
-      release: what is released; public.
-      representations, labels, projection: as in `PrivateRelease.release`.
+      release, representations, labels, projection: as in `PrivateRelease.release`.
       workdir: a folder of this release's own. It keeps what is released, which is then not made or paid for again.
       seed: 16 secret bytes, drawn from the operating system by default; to reproduce a release in a test. The same
         release of the same data by the same programs under the same seed is paid once. Any other gets other noise.
@@ -420,8 +405,8 @@ def release_privately(
 
     Raises:
       BudgetExceeded: nothing is spent, nothing released.
-      TypeError, ValueError: as `PrivateRelease.check`, or for a data set with another adjacency, a seed that is not 16
-        bytes, or a workdir that keeps another release; before anything is spent.
+      TypeError, ValueError: as `PrivateRelease.release`, or for a data set with another adjacency, a seed that is not
+        16 bytes, or a workdir that keeps another release; before anything is spent.
     """
     what = plan_release(account, release=release, representations=representations, labels=labels, projection=projection)
     with Till(workdir, seed=seed) as till:

@@ -115,8 +115,7 @@ def tune_backend(
 
     Args:
       key: typed PRNG key, of the order and the mixing.
-      backbone, params, images, labels: as in `calibrate_frontends`.
-      frontends: of `calibrate_frontends`.
+      backbone, params, images, labels: as in `calibrate_frontends`, which made the frontends.
       learning_rate, epochs, batch_size: as in `fit_in_memory`.
       beta: of the mixing.
 

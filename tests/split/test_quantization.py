@@ -10,12 +10,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.models import Preprocessing, Swin
 from jaxdp.split.backbone import Backbone
+from jaxdp.split.checks import check_labels
 from jaxdp.split.quantization import (
     Scales,
     _observe,
-    _specs,
-    check_labels,
     dequantize,
+    describe_frontend,
     quantize,
     quantize_frontend,
     quantized_front,
@@ -128,7 +128,7 @@ def outputs(vit, calibration):
 def test_sites_are_all_products_of_the_frontend(vit, observed):
     attention = [f"attention/{site}" for site in ("query", "key", "value", "scores", "mixture", "out")]
     names = ["embed", *(f"block_{k}/{site}" for k in (0, 1) for site in (*attention, "mlp_0", "mlp_1"))]
-    assert list(_specs(vit.backbone)) == names
+    assert list(describe_frontend(vit.backbone).sites) == names
     assert set(observed) == {*names, "output", "logits"}
 
 
@@ -137,7 +137,7 @@ def test_sites_are_found_after_jax_has_cached_the_frontend():
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
     traced = backbone.front, backbone._init_front  # held, so that their traces stay
     jax.eval_shape(traced[0], jax.eval_shape(traced[1]), backbone.images)
-    assert len(_specs(backbone)) == 9
+    assert len(describe_frontend(backbone).sites) == 9
 
 
 def test_operands_are_those_of_the_forward_pass(vit, calibration, observed):
