@@ -86,16 +86,14 @@ def run_server(
         if not done.exists():
             write_package(done, "adapted", fields={"upload": name}, arrays={})
         backbone = dataclasses.replace(backbone, model=backbone.model.clone(num_classes=upload.num_classes))
-        result = {
-            "mode": messages.mode_of(upload),
-            "bytes": package_bytes(shared / "upload"),
-            "queries": _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits),
-        }
+        asked = _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits)
+        mode = messages.mode_of(upload)
+        result = {"mode": mode, "bytes": package_bytes(shared / "upload"), "queries": asked}
         write_json(root / "result.json", result)
-        labels = "" if isinstance(upload, messages.Private) else " and the loss gradients, which tell the labels"
+        labels = "" if mode == "private" else " and the loss gradients, which tell the labels"
         print(
-            f"server: the client uploaded {result['bytes']:,} bytes ({result['mode']}); {result['queries']} queries "
-            f"answered. Nothing private was read here but that{labels}"
+            f"server: the client uploaded {result['bytes']:,} bytes ({mode}); {asked} queries answered. Nothing "
+            f"private was read here but that{labels}"
         )
         return result
 
@@ -288,6 +286,10 @@ def _upload(
     given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
     send = functools.partial(messages.send_upload, folder, shipment=shipment)
     make: Any = messages.MODES[config.mode]
+
+    def send(upload: Any) -> None:
+        messages.send_upload(folder, upload, shipment)
+
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
         release, projection = _private_release(config, shipment), shipment.projection

@@ -48,6 +48,10 @@ class Parts(NamedTuple):
         return [f"{name} {source.fingerprint}" for name, source in named]
 
 
+# Those that a config divides; the others are some of them under a shift.
+ROLES = Parts._fields[:6]
+
+
 def load(config: Any) -> Parts:
     """Reads and divides the data. Which record is in which part does not depend on the records.
 
@@ -58,8 +62,8 @@ def load(config: Any) -> Parts:
       FileNotFoundError: the data is not there; the message says how to get it.
       ValueError: the parts do not fit the data, or two of them share a record.
     """
-    found = data.parts(config, *data.ROLES)
-    if missing := [role for role in data.ROLES if role not in found]:
+    found = data.parts(config, *ROLES)
+    if missing := [role for role in ROLES if role not in found]:
         raise ValueError(f"config.data.parts must name {', '.join(missing)}, too; got {dict(config.parts)}.")
     data.require_images(found)
     held, arriving, test = found["sources"], found["stream"], found["test"]

@@ -187,7 +187,7 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
         ({"private__checkpoint_every": 0}, "config.private.checkpoint_every must be an integer of at least 1"),
         ({"private__epsilon": math.nan}, "config.private.epsilon must be positive"),
         ({"pretrain__steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
-        ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds'"),
+        ({"data__source": "web"}, "config.data.source must be 'bundled', 'tfds' or 'npz'"),
         ({"data__name": "breast_cancer"}, "must name a data set of images, got .breast_cancer/public. without any"),
         ({"data__crop_padding": 0}, "augmult must be at least 1, and 1 without augment; got 2"),
     ],

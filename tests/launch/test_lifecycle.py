@@ -118,7 +118,7 @@ def test_every_stage_is_done_and_pays_what_the_config_says(finished):
 
 def test_no_record_is_in_two_parts():
     config = tiny.lifecycle().data
-    cut = data.parts(config, *data.ROLES)
+    cut = data.parts(config, *parts.ROLES)
     rows = np.concatenate([source.rows for source in cut.values()])
     assert len(set(rows.tolist())) == len(rows) == sum(config.parts.values())
     loaded = parts.load(config)
@@ -354,7 +354,7 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
         assert not root.exists()
 
     config = tiny.lifecycle()
-    config.data.parts = {name: "cifar10/test" for name in data.ROLES}
+    config.data.parts = {name: "cifar10/test" for name in parts.ROLES}
     config.data.update({"source": "tfds", "data_dir": str(tmp_path)})  # neither the data nor a network: none is asked
     refused(config, r"FileNotFoundError: data set 'cifar10' is not prepared(.|\n)*tfds build cifar10")
     refused(tiny.lifecycle(data__source="tfds"), r"ValueError: config\.data\.parts\.public must be a TFDS split")

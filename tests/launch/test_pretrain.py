@@ -130,7 +130,7 @@ def test_images_are_fitted_to_the_model(tmp_path, capsys):
         ({"method__name": "dp"}, "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter"),
         ({"method__dpadapter__gamma": -1.0}, "gamma must be at least 0 and at most 1e.30, got -1.0"),
         ({"train__schedule": "linear"}, "config.train.schedule has 'linear', which is not one of cosine, steps"),
-        ({"data__source": "web"}, "config.data.source must be 'bundled' or 'tfds', got 'web'"),
+        ({"data__source": "web"}, "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"),
         ({"ascent__batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),
         ({"ascent__microbatch_size": 7}, "microbatch_size must divide the 20 examples of the perturbation batch"),
         ({"ascent__warmup_steps": 7}, "warmup_steps must be in 0..6"),
