@@ -284,7 +284,6 @@ def _upload(
 ) -> Release[Any]:
     """The upload of the config's mode, to be paid for, made and kept in `folder` as it is sent."""
     given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
-    send = functools.partial(messages.send_upload, folder, shipment=shipment)
     make: Any = messages.MODES[config.mode]
 
     def send(upload: Any) -> None:

@@ -357,11 +357,11 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
     config.data.parts = {name: "cifar10/test" for name in parts.ROLES}
     config.data.update({"source": "tfds", "data_dir": str(tmp_path)})  # neither the data nor a network: none is asked
     refused(config, r"FileNotFoundError: data set 'cifar10' is not prepared(.|\n)*tfds build cifar10")
-    refused(tiny.lifecycle(data__source="tfds"), r"ValueError: config\.data\.parts\.public must be a TFDS split")
+    refused(tiny.lifecycle(data__source="tfds"), r"ValueError: config\.data\.parts\.public must be a split")
     refused(tiny.lifecycle(data__parts__public=1797), "ValueError: .*add up to at most 1797")
     refused(
         tiny.lifecycle(data__source="cloud"),
-        r"ValueError: config\.data\.source must be 'bundled' or 'tfds', got 'cloud'\.",
+        r"ValueError: config\.data\.source must be 'bundled', 'tfds' or 'npz', got 'cloud'\.",
     )
     refused(tiny.lifecycle(data__sources=21), "ValueError: .*every one needs an image")
     with alone(root), pytest.raises(SystemExit, match="ValueError: another process is running"):
