@@ -134,7 +134,7 @@ def test_images_are_fitted_to_the_model(tmp_path, capsys):
         ({"ascent__batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),
         ({"ascent__microbatch_size": 7}, "microbatch_size must divide the 20 examples of the perturbation batch"),
         ({"ascent__warmup_steps": 7}, "warmup_steps must be in 0..6"),
-        ({"data__name": "blobs"}, "source 'blobs/public' has no images"),
+        ({"data__name": "blobs"}, "source 'blobs/public' has no column 'image'"),
         ({"data__parts__public": 1.5}, "parts.public must be a share in"),
         ({"data__parts__public": 2000.0}, "parts must add up to at most 1797 records"),
     ],
