@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from launch import audits
-from launch.audits.case import Case
+from . import audits
+from .audits.case import Case
 
 _MECHANISM = flags.DEFINE_string("mechanism", None, "Audit this one only, for example DP-SGD.")
 _TRIALS = flags.DEFINE_integer("trials", None, "Runs of either kind; by default what each case asks for.", 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from launch import frame
+from . import frame
 
 _EXCHANGE = flags.DEFINE_string(
     "exchange", None, "Folder that both parties reach and nobody else writes to.", required=True
@@ -35,7 +35,7 @@ _FIELDS = (
 
 def experiment(config: Any, workdir: str) -> None:
     """Plays the client."""
-    from launch import parties
+    from . import parties
 
     given = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(given)

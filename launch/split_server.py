@@ -9,7 +9,7 @@ from typing import Any
 
 from absl import flags
 
-from launch import frame
+from . import frame
 
 _EXCHANGE = flags.DEFINE_string(
     "exchange", None, "Folder that both parties reach and nobody else writes to.", required=True
@@ -20,7 +20,7 @@ _LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, fo
 
 def experiment(config: Any, workdir: str) -> None:
     """Plays the server."""
-    from launch import parties
+    from . import parties
 
     parties.run_server(
         config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value, limits=frame.limits(_LIMITS.value)

@@ -126,6 +126,20 @@ def test_version_is_the_distribution_version(run_in_subprocess):
     run_in_subprocess(code)
 
 
+def test_launchers_import_each_other_by_relative_names():
+    """They have two: launch in a checkout, jaxdp.launch in a wheel."""
+    for path in (ROOT / "launch").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        absolute = {name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _absolute(node)}
+        assert not {name for name in absolute if name.split(".")[0] in {"launch", "configs"}}, path
+
+
+def _absolute(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if node.module and not node.level else []
+
+
 @pytest.mark.parametrize("stage", sorted(STAGES))
 def test_every_stage_names_its_methods_and_says_what_a_use_will_cost(stage):
     """Pre-training is public: it costs nothing."""

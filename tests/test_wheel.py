@@ -36,6 +36,21 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
 
 
+def test_every_launcher_can_be_imported(installed, tmp_path):
+    code = """
+import importlib, pathlib, pkgutil
+import jaxdp.launch
+found = [module.name for module in pkgutil.walk_packages(jaxdp.launch.__path__, "jaxdp.launch.")]
+for name in [name for name in found if not name.endswith("__main__")]:
+    importlib.import_module(name)
+assert len(found) > 30
+"""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize("config", ["configs/digits_dpsgd.py", "configs/pretrain/digits.py:sam"])
 def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path, config):
     """Configs import each other, and the name of a config is looked up in the package."""

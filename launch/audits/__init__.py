@@ -6,7 +6,7 @@ Every module here offers `CASES`, a tuple of `Case`s; `python -m launch.audit` r
 import importlib
 import pkgutil
 
-from launch.audits.case import Case
+from .case import Case
 
 
 def cases() -> tuple[Case, ...]:

@@ -14,8 +14,9 @@ from jaxdp.audit import accuracy as auditing
 from jaxdp.data import from_arrays
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 SIGMA, DELTA = 1.0, 1e-5
 EXAMPLES = from_arrays(features=np.ones((40, 1), np.float32), label=np.minimum(np.arange(40) % 4, 1), num_classes=2)

@@ -22,8 +22,9 @@ from jaxdp.finetune.gep import GradientEmbedding
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 DELTA, CLIP, SIGMA = 1e-5, 0.5, 1.0
 SAMPLER = PoissonSampler(100, 0.2)
@@ -138,7 +139,7 @@ def _with_noise(trainer: PrivateTrainer, before: Callable[..., Any], after: Call
         return noisy, after(new)
 
     broken = Privatizer(honest.init, update)
-    broken._mechanism = honest._mechanism
+    vars(broken).update(vars(honest))
     return dataclasses.replace(trainer, privatizer=broken)
 
 

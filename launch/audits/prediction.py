@@ -37,8 +37,9 @@ from jaxdp.prediction import answers as answering
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
 from jaxdp.transforms import losses, noise
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 Data = Mapping[str, np.ndarray]
 Train = Callable[[Data], Any]

@@ -17,8 +17,9 @@ from jaxdp.audit import recalibration as auditing
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, LogisticBinning, NllT
 from jaxdp.recalibration.protocol import Method, Records
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 EPSILON, CLASSES, BOUND = 2.0, 10, 10.0
 TRIALS = 10_000

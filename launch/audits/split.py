@@ -15,8 +15,9 @@ from jaxdp.audit.split import Part, audit_upload
 from jaxdp.privacy import DpEvent, GaussianDpEvent, PureDpEvent
 from jaxdp.release import claim
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 DELTA, CLIP, CLASSES = 1e-5, 0.5, 3
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through

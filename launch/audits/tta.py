@@ -18,8 +18,9 @@ from jaxdp.audit.tta import audit_stream
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
-from launch.audits import case
-from launch.audits.case import Case, Run, under
+
+from . import case
+from .case import Case, Run, under
 
 DELTA, CLIP, SIGMA = 1e-5, 0.01, 1.0
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through

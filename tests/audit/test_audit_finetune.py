@@ -149,7 +149,7 @@ def silent_in(trainer, name):
         return {**noisy, name: sums[name] / honest.divisor}, state
 
     broken = noise.Privatizer(honest.init, update)
-    broken._mechanism = honest._mechanism
+    vars(broken).update(vars(honest))
     return dataclasses.replace(trainer, privatizer=broken)
 
 
