@@ -139,7 +139,7 @@ def _with_noise(trainer: PrivateTrainer, before: Callable[..., Any], after: Call
         return noisy, after(new)
 
     broken = Privatizer(honest.init, update)
-    vars(broken).update(vars(honest))
+    broken.__dict__.update(honest.__dict__)
     return dataclasses.replace(trainer, privatizer=broken)
 
 

@@ -21,6 +21,7 @@ from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import from_json
 from jaxdp.report import format_table
 
+_FOLDER = pathlib.Path(__file__).parent / "pages"
 # What a neighbouring data set differs in, and what somebody would like to know.
 _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
@@ -107,7 +108,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
             apart.unlink(missing_ok=True)
         facts = {
             "title": f"A private model's life: {data}",
-            "accounts": [_account(life, names, entry) for names, entry in life.grouped],
+            "accounts": [_account(names, entry, life.audited(entry["name"])) for names, entry in life.grouped],
             "spends": [_spend(names, entry, row) for names, entry in life.grouped for row in entry["spends"]],
             "unfinished": sum(len(entry["open"]) for entry in life.accounts),
             "config": json.dumps(life.config, indent=1),
@@ -234,8 +235,8 @@ def _check(value: Any, shape: Any, name: str) -> None:
 # --- What the templates show ------------------------------------------------------------------------------------------
 
 
-def _account(life: _Life, names: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A data set, as numbers in words."""
+def _account(names: str, entry: Mapping[str, Any], audited: str) -> dict[str, Any]:
+    """What the templates say of a data set."""
     spent, budget, delta = entry["proven_epsilon"], entry["budget"], entry["delta"]
     untouched = entry["headline"] == "0"
     bounded = math.exp(min(spent or 0.0, 700))
@@ -251,7 +252,7 @@ def _account(life: _Life, names: str, entry: Mapping[str, Any]) -> dict[str, Any
         "guesses": _ceil_percent((bounded + delta) / (1 + bounded)),
         "budget": "none" if budget is None else f"{budget:g}",
         "used": 0.0 if untouched or not budget else min((spent or math.inf) / budget, 1.0),
-        "audited": life.audited(entry["name"]),
+        "audited": audited,
     }
 
 
@@ -270,17 +271,24 @@ def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list
     ]
 
 
-def _page(name: str, **facts: Any) -> bytes:
-    """A template of `pages`, filled."""
-    folder = pathlib.Path(__file__).parent / "pages"
-    loader = jinja2.FileSystemLoader(folder)
+def _pages() -> jinja2.Environment:
+    """The templates, with the filters that they use."""
     pages = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     pages.filters |= {"percent": _percent, "words": _words, "together": _together, "floor": _floor}
-    style = (folder / "style.css").read_text()
+    return pages
+
+
+def _page(name: str, **facts: Any) -> bytes:
+    """A template, filled. The policy of the page allows its own style by a digest."""
+    style = (_FOLDER / "style.css").read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    page = pages.get_template(f"{name}.html.jinja")
+    page = _pages().get_template(f"{name}.html.jinja")
     return page.render(style=markupsafe.Markup(style), digest=digest, **facts).encode()
 
 

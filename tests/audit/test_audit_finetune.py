@@ -149,7 +149,7 @@ def silent_in(trainer, name):
         return {**noisy, name: sums[name] / honest.divisor}, state
 
     broken = noise.Privatizer(honest.init, update)
-    vars(broken).update(vars(honest))
+    broken.__dict__.update(honest.__dict__)
     return dataclasses.replace(trainer, privatizer=broken)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import html
 import itertools
 import json
 import os
@@ -609,7 +610,7 @@ def test_the_report_has_every_section_and_the_numbers_of_the_ledger(finished):
         assert f"<h2>{title}</h2>" in text
     with Ledger(root / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]
-    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr>.*?</tr>", text, flags=re.DOTALL)]
+    rows = [html.unescape(re.sub("<[^>]*>", "|", row)) for row in re.findall("<tr>.*?</tr>", text, flags=re.DOTALL)]
     for entry in entries:
         assert any(
             entry["name"] in row and f"|{entry['headline']}|" in row and entry["adjacency"] in row for row in rows
@@ -653,17 +654,22 @@ def test_a_refuted_claim_is_said_first(copied):
     assert "An attack on adaptation told more than it should" in plain and "VIOLATED" in rest
 
 
+def in_words(entry, audited):
+    account = document._account("digits", {"budget": None, "name": "digits", **entry}, audited)
+    return str(document._pages().get_template("parts.html.jinja").module.in_words(account))
+
+
 def test_words_for_the_guarantee():
     entry = {"adjacency": "add_remove", "unit": "image", "delta": 0.0, "headline": "1", "proven_epsilon": 1.0}
-    assert "guesses right in at most 73.2 % of cases" in document._in_words(entry, "none")  # e / (1 + e), rounded up
-    assert "did not refute" in document._in_words(entry, "consistent")
-    assert "they say little" in document._in_words(entry, "cannot tell")
-    assert "the guarantee does not hold" in document._in_words(entry, "VIOLATED")
-    assert "attack" not in document._in_words(entry, "none").lower()
+    assert "guesses right in at most 73.2 % of cases" in in_words(entry, "none")  # e / (1 + e), rounded up
+    assert "did not refute" in in_words(entry, "consistent")
+    assert "they say little" in in_words(entry, "cannot tell")
+    assert "the guarantee does not hold" in in_words(entry, "VIOLATED")
+    assert "attack" not in in_words(entry, "none").lower()
     # The best test that (epsilon, delta)-DP allows with equal error rates x has 1 - delta - x = e^epsilon x.
     error = (1 - 0.1) / (1 + np.e)
-    assert f"at most {np.ceil(1000 * (1 - error)) / 10:g} %" in document._in_words({**entry, "delta": 0.1}, "none")
-    assert "no guarantee" in document._in_words({**entry, "headline": "inf", "proven_epsilon": None}, "none")
-    assert "nothing was released" in document._in_words({**entry, "headline": "0", "proven_epsilon": 0.0}, "none")
+    assert f"at most {np.ceil(1000 * (1 - error)) / 10:g} %" in in_words({**entry, "delta": 0.1}, "none")
+    assert "no guarantee" in in_words({**entry, "headline": "inf", "proven_epsilon": None}, "none")
+    assert "nothing was released" in in_words({**entry, "headline": "0", "proven_epsilon": 0.0}, "none")
     large = {**entry, "headline": "800", "proven_epsilon": 800.0}
-    assert "at most 100 %" in document._in_words(large, "none")
+    assert "at most 100 %" in in_words(large, "none")
