@@ -46,10 +46,10 @@ and by log s, exceeds 1. "paper" is Nissim, Raskhodnikova and Smith 2007, Coroll
 by integrating the excess of one density over exp(e) times the other. For labels only one of the two happens.
 
 **Sampling is exact.** A comparison of 64 random bits with integer thresholds draws the flips. The thresholds satisfy
-the three conditions in integer arithmetic, with a rational number below E in place of E (`_thresholds`). So the sampled
-distribution itself is epsilon-DP, not only the real-valued one that it approximates. Probabilities below 2**-64 are
-rounded up to it. The generator of the bits remains to be trusted. Noise on values is floating point and has the limits
-in `jaxdp.transforms.noise`.
+the three conditions in integer arithmetic, with a rational number below E in place of E (`exact_thresholds`). So the
+sampled distribution itself is epsilon-DP, not only the real-valued one that it approximates. Probabilities below 2**-64
+are rounded up to it. The generator of the bits remains to be trusted. Noise on values is floating point and has the
+limits in `jaxdp.transforms.noise`.
 """
 
 import dataclasses
@@ -196,7 +196,7 @@ def randomised_response(key: jax.Array, labels: Any, distances: Any, *, epsilon:
 
     Formal guarantees:
         Each answer is (epsilon, 0)-DP, `PureDpEvent(epsilon)`, for the neighbouring relation of the distances and any
-        number of classes. This holds for the sampled distribution. At each distance it is the most accurate of its family.
+        number of classes. This holds for the sampled distribution. No other member of the family is more accurate.
     """
     return _answer(key, labels, distances, None, epsilon=epsilon, num_classes=num_classes)
 
@@ -252,11 +252,11 @@ def _answer(
     labels = _check_labels(labels, classes, k.shape)
     last = int(k.max(initial=0))
     wanted = None if flips is None else flips(np.arange(last + 1)).tolist()
-    table = _thresholds(wanted, last, epsilon=epsilon, num_classes=classes)
+    table = exact_thresholds(wanted, last, epsilon=epsilon, num_classes=classes)
     return _sample(key, labels, np.array(table, np.uint64)[np.minimum(k, len(table) - 1)], classes)
 
 
-def _thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int) -> list[int]:
+def exact_thresholds(wanted: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int) -> list[int]:
     """Returns integers r(0) >= r(1) >= ...: each of the C - 1 other labels is answered with probability r(k) / 2**64.
 
     They are the smallest integers that are at least `wanted[k] * 2**64 / (C - 1)` (`wanted` does not increase) and
@@ -292,10 +292,10 @@ def _sample(key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_clas
     """Answers each of the other labels with probability threshold / 2**64, from 64 fresh bits per label."""
     noise.check_key(key)
     words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
-    return _flip(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
+    return flip_labels(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
 
 
-def _flip(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
+def flip_labels(draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int) -> np.ndarray:
     """Maps uniform 64-bit numbers to labels. Each other label gets `threshold` numbers, the rest keep the label."""
     # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
     runs = draws // np.maximum(thresholds, np.uint64(1))
@@ -380,7 +380,7 @@ def cauchy_values(
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g}).")
     sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
-    return _add_noise(noise.cauchy, key, values, _cauchy_multiplier(epsilon, beta) * sensitivity, output_range)
+    return _add_noise(noise.cauchy, key, values, cauchy_multiplier(epsilon, beta) * sensitivity, output_range)
 
 
 def default_beta(epsilon: float) -> float:
@@ -394,7 +394,8 @@ def default_beta(epsilon: float) -> float:
     return max(0.8 * epsilon, min(free, (1 - 1e-9) * epsilon))
 
 
-def _cauchy_multiplier(epsilon: float, beta: float) -> float:
+def cauchy_multiplier(epsilon: float, beta: float) -> float:
+    """Returns the scale of the noise of `cauchy_values` for a smooth sensitivity of 1."""
     # More than 50 would overflow and does not lower the noise. The two factors of cosh a - cosh b are exact near a = b.
     beta, epsilon = min(beta, 49.9), min(epsilon, 50.0)
     same = 2 * math.sinh(epsilon / 2) ** 2

@@ -128,7 +128,7 @@ def make_plan(
     grid = Grid.of(dtype, float(training.clip), int(training.batch_size), clipped=add_remove)
     _check_sizes(rows, ks[-1], training.threat, grid.most)
 
-    blocks = _blocks(rows.shape[1], sum(x.size for x in moving))
+    blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
     padded = np.full((len(rows), math.prod(blocks)), -1, np.int32)
     padded[:, : rows.shape[1]] = rows
     # An epoch of the default order may start with a batch that is empty here but not in a neighbour.
@@ -163,7 +163,7 @@ def _whole_blocks(x: Any) -> jax.Array:
     return jnp.pad(x, [(0, -len(x) % BLOCK if len(x) else BLOCK)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _blocks(batch: int, parameters: int) -> tuple[int, int, int]:
+def cut_batch(batch: int, parameters: int) -> tuple[int, int, int]:
     """Returns the cut of a batch: (outer blocks, fragments in each, records in a fragment).
 
     All blocks of all batches have one size. A matrix product of another shape would sum in another order, and a

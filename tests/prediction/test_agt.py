@@ -38,6 +38,20 @@ def full_compilation():
     jax.config.update(QUICK, True)
 
 
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that grows with every program that XLA compiles, or loads from its cache."""
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(kwargs)
+
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 # ------------------------------------------------------------------------------------------------------- problems
 
 
@@ -236,8 +250,8 @@ def test_published_algorithm(name):
 
 
 def cut(monkeypatch, blocks):
-    """Batches are cut into (outer blocks, fragments in each, records in a fragment)."""
-    monkeypatch.setattr(plan, "_blocks", lambda batch, parameters: blocks)
+    """Cuts batches into (outer blocks, fragments in each, records in a fragment)."""
+    monkeypatch.setattr(plan, "cut_batch", lambda batch, parameters: blocks)
 
 
 def test_published_algorithm_does_not_depend_on_fragments(monkeypatch):
@@ -483,19 +497,15 @@ def test_neighbours_where_a_gradient_overflows():
 
 
 @pytest.fixture
-def arrays(monkeypatch):
-    """`arrays(data, **options)`: the features and the rows [steps, places] that the compiled program would get."""
-
-    def capture(loss, static, moving, frozen, data, order, rates):
-        seen.append((np.asarray(data[0]), np.asarray(order)))
-        return moving, *([np.stack([leaf] * len(static.ks)) for leaf in moving] for _ in range(2))
+def arrays(no_work):
+    """Returns `arrays(data, **options)`: the features and the rows [steps, places] that the compiled program gets."""
 
     def arrays(data, **options):
-        attempt(data=data, **options)
-        return seen[-1]
+        with pytest.raises(AssertionError, match="work was done"):
+            attempt(data=data, **options)
+        _, _, (features, _), order, _ = no_work[-1]
+        return np.asarray(features), np.asarray(order)
 
-    seen = []
-    monkeypatch.setattr(agt, "_train", capture)
     return arrays
 
 
@@ -595,10 +605,10 @@ def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
 def test_budget_when_batches_are_empty(monkeypatch):
     """Added records may sit in the empty first batch of every epoch."""
     empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
-    monkeypatch.setattr(plan, "_default_order", lambda *args: empty)
+    monkeypatch.setattr(plan, "partition_by_hash", lambda *args, **kwargs: np.array([1, 1, 1, 2, 2, 2]))
     case = Case("bce", (3, 1), "add_remove", 2, 2, 0.1, 0.01, lr_decay=1.0, n=6, ks=2)
     params, x, y, _ = case.problem()
-    bounds = case.bounds(params, x, y, None)
+    bounds = case.bounds(params, x, y, None, batches=3)
     for sign in (-1, 1):
         extreme = sign * 1e3 * np.sign(params[0].T)
         pool = np.vstack([x, extreme]), np.append(y, sign < 0)
@@ -793,10 +803,15 @@ BAD = {
 
 @pytest.fixture
 def no_work(monkeypatch):
-    def refuse(*args):
-        raise AssertionError("work was done before the arguments were checked")
+    """Stops before the compiled program. Returns a list of its arguments."""
 
-    monkeypatch.setattr(agt, "_train", refuse)
+    def refuse(*args):
+        planned.append(plan.make_plan(*args)[1])
+        raise AssertionError("work was done after the arguments were checked")
+
+    planned = []
+    monkeypatch.setattr(agt, "make_plan", refuse)
+    return planned
 
 
 def attempt(loss=bce, params=None, data=None, **options):
@@ -916,15 +931,16 @@ def test_one_program():
     """Equal shapes and settings share a program, for all ks; values do not matter."""
     case = CASES["full"]
     solved("full", 0)
-    before = agt._train._cache_size()
-    params, x, y, order = case.problem(seed=9)
-    case.bounds(params, x, y, order)
-    dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
-    assert agt._train._cache_size() == before
     answers("full", 0)
-    before = agt._certify._cache_size()
-    answers("full", 1)
-    assert agt._certify._cache_size() == before
+    params, x, y, order = case.problem(seed=9)
+    with compilations() as seen:
+        case.bounds(params, x, y, order)
+        dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
+        answers("full", 1)
+    assert not seen
+    with compilations() as seen:
+        dataclasses.replace(case, momentum=0.4).bounds(params, x, y, order)
+    assert seen
 
 
 # --------------------------------------------------------------------------------------------------------- models

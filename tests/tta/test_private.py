@@ -538,34 +538,34 @@ def test_without_noise_there_is_no_guarantee():
 
 
 FATES = {
-    "Tent": {"entropy H": "absorbed"},
+    "Tent": {"Computes the entropy H": "absorbed"},
     "EATA": {
-        "entropy H": "absorbed",
-        "entropy weight": "absorbed",
-        "entropy filter": "removed",
-        "Fisher anchor": "moved outside",
-        "moving average m": "removed",
-        "diversity filter": "removed",
+        "Computes the entropy H": "absorbed",
+        "Weighs images by exp(E0 - H)": "absorbed",
+        "Keeps images with entropy H": "removed",
+        "Adds the Fisher anchor": "moved outside",
+        "Updates the moving average m": "removed",
+        "Keeps images with diversity": "removed",
     },
     "SAR": {
-        "entropy H": "absorbed",
-        "entropy filter": "removed",
-        "ascent": "moved outside",
-        "moving average of the loss": "removed",
-        "reset when": "removed",
+        "Computes the entropy H": "absorbed",
+        "Keeps images with entropy H": "removed",
+        "The ascent": "moved outside",
+        "Updates the moving average of the loss": "removed",
+        "Resets when": "removed",
     },
     "DeYO": {
-        "entropy H": "absorbed",
-        "entropy and PLPD weight": "absorbed",
-        "second view": "absorbed",
-        "entropy filter": "removed",
+        "Computes the entropy H": "absorbed",
+        "Weighs images by exp(E0 - H) + exp(PLPD)": "absorbed",
+        "Destroys the object's shape in a second view": "absorbed",
+        "Keeps images with entropy H": "removed",
     },
-    "COME": {"COME's entropy": "absorbed"},
+    "COME": {"Computes COME's entropy": "absorbed"},
     "DeYO-COME": {
-        "COME's entropy": "absorbed",
-        "entropy and PLPD weight": "absorbed",
-        "second view": "absorbed",
-        "entropy filter": "removed",
+        "Computes COME's entropy": "absorbed",
+        "Weighs images by exp(E0 - H) + exp(PLPD)": "absorbed",
+        "Destroys the object's shape in a second view": "absorbed",
+        "Keeps images with entropy H": "removed",
     },
 }
 
@@ -573,8 +573,7 @@ FATES = {
 @every_method
 def test_describe_names_every_operator_and_its_fate(name):
     first, *lines = adapter_of(name).method.describe().splitlines()
-    exchanged = " with COME's entropy of the opinion (b, u)" if "COME" in name else ""
-    assert first == f"private {type(METHODS[name]).__name__}{exchanged}, clip norm 0.03, noise 0.4 x clip norm"
+    assert first == f"private {type(METHODS[name]).__name__}, clip norm 0.03, noise 0.4 x clip norm"
     *operators, divisor = [line.strip() for line in lines if "no step when" not in line]
     assert divisor == "mean over the images that take part: replaced, the divisor is B whatever they hold"
     assert any("every step is made" in line for line in lines) == (name != "SAR")
@@ -621,10 +620,10 @@ def test_every_hook_has_a_rule():
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
-        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*, got 'nonsense'"),
+        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
         ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
-        ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep'; got 0.5"),
+        ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep', got 0.5"),
     ],
 )
 def test_arguments_of_private_are_checked(changes, error, message):

@@ -151,7 +151,7 @@ def test_condition_7_a_state_is_used_once(accumulate):
     one, other = (Stream(domains(8), batch_size=4, seed=seed) for seed in (0, 1))
     start = adapter.init()
     state = serve(adapter, one, account=account, state=start).state
-    with pytest.raises(ValueError, match="state has been served from before"):
+    with pytest.raises(ValueError, match="state has been served before"):
         serve(adapter, other, account=account, state=start)
     assert len(adapter.calls) == 2 and account.worst == 1
     serve(adapter, other, account=account, state=state)
