@@ -56,7 +56,7 @@ def compilations():
 
 
 def logits(params, x):
-    """A multilayer perceptron; params: weight, bias, weight, ..."""
+    """Computes a multilayer perceptron of params weight, bias, weight, ..."""
     for weight, bias in zip(params[:-2:2], params[1:-2:2], strict=True):
         x = jax.nn.relu(x @ weight + bias)
     return x @ params[-2] + params[-1]
@@ -97,7 +97,7 @@ def records(rng, n, sizes, loss, dtype=np.float32):
 
 
 def shuffled(rng, n, batch_size, epochs):
-    """[steps, batch]: a permutation of the records for each epoch, an incomplete last batch filled with -1."""
+    """Returns [steps, batch]: a permutation of the records for each epoch, an incomplete last batch filled with -1."""
     steps = -(-n // batch_size)
     rows = np.full((epochs, steps * batch_size), -1)
     for epoch in rows:
@@ -110,7 +110,7 @@ def leaves64(*trees):
 
 
 def outside(params, lower, upper):
-    """Number of coordinates of `params` outside of [lower, upper]."""
+    """Returns the number of coordinates of `params` outside of [lower, upper]."""
     return sum(int(((p < a) | (p > b)).sum()) for p, a, b in zip(*leaves64(params, lower, upper), strict=True))
 
 
@@ -119,7 +119,7 @@ def row(tree, i):
 
 
 def assert_nested(bounds):
-    """The nominal parameters inside of row 0, and each row inside of the next: exactly."""
+    """Checks that nominal parameters lie inside row 0, and each row inside the next, exactly."""
     assert outside(bounds.params, row(bounds.lower, 0), row(bounds.upper, 0)) == 0
     for low, high in zip(*leaves64(bounds.lower, bounds.upper), strict=True):
         assert len(low) == len(high) == len(bounds.ks)
@@ -127,7 +127,7 @@ def assert_nested(bounds):
 
 
 def within(inner, outer):
-    """Whether the box of `inner` at each distance k - 1 lies inside of that of `outer` at k: exactly."""
+    """Returns whether each box of `inner` at distance k - 1 lies inside the box of `outer` at k, exactly."""
     ends = leaves64(inner.lower, outer.lower, outer.upper, inner.upper)
     return all((c[1:] <= a[:-1]).all() and (b[:-1] <= d[1:]).all() for a, c, d, b in zip(*ends, strict=True))
 
@@ -151,7 +151,7 @@ class Case:
     ks: int = 4
 
     def problem(self, seed=0):
-        """Parameters, features, labels, order."""
+        """Returns parameters, features, labels, order."""
         rng = np.random.default_rng(seed)
         params = network(rng, self.sizes)
         x, y = records(rng, self.n, self.sizes, self.loss)
@@ -197,7 +197,7 @@ SEEDS = range(3)
 
 @functools.cache
 def solved(name, seed):
-    """The problem of a case and its bounds; seeds share a compiled program."""
+    """Returns the problem of a case and its bounds. Seeds share a compiled program."""
     problem = CASES[name].problem(seed)
     return problem, CASES[name].bounds(*problem)
 
@@ -330,7 +330,7 @@ def test_gradients_are_quantised_outward():
 
 @functools.cache
 def witnesses(name, seed):
-    """[(k, parameters)]: trained in float64 and float32 on data sets at distance k, chosen to be extreme.
+    """Returns [(k, parameters)]: trained in float64 and float32 on data sets at distance k, chosen to be extreme.
 
     For many directions (single parameters, random ones, the loss of queries) the k changes that move the result
     furthest, found to first order along the training and once more along the training that they give.
@@ -412,7 +412,7 @@ def neighbours(name, seed):
 
 @functools.cache
 def answers(name, seed):
-    """Queries, among them some near a change of label; certificates of them."""
+    """Returns queries, some of them near a change of label, and their certificates."""
     rng = np.random.default_rng(300 + seed)
     _, bounds = solved(name, seed)
     x = rng.normal(size=(40, CASES[name].sizes[0])).astype(np.float32)
@@ -456,7 +456,7 @@ def test_labels_of_retrained_models(name):
 
 
 def saturated(rng, n, wide=1000):
-    """A linear problem of many coordinates, and a record whose clipped gradient is +-clip in nearly all of them."""
+    """Returns a linear problem, and a record whose clipped gradient is +-clip in nearly all of its coordinates."""
     params = network(rng, (wide, 1))
     x, y = records(rng, n, (wide, 1), "bce")
     extreme = rng.choice([-1e3, 1e3], size=wide).astype(np.float32)

@@ -35,7 +35,7 @@ ACCEPT, REJECT = 1e-6, 1e-9
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Bounds:
-    """Stands in for what `train_with_bounds` returns; `label` and `distance` [Q] are what `certify` will say."""
+    """A fake result of `train_with_bounds`. `certify` returns its `label` and `distance` [Q]."""
 
     label: object = 0
     distance: object = 0
@@ -119,7 +119,7 @@ def account(ledger=None):
 
 
 def paper_query_epsilon(epsilon, delta, queries):
-    """By zero-concentrated DP, or evenly."""
+    """Returns the epsilon by zero-concentrated DP, or the even share."""
     log_delta = math.log(1 / delta)
     concentrated = math.sqrt(2 / queries) * (math.sqrt(log_delta + epsilon) - math.sqrt(log_delta))
     return max(epsilon / queries, concentrated)
@@ -420,7 +420,7 @@ def test_queries_that_are_not_finite_are_refused_before_spending(certified):
 
 
 def value_bounds(n, ks):
-    """A model whose output 3 moves by at most k / 4 at distance k."""
+    """Returns bounds of a model whose output 3 moves by at most k / 4 at distance k."""
     radius = np.broadcast_to(np.array(ks, np.float32)[:, None, None] / 4, (len(ks), n, 1))
     return Bounds(params=3.0, ks=ks, lower=3 - radius, upper=3 + radius)
 

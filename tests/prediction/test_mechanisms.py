@@ -28,7 +28,7 @@ def key(purpose):
 
 
 def neighbours(last):
-    """All pairs of (label, distance) that neighbouring data sets may have; 0 and 1 stand for any two labels."""
+    """Yields all pairs of (label, distance) of neighbouring data sets. 0 and 1 stand for any two labels."""
     for k in range(last + 1):
         yield (0, k), (0, k)
     for k in range(last):
@@ -37,7 +37,7 @@ def neighbours(last):
 
 
 def largest_ratio(flips, num_classes, total=1):
-    """The largest ratio of the probabilities of any answer under any two neighbours; exact for integer `flips`.
+    """Returns the largest probability ratio of any answer under any two neighbours, exact for integer `flips`.
 
     flips[k] is the probability (over `total`) of EACH other label.
     """
@@ -187,7 +187,7 @@ def test_the_enumeration_rejects_flips_that_are_too_rare(num_classes):
 
 
 def cauchy_loss(shift, one, other):
-    """Numerical maximum of the log density ratio of Cauchy laws `shift` apart with scales `one`, `other`."""
+    """Maximises the log density ratio of Cauchy laws `shift` apart with scales `one`, `other`."""
     z = np.concatenate([np.linspace(-30, 30, 200_001), np.geomspace(30, 1e7, 2000), -np.geomspace(30, 1e7, 2000)])
     z = z * max(one, other)
     ratio = stats.cauchy(scale=one).logpdf(z - shift) - stats.cauchy(scale=other).logpdf(z)
@@ -234,7 +234,7 @@ def test_cauchy_noise_on_values_is_private_for_joint_changes(epsilon, share):
 
 
 def hockey_stick(epsilon, one, other):
-    """delta(epsilon) of centred Laplace laws with scales `one` and `other`, by quadrature."""
+    """Returns delta(epsilon) of centred Laplace laws with scales `one` and `other`, by quadrature."""
 
     def excess(x):
         return max(math.exp(-x / one) / one - math.exp(epsilon - x / other) / other, 0.0)
@@ -354,7 +354,7 @@ def test_same_key_same_answers_other_key_other_answers():
 
 
 def worlds(rng, nodes):
-    """Data sets on a ring (neighbours are adjacent) with a value each, and the exact boxes for distance 1, 2, ..."""
+    """Makes data sets on a ring (neighbours are adjacent) with values and exact boxes for distance 1, 2, ..."""
     values = np.cumsum(rng.normal(size=nodes) * (rng.random(nodes) < 0.5))
     values -= np.linspace(0, values[-1] - values[0], nodes)
     reach = [[values[np.arange(i - j, i + j + 1) % nodes] for i in range(nodes)] for j in range(1, nodes // 2)]

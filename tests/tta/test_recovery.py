@@ -79,13 +79,13 @@ def account_of(ledger=None, **terms):
 
 
 def charged(ledger):
-    """The number of single visits that the ledger was charged."""
+    """Returns the number of single visits that the ledger was charged."""
     counts = composition(ledger.events("stream").get(None, NoOpDpEvent()))
     return sum(n * SIGMA**2 / event.noise_multiplier**2 for event, n in counts.items())
 
 
 def died(adapter, stream, steps, **arguments):
-    """What the process that died in step `steps` had computed, the last of it without keeping it."""
+    """Returns the releases of a process that was killed in step `steps` before it kept the last one."""
     watched = Watched(adapter, steps)
     with pytest.raises(Died):
         tta.serve(watched, stream, **arguments)
@@ -321,7 +321,7 @@ def test_one_state_under_two_accounts_gets_two_noises():
     start = adapter.init()
     one, two = (tta.serve(adapter, stream, account=account_of(), state=start).state for _ in range(2))
     gap = tiny.theta_of(one.params) - tiny.theta_of(two.params)
-    assert np.all(gap != 0)  # that of the noises: 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
+    assert np.all(gap != 0)  # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
     assert 0.01 < np.std(gap) < 0.3
 
 

@@ -1,4 +1,4 @@
-"""The serving loop: whom it charges and when, where it resets, what it reports and what it never writes."""
+"""The serving loop: charges, resets, reports, and data that it never writes."""
 
 import builtins
 import logging
@@ -287,7 +287,7 @@ def test_condition_9_padding_leaves_the_divisor_public():
 
 
 def with_other_record(stream, index, row):
-    """The same batches, but one record holds another image."""
+    """Returns the same batches, but one record holds another image."""
     batches = list(stream)
     batches[index].images[row] = 1 - batches[index].images[row] ** 2
     return batches

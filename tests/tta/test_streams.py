@@ -14,7 +14,7 @@ CLASSES = 5
 
 
 def source(n, *, name="s", classes=CLASSES, seed=0):
-    """Image i is filled with i / 1000, so that a batch shows what it holds."""
+    """Makes images filled with i / 1000, so that a batch shows its records."""
     labels = np.random.default_rng(seed).integers(0, classes, n)
     image = np.broadcast_to(np.arange(n, dtype=np.float32)[:, None, None, None] / 1000, (n, 2, 2, 1))
     return from_arrays(image=image, label=labels, num_classes=classes, name=name)
@@ -29,7 +29,7 @@ def samples(stream):
 
 
 def check(stream):
-    """What every stream keeps: fixed size, right images and labels, padding last, nobody twice."""
+    """Checks fixed size, right images and labels, padding last, and no record twice."""
     seen = []
     assert len(list(stream)) == len(stream)
     for batch in stream:
