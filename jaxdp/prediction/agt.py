@@ -277,7 +277,6 @@ class _Gradients:
 
 
 def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshapes weights [records] for x [records, ...]."""
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 

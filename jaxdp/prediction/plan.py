@@ -214,7 +214,6 @@ def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
 
 
 def _check_order(n: int, training: Training) -> np.ndarray:
-    """Returns rows [steps, batch] of records, -1 for none."""
     order, add_remove = training.order, training.threat == "add_remove"
     rows = _integers(order(n) if callable(order) else order)
     if callable(order) and add_remove and n > 1:
@@ -304,7 +303,6 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
 
 
 def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
-    """Returns whether each leaf is trained."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths]
     flags = tuple(bool(trainable is None or trainable(name, leaf)) for name, leaf in leaves)

@@ -1,6 +1,4 @@
-"""The cost of a stream of private updates.
-
-Disjoint batches compose in parallel. The visits of one unit compose sequentially.
+"""The cost of a stream of private updates: disjoint batches compose in parallel, visits of one unit sequentially.
 
     ledger.register("ward 3", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-6)
     account = StreamAccount(ledger.account("ward 3"), event=method.event)
@@ -81,8 +79,7 @@ class StreamAccount:
         unit: The unit that `serve` charges: "photograph" (`Batch.units`) or "sample" (a photograph, one corruption).
 
     Attributes:
-        event, unit: As given.
-        ledger: The ledger that is charged.
+        event, unit, ledger: The event and the unit as given, and the charged ledger.
         worst: max_u s_u, the number of single visits that the data set owes.
 
     Raises:
@@ -273,16 +270,13 @@ class Epsilons(NamedTuple):
 
 
 def epsilons(event: DpEvent, *, visits: int, delta: float, adjacency: Adjacency) -> Epsilons:
-    """Returns the epsilon of one visit and of `visits` visits.
+    """Returns the epsilon of one visit and of `visits` visits. Raises ValueError for arguments out of range.
 
     Args:
         event: One release, `GaussianDpEvent(noise_multiplier)` or `NonPrivateDpEvent()`.
         visits: s = sum_t m_t^2 >= 0, where the unit has m_t records in release t.
         delta: In [0, 1).
         adjacency: "replace_one" or "zero_out".
-
-    Raises:
-        ValueError: An argument is out of range.
     """
     check_adjacency(adjacency)
     if visits < 0:
@@ -302,7 +296,6 @@ def check_adjacency(adjacency: Adjacency, field: str = "adjacency") -> None:
 
 
 def _composed(release: DpEvent, times: int) -> DpEvent:
-    """Returns the event of `times` visits to releases of one kind."""
     if times == 0:
         return NoOpDpEvent()
     if isinstance(release, GaussianDpEvent):
@@ -315,7 +308,6 @@ def _cost(releases: Mapping[Hashable, int]) -> int:
 
 
 def _one_release(event: DpEvent) -> DpEvent:
-    """Returns the canonical form of an event that is one Gaussian or not private."""
     leaves = composition(event)
     leaf = next(iter(leaves), None)
     if sum(leaves.values()) != 1 or not isinstance(leaf, GaussianDpEvent | NonPrivateDpEvent):

@@ -402,7 +402,6 @@ def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:
 
 
 def _update(program: _Program, constants: _Constants, state: AdaptState, gradient: Any) -> AdaptState:
-    """Adds the pull to the gradient, then makes a step of the optimizer."""
     displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), state.params, constants.moving)
     pull = program.method.pull(displacement)
     gradient = _wide(gradient) if pull is None else _add(_wide(gradient), pull)

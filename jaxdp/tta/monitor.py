@@ -46,9 +46,8 @@ class CollapseMonitor:
 
     Formal guarantees:
         A report is a function of the probe images, the source model and the parameters. With a public probe (or one
-        whose release is paid for elsewhere) and released parameters, reports and resets are post-processing and cost
-        nothing. A report on images of the private stream, or on altered copies of them, is a release outside of any
-        ledger.
+        whose release is paid for elsewhere) and released parameters, reports and resets are post-processing. A report
+        on images of the private stream, or on altered copies of them, is a release outside of any ledger.
     """
 
     def __init__(

@@ -25,9 +25,8 @@ def normalisation(path: str, leaf: Any) -> bool:
 def lower_blocks(params: Any) -> Adapted:
     """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the blocks.
 
-    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. This rule is relative to the
-    depth. In a network without one flat list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with
-    stages, all normalisation layers adapt.
+    The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
+    list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers.
     """
     blocks = [found for path, _ in paths_of(params) if (found := _BLOCK.search(path))]
     flat = len({found.string[: found.start()] for found in blocks}) == 1

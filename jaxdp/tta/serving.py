@@ -408,7 +408,6 @@ def _clip_norm(adapter: Any) -> float | None:
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
-    """Counts correct predictions, in total and for each domain."""
     right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
     of = {domain: right[np.array(batch.domains) == domain] for domain in dict.fromkeys(batch.domains)}
     hits = {domain: [int(part.sum()), len(part)] for domain, part in of.items()}
