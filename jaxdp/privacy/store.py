@@ -143,14 +143,14 @@ class Head:
 
 
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
-    """Returns the error for a ledger that must not be used. `gone` says that nothing of it is left."""
+    """Returns the error for a ledger that must not be used. `gone` means that nothing of it is left."""
     path = os.fspath(path)
     older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
     last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
-        f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
-        f"backup. If no better copy exists, {last}. Runs that were charged since then charge it again when they are "
-        "resumed in their workdirs."
+        f"ledger {path!r} {what.removesuffix('.')}. It would under-count, so it is not used. Restore `{path}` and "
+        f"`{path}.head` from a backup. If no better copy exists, {last}. Runs that were charged since then charge it "
+        "again when they are resumed in their workdirs."
     )
 
 
