@@ -19,9 +19,7 @@ _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper limits on what a file or package may declare. A larger one is refused before it is allocated.
-
-    Raise a limit for trusted files.
+    """Upper limits on what a file or package may declare, refused before it is allocated. Raise one for trusted files.
 
     Attributes:
       bytes: The bytes of all arrays that are read, by default 8 GiB.
@@ -72,9 +70,8 @@ def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict
     """Reads a JSON file of this library: a value of type `kind`, with `keys` if it is a dict.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: The file is not JSON, has another type or lacks a key. The message has the path and the sentence
-          `remedy`.
+      FileNotFoundError: The file does not exist.
+      ValueError: The file is not JSON, has another type or lacks a key. The message has the path and `remedy`.
     """
     with understood(path, remedy):
         found = json.loads(path.read_bytes())
@@ -103,7 +100,7 @@ def read_npz(
       limits: The limits on what is read, by default `Limits()`.
 
     Raises:
-      FileNotFoundError: There is no such file.
+      FileNotFoundError: The file does not exist.
       ValueError: The file is damaged, lacks an array, has Python objects or exceeds a limit. The message has the path.
     """
     limits = limits or Limits()
@@ -134,7 +131,8 @@ def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> 
     with path.open("rb") as file:
         if _header(file) != (shape, dtype) or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize:
             raise ValueError("it holds another array.")
-    return np.load(path, allow_pickle=False)
+    array: np.ndarray = np.load(path, allow_pickle=False)
+    return array
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -146,7 +144,6 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _declared_bytes(file: Any, size: int) -> int:
-    """Returns the bytes of the array in the open .npy file, whose size is `size`."""
     shape, dtype = _header(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects.")

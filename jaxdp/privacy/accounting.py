@@ -81,7 +81,7 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
 }
 METHODS = ("auto", "pld", "rdp")
-RDP_ORDERS = tuple(DEFAULT_RDP_ORDERS)
+RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
 
 # Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
@@ -342,9 +342,9 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
         case PureDpEvent():
             return leaf.epsilon
         case LaplaceDpEvent():
-            return factor / leaf.noise_multiplier
+            return factor / float(leaf.noise_multiplier)
         case DiscreteLaplaceDpEvent():
-            return factor * leaf.noise_parameter * leaf.sensitivity
+            return factor * float(leaf.noise_parameter * leaf.sensitivity)
         case RandomizedResponseDpEvent() if adjacency != "add_remove":
             log_p, log_q = _randomized_response(leaf, adjacency)
             return float(np.max(np.abs(log_p - log_q)))
@@ -528,7 +528,7 @@ def _loss_range(leaf: DpEvent, adjacency: Adjacency) -> float:
     proxy = _proxy(leaf, adjacency)
     if isinstance(proxy, PureDpEvent):
         return proxy.epsilon
-    sigma = getattr(proxy, "event", proxy).noise_multiplier
+    sigma: float = getattr(proxy, "event", proxy).noise_multiplier
     return 10 / sigma + 0.5 / sigma / sigma  # dp_accounting truncates the Gaussian at exp(-50), ten deviations.
 
 
@@ -560,7 +560,7 @@ def _total_rdp(counts: Mapping[DpEvent, int], adjacency: Adjacency, orders: Sequ
 
 def _leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
     if isinstance(leaf, GaussianDpEvent):  # Not cached, because every sum of Gaussians differs.
-        sigma = leaf.noise_multiplier / (2 if adjacency == "replace_one" else 1)
+        sigma: float = leaf.noise_multiplier / (2 if adjacency == "replace_one" else 1)
         with np.errstate(over="ignore"):
             return np.asarray(orders) / 2 / sigma / sigma + _RDP_SLACK
     return _computed_rdp(leaf, adjacency, orders)
@@ -571,11 +571,12 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
     if isinstance(leaf, PureDpEvent):
         alpha, loss = np.asarray(orders), leaf.epsilon
         # This is the Renyi divergence of `_worst_pure_pair`.
-        return (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1) + _RDP_SLACK
+        rdp: np.ndarray = (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1)
+        return rdp + _RDP_SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
     with _without_unused_orders():
         accountant.compose(_rdp_event(leaf, adjacency))
-    return np.maximum(accountant.rdp, 0.0) + _RDP_SLACK
+    return np.asarray(accountant.rdp).clip(0.0) + _RDP_SLACK
 
 
 @contextlib.contextmanager

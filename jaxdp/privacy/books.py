@@ -43,7 +43,8 @@ def dataset_of(db: sqlite3.Connection, name: str) -> Dataset:
 def paid_for(db: sqlite3.Connection, dataset: Dataset, token: str | None) -> sqlite3.Row | None:
     """Returns the number, partition and event of the spend with a token, or None."""
     query = "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event WHERE dataset = ?"
-    return db.execute(f"{query} AND token = ?", (dataset.id, token)).fetchone()
+    row: sqlite3.Row | None = db.execute(f"{query} AND token = ?", (dataset.id, token)).fetchone()
+    return row
 
 
 # --- Holds --------------------------------------------------------------------------------------------------------
@@ -78,8 +79,6 @@ def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> N
 
 
 class _Read(NamedTuple):
-    """The spends on a dataset that were read so far."""
-
     whole: Tally  # the releases on everything
     parts: list[Counts] | None  # the maximal histories of its parts, or None if they must be read
     position: int | None  # the number of the last counted spend

@@ -36,6 +36,12 @@ from dp_accounting.dp_event import (
     ZCDpEvent,
 )
 
+__all__ = ["ComposedDpEvent", "Counts", "DiscreteLaplaceDpEvent", "DpEvent", "GaussianDpEvent", "LaplaceDpEvent"]
+__all__ += ["NoOpDpEvent", "NonPrivateDpEvent", "PoissonSampledDpEvent", "PureDpEvent", "RandomizedResponseDpEvent"]
+__all__ += ["RepeatAndSelectDpEvent", "SampledWithoutReplacementDpEvent", "SelfComposedDpEvent"]
+__all__ += ["SingleEpochTreeAggregationDpEvent", "TruncatedSubsampledGaussianDpEvent", "UnprovenDpEvent", "ZCDpEvent"]
+__all__ += ["compose", "composition", "describe", "from_json", "parse", "precision", "to_json", "unproven"]
+
 Counts = Counter[DpEvent]
 
 
@@ -65,7 +71,8 @@ class UnprovenDpEvent(DpEvent):
 
 def unproven(reason: str) -> UnprovenDpEvent:
     """Returns the event of a release with empirical privacy only. The ledger's report shows `reason`."""
-    return _validated(UnprovenDpEvent(reason))
+    event: UnprovenDpEvent = _validated(UnprovenDpEvent(reason))
+    return event
 
 
 def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Callable[[Any], float]:
@@ -138,7 +145,6 @@ _CLASSES: Mapping[str, type[DpEvent]] = {name: cls for cls, name in _NAMES.items
 
 
 def _validated(event: Any) -> Any:
-    """Returns an equal event with checked, hashable, plain Python fields."""
     cls = type(event)
     if cls not in _FIELDS:
         raise ValueError(

@@ -590,7 +590,7 @@ class Ledger:
             bound.
 
         Raises:
-            ValueError: A dataset is unknown, or there is no name. Adjacencies or units differ. The events have no
+            ValueError: A dataset is unknown, or `names` is empty. Adjacencies or units differ. The events have no
                 common accounting rule. `delta` leaves nothing beside the registered deltas of "renyi_filter" datasets.
         """
         if isinstance(names, str) or not names:
@@ -782,7 +782,6 @@ class Ledger:
                 raise question
 
     def _reserve(self, requests: Sequence["_Request"], partition: str | None, token: str | None) -> tuple[Spend, ...]:
-        """Reserves all of the requests or none."""
         _check_text("partition", partition)
         _check_text("token", token)
         for request in requests:
@@ -842,7 +841,6 @@ class Ledger:
             return compose(books.held(db, books.dataset_of(db, name)).get(hold, {}))
 
     def _release(self, hold: str, added: Mapping[str, Counts] | None) -> None:
-        """Returns the room that was added to a hold, or with None the whole hold."""
         with self._transaction() as db:
             if added is None:
                 db.execute("DELETE FROM holds WHERE id = ?", (hold,))
@@ -878,8 +876,6 @@ class Ledger:
 
 
 class _Request(NamedTuple):
-    """One event for one dataset."""
-
     name: str
     hold: str | None
     label: str
@@ -904,7 +900,6 @@ def _delta_for(dataset: Dataset, delta: float | None) -> float:
 
 
 def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, token: str | None) -> Spend | None:
-    """Returns the spend for which the token has paid, or None."""
     paid = None if token is None else books.paid_for(db, books.dataset_of(db, request.name), token)
     if paid is None:
         return None

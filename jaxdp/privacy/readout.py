@@ -142,7 +142,6 @@ def _alike(found: Mapping[str, Any]) -> str:
 
 
 def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> list[str]:
-    """Returns the lines of datasets with equal accounts."""
     first = group[0]
     budget = "none" if first["budget"] is None else f"epsilon {first['budget']:g} at delta {first['delta']:g}"
     order = "" if first["renyi_order"] is None else f" at order {first['renyi_order']:g}"

@@ -307,7 +307,6 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Waits for the write lock and holds it."""
         if self.read_only:
             raise ValueError(f"ledger {self.path!r} was opened with read_only=True. Open it without to write.")
         if self._in_memory:
@@ -714,7 +713,6 @@ def now() -> str:
 
 @functools.cache
 def _author() -> tuple[str, str]:
-    """Returns the names of the user and the host, with "" for an unknown user."""
     try:
         who = getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -742,7 +740,6 @@ def _origin(ledger: str) -> str:
 
 
 def _link(last: str, row: Mapping[str, Any], terms: str) -> str:
-    """Returns the link of a spend: a hash of the previous link and of the fields of its row that never change."""
     names = ("id", "partition", "json", "label", "token", "run", "version", "reserved_at", "who", "host")
     return _digest([last, terms, *(row[name] for name in names)])
 

@@ -79,7 +79,6 @@ class Checkpoints:
         self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
 
     def _listed(self) -> dict[int, tuple[str, str]]:
-        """Returns the digests of files and state by step."""
         found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
         if found["sum"] != _sum(found["digests"]):
             raise ValueError(f"{self._list} is damaged: its content differs from its sum. {_REMEDY}")

@@ -42,7 +42,7 @@ def digest(tree: Any) -> str:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if is_array and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             if array.dtype.hasobject:
                 raise TypeError(f"a fact at {name!r} is an array of Python objects. Give arrays of numbers.")
@@ -57,11 +57,8 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def program(function: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a `jax.jit` function compiled for arrays or `jax.ShapeDtypeStruct`s and static arguments.
-
-    Equal texts compute the same values.
-    """
+def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
+    """Returns the text of a `jax.jit` function for arrays or `jax.ShapeDtypeStruct`s. Equal texts compute the same."""
     return function.lower(*args, **kwargs).as_text()
 
 
@@ -101,7 +98,6 @@ def processor() -> list[Any]:
 
 @functools.cache
 def _library() -> str:
-    """Returns a hash of the source text of this library."""
     found = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())

@@ -216,7 +216,7 @@ class Till:
         if kept is None:
             keep = self.keeper(what)
             with self.paying(what) as secret:
-                made = jax.tree.map(np.asarray, what.compute(secret))
+                made: dict[str, Any] = jax.tree.map(np.asarray, what.compute(secret))
                 keep(made)
             return made
         self._delete_seed()  # a crash between keeping and deleting leaves it
@@ -328,7 +328,6 @@ def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
 
 @contextlib.contextmanager
 def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
-    """Reserves all charges of a release or none. Yields them, and commits when the body ends."""
     if not isinstance(what.charges, Sequence):
         with what.charges.reserve(label=what.label, token=token) as charged:
             yield charged
