@@ -376,12 +376,12 @@ def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float
         if kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(rest) and kept[2] <= rest:
             done, total = kept[2:]
     for leaf, count in (rest - done).items():
-        total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count))
+        total = total.compose(_self_compose(leaf_pld(leaf, adjacency, interval), count))
     if len(rest) >= _COMPOSED_LEAST:
         others = [kept for kept in _COMPOSED if kept[2] is not done]
         _COMPOSED[:] = [*others, (adjacency, interval, rest, total)][-_COMPOSED_KEPT:]
     for leaf in gaussians:
-        total = total.compose(_leaf_pld(leaf, adjacency, interval))
+        total = total.compose(leaf_pld(leaf, adjacency, interval))
     return total
 
 
@@ -416,7 +416,8 @@ def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.
 
 
 @functools.lru_cache(maxsize=32)  # Up to a few MB each.
-def _leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+def leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+    """Returns the PLD of a leaf on a grid."""
     rule = _pld_rule(leaf, adjacency)
     assert rule is not None, f"no PLD for {leaf!r}"
     return rule(value_discretization_interval=interval)

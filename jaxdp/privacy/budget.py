@@ -287,11 +287,12 @@ def pld_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Meth
     """Returns `epsilon_of_counts`, cached for compositions with few distinct releases."""
     if len(counts) > 256:
         return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
-    return _cached_epsilon(frozenset(counts.items()), delta, adjacency, method)
+    return remembered_epsilon(frozenset(counts.items()), delta, adjacency, method)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_epsilon(
+def remembered_epsilon(
     counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
 ) -> float:
+    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
