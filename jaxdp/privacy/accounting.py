@@ -1,7 +1,7 @@
 """Epsilon of events: privacy loss distributions (PLD) first, Renyi DP (RDP) where PLD has no rule.
 
-dp_accounting computes both. This module counts equal events, applies the noise multiplier under each adjacency and
-adds pure events. Its results stay upper bounds for extreme numbers.
+dp_accounting computes both. This module counts equal events, applies the noise multiplier under each adjacency and adds
+pure events. Its results stay upper bounds for extreme numbers.
 
 Each leaf event stands for a pair of distributions (`s` is its noise multiplier, `q` its sampling probability):
 
@@ -28,8 +28,8 @@ Formal guarantees: every number is an upper bound for adaptive composition of me
 must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
 Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). A reserve of
 1e-11 of delta (1e-17 per event beyond a million) covers the float64 error of the FFT. Poisson sampling under
-replace_one assumes that the worst record and replacement point in opposite directions.
-tests/privacy/test_accounting.py checks this in the plane.
+replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
+checks this in the plane.
 """
 
 import contextlib
@@ -185,8 +185,7 @@ class Tally:
     """The proven part of a composition that grows by small steps, with the losses that a first check by RDP needs.
 
     One precision stands for all Gaussians: the sum of count / noise_multiplier^2. A method that adds returns a new
-    tally
-    and copies a dictionary of the distinct leaves that are not Gaussians.
+    tally and copies a dictionary of the distinct leaves that are not Gaussians.
 
     Attributes:
         adjacency: The adjacency of the dataset.
@@ -389,8 +388,7 @@ def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float)
     """Returns a grid on which rounding adds about 1e-4 of epsilon. Every interval is sound.
 
     Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small. Intervals are powers of
-    two,
-    so that nearby compositions share cached leaves.
+    two, so that nearby compositions share cached leaves.
     """
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
     floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)

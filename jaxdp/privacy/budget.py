@@ -155,9 +155,8 @@ class Unsettled(Exception):
 class BudgetCheck:
     """Decides whether compositions fit a dataset's budget, with few PLDs.
 
-    Composition is monotone. Fewer releases than a fitting composition fit, and more than an exceeding one exceed. So a
-    few
-    known compositions answer most questions. RDP is cheap and answers others.
+    Composition is monotone. A part of a fitting composition fits, and a superset of an exceeding one exceeds. So a few
+    known compositions answer most questions. RDP, where it suffices, is cheap.
     """
 
     def __init__(self, dataset: Dataset):

@@ -169,12 +169,9 @@ def composition(event: DpEvent) -> Counts:
     """Flattens an event into {leaf event: count}, which accounting and ledger use.
 
     Equal releases get equal leaves. `ComposedDpEvent` and `SelfComposedDpEvent` are counted, and `NoOpDpEvent`
-    disappears.
-    Poisson sampling with probability 1 is dropped. A composition of Gaussians on one Poisson sample becomes the
-    Gaussian
-    with multiplier (sum_i s_i^-2)^-1/2 on that sample. Events with a separate sample for each would under-count. A
-    mechanism
-    without noise becomes `NonPrivateDpEvent`.
+    disappears. Poisson sampling with probability 1 is dropped. A composition of Gaussians on one Poisson sample becomes
+    the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample. Events with a separate sample for each would
+    under-count. A mechanism without noise becomes `NonPrivateDpEvent`.
 
     Returns:
         Counts >= 1 of validated, hashable leaves, ordered by the leaves' JSON.

@@ -218,10 +218,8 @@ class Hold:
         """Returns an account whose spends use the room of this hold.
 
         A spend takes the events that it shares with the hold out of the hold. Its other events must fit beside
-        everything
-        that is spent and held. A replayed token takes nothing. If the hold was closed or taken over or has lapsed,
-        spends are
-        ordinary.
+        everything that is spent and held. A replayed token takes nothing. If the hold was closed or taken over or has
+        lapsed, spends are ordinary.
 
         Args:
             account: A dataset's name, or an account.
@@ -236,7 +234,7 @@ class Hold:
         return Account(self.ledger, name, label or kept, self)
 
     def left(self, name: str) -> DpEvent:
-        """Returns the events for which the hold, or the one that it extends, still keeps room, or a `NoOpDpEvent`."""
+        """Returns the events for which the hold, with any hold that it extends, keeps room, or a `NoOpDpEvent`."""
         return self.ledger._held_left(self._id, name)
 
     def close(self) -> None:
@@ -468,18 +466,16 @@ class Ledger:
         """Keeps room for events that will be spent later, on all of several datasets or on none.
 
         Spends and holds of others, in any process, must fit beside the room that is held. A hold is not a spend:
-        `epsilon`,
-        `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
+        `epsilon`, `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
 
         Under an account that spends from a hold already, this extends that hold by the room that it lacks. Closing the
-        new
-        hold returns what it added. The `key` and `seconds` of the first one stay.
+        new hold returns what it added. The `key` and `seconds` of the first one stay.
 
         Args:
             requests: Pairs of a registered dataset, or an account of this ledger, and an event. A dataset that is named
                 twice gets room for the sum. Accounts that spend from a hold must share it.
-            key: The holder. A hold replaces the one with the same key. A restarted program thus takes over its old
-                hold, for the events that `paid` shows unpaid.
+            key: The holder. A hold replaces the one with the same key. A restarted program thus
+                replaces its old hold by one for the events that `paid` shows unpaid.
             label: A label for the report. Never put data in it.
             seconds: The time after which the hold lapses, from the moment it was made or last spent from.
 
@@ -527,8 +523,7 @@ class Ledger:
         """Returns `epsilon(name, delta=, partition=)` as it would be after spending `event`. It spends nothing.
 
         The budget does not count here, but `check` tests it. For a "renyi_filter" dataset the answer is the epsilon of
-        its
-        bound, or more if the bound does not allow the event.
+        its bound, or more if the bound does not allow the event.
 
         Raises:
             ValueError: As in `epsilon`. The event is unknown or has no accounting rule for the dataset's adjacency.
@@ -539,8 +534,7 @@ class Ledger:
         """Raises the errors that `spend_all` of the same requests would raise. It changes nothing.
 
         It counts the room that others hold. Under an account of a hold, it uses the room of that hold. Another process
-        may
-        take the room right afterwards, unless `hold` keeps it.
+        may take the room right afterwards, unless `hold` keeps it.
         """
         asked = [self._request(account, event, "") for account, event in requests]
         self._settled(lambda db: self._admit(db, asked, None, ahead=True), "DEFERRED")
@@ -567,19 +561,15 @@ class Ledger:
         """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
 
         Changing such a record changes every dataset at once, each to a neighbour. So all releases compose as if they
-        were
-        made about one dataset: the PLD (or RDP) of the sum of the compositions. In each dataset the record lies in one
-        part.
-        The result is the maximum over all choices of parts. Releases may read the datasets in turn, each with a view of
-        all
-        earlier outputs. Adaptive composition does not ask which input a mechanism reads.
+        were made about one dataset: the PLD (or RDP) of the sum of the compositions. In each dataset the record lies in
+        one part. The result is the maximum over all choices of parts. Releases may read the datasets in turn, each with
+        a view of all earlier outputs. Adaptive composition does not ask which input a mechanism reads.
 
         Events of a "renyi_filter" dataset may be chosen adaptively. Once anything was spent on it, it counts as one
         interactive mechanism that is (registered epsilon, registered delta)-DP. Epsilons and deltas of concurrent
-        interactive
-        mechanisms add up (Vadhan and Zhang 2023, arXiv 2207.08335, and Lyu 2022, arXiv 2207.09397). The result is the
-        sum of
-        the registered epsilons and of the other datasets' epsilon at `delta` less the registered deltas.
+        interactive mechanisms add up (Vadhan and Zhang 2023, arXiv 2207.08335, and Lyu 2022, arXiv 2207.09397). The
+        result is the sum of the registered epsilons and of the other datasets' epsilon at `delta` less the registered
+        deltas.
 
         Args:
             names: Registered datasets of one adjacency and unit. A dataset that is named twice counts once.
@@ -627,8 +617,8 @@ class Ledger:
         """Returns the budget's epsilon minus the spent epsilon, at the budget's delta. It is infinite without a budget.
 
         The next event may cost less than its own epsilon. Room that is held counts as free, and unproven releases do
-        not
-        count. For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
+        not count. For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's
+        epsilon.
         """
         with self._transaction("DEFERRED") as db:
             dataset = books.dataset_of(db, name)
@@ -760,8 +750,7 @@ class Ledger:
         """Raises unless the sum of the requests to each dataset fits beside everything that is spent and held.
 
         Events that a request takes out of a hold count once. While a program spends what it holds, the sum and the
-        verdict
-        do not change.
+        verdict do not change.
         """
         for name in dict.fromkeys(request.name for request in requests):
             dataset, nothing = books.dataset_of(db, name), Counter[DpEvent]()

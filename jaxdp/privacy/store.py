@@ -470,7 +470,6 @@ def _torn_page(db: sqlite3.Connection) -> str | None:
 
 
 def _relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row, str]]:
-    """Yields every spend with its correct link."""
     terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
     link = _origin(ledger)
     for row in db.execute(
@@ -513,8 +512,7 @@ def accept(path: str | os.PathLike[str]) -> Head:
     """Makes an intact database valid whose head is missing or ahead. Returns the head of this new branch.
 
     Nothing is undone. A workdir that spent more sees that the branch is not the one in its notes. It charges the
-    missing
-    spends when it is resumed.
+    missing spends when it is resumed.
 
     Raises:
         LedgerDamaged: The database is inconsistent.
@@ -726,7 +724,6 @@ def terms_of(row: Mapping[str, Any]) -> str:
 
 
 def _seal(row: Mapping[str, Any], ledger: str) -> str:
-    """Returns a hash that shows changes in a dataset's row."""
     return _digest([ledger, terms_of(row), row["records"]])
 
 

@@ -258,8 +258,7 @@ class Till:
         """Charges the accounts for noted charges that their ledger lacks.
 
         Another ledger, or one restored from an older copy, is charged in full. The same holds for a single account
-        under a
-        name that the workdir does not know.
+        under a name that the workdir does not know.
 
         Raises:
           BudgetExceeded: A ledger has no room for the noted charges.
