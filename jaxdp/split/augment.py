@@ -85,8 +85,8 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
     """Finds for every token the other image whose token at the same position is most similar (Eq. 13).
 
     The representations are real [n, tokens, d]. The cosine measures similarity, so a common factor does not matter. The
-    first of equally similar images wins. A token of zeros has similarity 0 with every other token.
-    The function needs memory for n x n numbers.
+    first of equally similar images wins. A token of zeros has similarity 0 with every other token. The function
+    needs memory for n x n numbers.
 
     Returns:
       int32 [tokens, n], indices of images. No image is its own neighbour, unless it is the only one.
