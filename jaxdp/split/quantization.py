@@ -74,11 +74,11 @@ def search_scales(
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 
-    For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8). y is the site's output in full precision, yhat the
-    output of the quantised operands, and g the gradient of the cross-entropy with respect to y. Zero taps on all
-    outputs give every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed fractions
-    of max|x| / (2^(k-1) - 1/2). The search alternates between the operands, the weight first, until a turn of both
-    changes nothing. The first minimum wins.
+    For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8). Here y is the site's output in full precision,
+    yhat the output of the quantised operands, and g the gradient of the cross-entropy with respect to y. Zero taps on
+    all outputs give every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed
+    fractions of max|x| / (2^(k-1) - 1/2). The search alternates between the operands, the weight first, until a turn of
+    both changes nothing. The first minimum wins.
 
     Args:
       backbone, params: The whole model, with a head for `labels`.
@@ -132,8 +132,7 @@ class QuantizedFrontend:
       codes: int8 codes of every parameter of the frontend, by path.
       units: The scale of each parameter: [], or [channels] in the patch embedding.
       scales: The scales of the sites. The forward pass uses the scales of activations.
-      bits: Bits of kernels and activations. Biases, LayerNorm, tokens and positions have 8 bits and searched for no
-        scale.
+      bits: Bits of kernels and activations. Biases, LayerNorm, tokens and positions always have 8.
     """
 
     codes: Mapping[str, jax.Array]
