@@ -86,9 +86,7 @@ class Backbone:
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
 
     def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:
-        """Returns the backbone for another task, and `back` with a new random head.
-
-        `back` holds the parameters of the backend.
+        """Returns the backbone for another task, and the backend's parameters `back` with a new random head.
 
         Raises:
           ValueError: `num_classes` is less than 2.
@@ -124,10 +122,7 @@ def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
 
 
 def two_thirds(model: Any) -> int:
-    """Returns the number of blocks after which the paper cuts: 16 of 24 in ViT-L, 8 of 12 in DeiT-B.
-
-    In Swin-L it cuts after stage 3.
-    """
+    """Returns how many blocks precede the paper's cut: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1-3 of Swin-L."""
     if hasattr(model, "depths"):
         return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)

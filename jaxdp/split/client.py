@@ -66,7 +66,7 @@ def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) ->
 def represent(
     backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array, *, batch_size: int = 128
 ) -> jax.Array:
-    """Computes the representations of images under a frontend, batch by batch.
+    """Computes the representations of images under a frontend, float32 [n, T, D], batch by batch.
 
     Args:
       backbone: The model and the position of its cut.
@@ -74,9 +74,6 @@ def represent(
       params: Parameters of the frontend: `perturb_params(key, frontend.params)`, or `frontend.params` without noise.
       images: float32 [n, S, S, C] in [0, 1].
       batch_size: Images per call of the compiled program.
-
-    Returns:
-      float32 [n, T, D].
 
     Raises:
       ValueError: Images are empty, of another shape or outside [0, 1], or batch_size is less than 1.

@@ -146,13 +146,10 @@ def plan_copies(
     prefix_tokens: int,
     label: str,
 ) -> Release[np.ndarray]:
-    """Returns the upload of `augment_then_noise` as a release for a till (`jaxdp.release.Till`). It spends nothing.
+    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a till.
 
-    The account pays `published_event`: nothing about this upload is proven. The ledger shows `label` to people, so the
-    label must not hold data. Other arguments and errors are as in `augment_then_noise`.
-
-    Returns:
-      A release of all copies, float32 [1 + copies, n, T, D].
+    It spends nothing. The account pays `published_event`: nothing about this upload is proven. The ledger shows
+    `label` to people, so it must not hold data. Other arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)

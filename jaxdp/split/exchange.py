@@ -510,7 +510,7 @@ def receive_answers(folder: Folder, *, queries: Path, num_classes: int) -> np.nd
 
     def check(package: Package) -> np.ndarray:
         if package.fields["queries"] != manifest_sum(queries):
-            raise ValueError(f"they answer other queries than {queries}. Delete them, and start both parties again.")
+            raise ValueError(f"answers are for other queries than {queries}. Delete them and start both parties again.")
         count = len(read_package(queries, "queries", arrays=["representations"]).arrays["representations"])
         _check_arrays(package.arrays, {"logits": ((count, num_classes), np.float32)})
         return package.arrays["logits"]
@@ -569,7 +569,7 @@ def _remove(folder: Path) -> None:
 
 def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
     if fingerprint != shipment.fingerprint:
-        raise ValueError("It was made with another frontend. Give both parties the same package 'frontend'.")
+        raise ValueError("the package was made with another frontend. Give both parties the same package 'frontend'.")
 
 
 def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:

@@ -369,10 +369,7 @@ class PrivateRelease:
 def _release(
     key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, mechanism: Mechanism, shuffle: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Does all floating-point work of a release.
-
-    Returns noisy coordinates [n, k], their order [n], and words [2, n] for labels.
-    """
+    """Computes all floating-point results of a release: coordinates [n, k], order [n], words [2, n] for labels."""
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)

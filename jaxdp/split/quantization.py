@@ -166,16 +166,13 @@ def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> Quanti
 def quantized_front(
     backbone: Backbone, frontend: QuantizedFrontend, images: jax.Array, *, params: Params | None = None
 ) -> jax.Array:
-    """Computes representations of a quantised frontend. All its products have quantised operands.
+    """Computes dequantised representations float32 [B, T, D] of a frontend whose products have quantised operands.
 
     Args:
       backbone, frontend: The model and its cut, and the frontend's weights and scales.
       images: float32 [B, S, S, C] in [0, 1].
       params: The client's noisy parameters, which replace the dequantised ones. They stay in floating point: rounding
         them to codes again would erase most of the noise.
-
-    Returns:
-      float32 [B, T, D], dequantised.
     """
     scales, bits = frontend.scales, frontend.bits
     specs = describe_frontend(backbone).sites  # outside the interceptor, which would intercept its calls as well

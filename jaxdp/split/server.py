@@ -113,16 +113,14 @@ def tune_backend(
 ) -> dict[str, Any]:
     """Tunes backend and head on mixed representations of the original and the quantised frontends (Eq. 11).
 
-    The frontends do not change. The loss is the mean over them, where the paper has a sum.
+    The frontends do not change. The loss is the mean over them, where the paper has a sum. The function returns the
+    parameters of the backend, with the head.
 
     Args:
       key: Typed PRNG key of the order and the mixing.
       backbone, params, images, labels: As in `calibrate_frontends`, which made the frontends.
       learning_rate, epochs, batch_size: As in `fit_in_memory`.
       beta: As in `mixup_representations`.
-
-    Returns:
-      The parameters of the backend, with the head.
 
     Raises:
       ValueError: Labels do not match images or [0, num_classes), images or frontends are empty, or a learning
