@@ -93,7 +93,7 @@ def play(method: Method, ask: Callable[[int, jax.Array], jax.Array], variance: f
 
     Args:
       method: The calibrator.
-      ask: `ask(k, temperature) -> float32 [s]` returns the sum of the sources' answers in round k. The paper takes the mean,
+      ask: `ask(k, temperature)` returns the sum of the answers in round k, float32 [s]. The paper takes the mean,
         but no method depends on the factor.
       variance: Variance of the noise in each number of an answer: `Scale.variance` times the number of sources, or 0.
     """
