@@ -173,7 +173,7 @@ def _check_examples(confidence: jax.Array, **others: jax.Array) -> None:
     for name, value in others.items():
         if jnp.shape(value) != shape:
             raise ValueError(
-                f"{name} must have one entry per example and shape {shape}, as confidence, got {jnp.shape(value)}."
+                f"{name} must have one entry per example and shape {shape}, got shape {jnp.shape(value)}."
             )
 
 

@@ -203,15 +203,15 @@ def test_a_label_out_of_range_is_no_number(label):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\); .* jax.vmap"),
+        (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\). .* jax.vmap"),
         (lambda: ece(np.ones(3), np.ones(2, bool)), r"correct .* \(3,\), got shape \(2,\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)), r"mask .* got shape \(\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1, got 0"),
         (lambda: ece(np.ones(3), np.ones(3, bool), binning="log"), "binning must be \"equal_width\" .* got 'log'"),
         (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1, got -1"),
         (lambda: reliability(np.ones(3), np.ones((3, 1), bool)), r"correct .* got shape \(3, 1\)"),
-        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\); add a batch axis"),
-        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\); take argmax"),
+        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\). Add a batch axis"),
+        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\). Take argmax"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(call, message):

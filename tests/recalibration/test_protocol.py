@@ -83,7 +83,7 @@ def test_without_noise_there_is_no_scale():
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_smallest_epsilon_is_named_and_works(method):
-    with pytest.raises(ValueError, match=r"epsilon=1e-09 needs more noise .* use at least") as error:
+    with pytest.raises(ValueError, match=r"epsilon=1e-09 needs more noise .* Use at least") as error:
         scale_of(method, 1e-9)
     smallest = float(re.search(r"at least (.*)\.$", str(error.value))[1])
     assert scale_of(method, smallest).noise <= noise.LARGEST_DISCRETE_SCALE
@@ -98,7 +98,7 @@ def test_impossible_noise_is_refused():
             scale_of(AccT(), epsilon)
     with pytest.raises(ValueError, match=r"adjacency must be one of .* got 'substitute'"):
         scale_of(AccT(), 1.0, "substitute")
-    with pytest.raises(ValueError, match=r"NllT.* sensitivity of 513.0; exact sums hold at most 512"):
+    with pytest.raises(ValueError, match=r"NllT.* sensitivity of 513.0. Exact sums hold at most 512"):
         scale_of(NllT(bound=513.0), 1.0)
 
 
@@ -247,7 +247,7 @@ def test_impossible_sources_are_refused_without_their_size(logits, labels, error
 
 
 def test_too_many_records_for_exact_sums_are_refused():
-    with pytest.raises(ValueError, match="more than 131072 records; divide it"):
+    with pytest.raises(ValueError, match="more than 131072 records. Divide it"):
         Party(np.zeros((2**17 + 1, 2), np.float32), np.zeros(2**17 + 1, np.int32))
 
 

@@ -387,13 +387,13 @@ MISTAKES = {
     "long bracket": ({"bracket": (1, 2, 3)}, ValueError, r"bracket must be .* got \(1, 2, 3\)"),
     "spacing": ({"spacing": "cubic"}, ValueError, "spacing must be 'log' or 'linear', got 'cubic'"),
     "search": ({"search": "ternary"}, ValueError, "search must be 'golden' or 'bisection', got 'ternary'"),
-    "no sources": ({"sources": []}, ValueError, "sources is empty; give at least one"),
+    "no sources": ({"sources": []}, ValueError, "sources is empty. Give at least one"),
     "no list": ({"sources": GOOD}, TypeError, r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray"),
     "triple": ({"sources": [(*GOOD, 3)]}, TypeError, r"sources\[0\] must be a pair"),
     "classes": ({"sources": [GOOD, people(9, m=4)]}, ValueError, r"same number of classes, got .* \[4, 6\]"),
     "labels": ({"sources": [(GOOD[0], GOOD[1] * 1.0)]}, TypeError, r"sources\[0\].* integer labels, got .* float64"),
     "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* must have logits"),
-    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account and others have"),
+    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account but others do"),
 }
 
 

@@ -135,9 +135,9 @@ def test_hilbert_augment_keeps_the_dtype():
 
 def test_hilbert_augment_refuses_what_is_no_image():
     images = some_images()["digits"]
-    with pytest.raises(ValueError, match=r"images must be \[n, H, W, C\], got shape \(8, 8, 1\); give one image as"):
+    with pytest.raises(ValueError, match=r"images must be \[n, H, W, C\], got shape \(8, 8, 1\). Give one image as"):
         hilbert_augment(images[0])
-    with pytest.raises(TypeError, match=r"images must be floating point in .* got uint8; divide uint8 by 255"):
+    with pytest.raises(TypeError, match=r"images must be floating point in .* got uint8. Divide uint8 by 255"):
         hilbert_augment(images.astype(np.uint8))
     with pytest.raises(ValueError, match=r"axis must be -3 \(height\) or -2 \(width\), got -1"):
         hilbert_augment(images, axis=-1)
@@ -220,7 +220,7 @@ def test_one_image_is_its_own_neighbor_and_is_not_augmented():
     neighbors = retrieve_neighbors(x)
     np.testing.assert_array_equal(neighbors, np.zeros((5, 1)))
     np.testing.assert_array_equal(patch_augment(jax.random.key(0), x, neighbors, 0), x)
-    with pytest.raises(ValueError, match=r"n_patches=2 needs a neighbour, .* use n_patches=0, or more images"):
+    with pytest.raises(ValueError, match=r"n_patches=2 needs a neighbour, .* Use n_patches=0, or more images"):
         patch_augment(jax.random.key(0), x, neighbors, 2)
 
 
@@ -351,7 +351,7 @@ def test_bad_arguments_of_augmentation_are_named(task):
         patch_augment(key, x, neighbors, 1.5)
     with pytest.raises(ValueError, match=r"prefix_tokens must be in \[0, 7\] for 7 tokens, got 8"):
         patch_augment(key, x, neighbors, 0, prefix_tokens=8)
-    with pytest.raises(ValueError, match=r"neighbors has shape \(4, 7\), .* \(7, 4\); use retrieve_neighbors"):
+    with pytest.raises(ValueError, match=r"neighbors has shape \(4, 7\), .* \(7, 4\). Use retrieve_neighbors"):
         patch_augment(key, x, neighbors.T, 2)
     with pytest.raises(TypeError, match="neighbors must be integers, got float32"):
         patch_augment(key, x, neighbors.astype(np.float32), 2)

@@ -282,7 +282,7 @@ def test_blocks_that_merge_patches_stay():
 
 
 def test_a_model_without_a_middle_is_refused():
-    with pytest.raises(ValueError, match="needs a block to drop between 1 first and 1 last ones; the model has only 2"):
+    with pytest.raises(ValueError, match="needs a block to drop between 1 first and 1 last ones. The model has only 2"):
         recipe_of(some_vit(2))
     with pytest.raises(ValueError, match="drop must be 'uniform' or 'random', got 'even'"):
         recipe_of(some_vit(3), drop="even")
@@ -351,7 +351,7 @@ def test_the_last_blocks_of_another_model_go_behind_the_frontend(params, fronten
 
 def test_parameters_in_place_of_a_frontend_are_refused(params, digits):
     for baseline in (probe_quantized_frontend, tune_quantized_frontend):
-        with pytest.raises(ValueError, match="params must be a QuantizedFrontend, what a client is given, got dict"):
+        with pytest.raises(ValueError, match="params must be the client's QuantizedFrontend, got dict"):
             adapted(baseline, params, digits[0])
 
 

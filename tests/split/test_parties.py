@@ -120,7 +120,7 @@ def test_wrong_images_cost_nothing(client, batch):
     image, label = batch["image"], batch["label"]
     for arrays, match in (
         ({"image": image}, r"images.npz has no array label; it has image\. Make it again"),
-        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, from which 4 patches"),
+        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, which must give 4 patches"),
         ({"image": image[:0], "label": label[:0]}, r"images must be \[n, 8, 8, 1\] with n >= 1"),
         ({"image": image, "label": label[1:]}, "labels must be 17 integers, one per image"),
         ({"image": image, "label": label, "test_image": image, "test_label": label + 1}, r"labels must be in \[0, 3\)"),
@@ -143,7 +143,7 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
         client.run()
     manifest = client.shared / "frontend" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"cut": 2', '"cut": 1'))
-    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states; .* send it again"):
+    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states. .* Send it again"):
         client.run()
     assert client.untouched()
     replaced(None)

@@ -78,12 +78,12 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
         ([0, 1], r"labels must be 3 integers, one per image, got int64 \[2\]"),
         ([[0], [1], [2]], r"labels must be 3 integers, one per image, got int64 \[3, 1\]"),
         ([0.0, 1.0, 2.0], r"labels must be 3 integers, one per image, got float64 \[3\]"),
-        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the head; some are outside"),
+        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the head. Some labels are outside"),
         ([0, -1, 2], r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_labels(bad, 3, 3)
-    with pytest.raises(ValueError, match="images must be at least one, got none"):
+    with pytest.raises(ValueError, match="images must not be empty"):
         check_labels(np.zeros(0, int), 0, 3)
 
 
@@ -258,7 +258,7 @@ def without(vit, *paths):
     [("head", "block_0/attention/key"), ("block_1/mlp_1", "block_1/mlp_0")],
 )
 def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
-    message = rf"with respect to {named} are numerically zero: any scale would do. .* metric='mse'"
+    message = rf"with respect to {named} are numerically zero, so they select no scale. .* metric='mse'"
     with pytest.raises(ValueError, match=message):
         search_scales(vit.backbone, without(vit, zero), *calibration, bits=BITS, batch_size=2)
 
@@ -306,7 +306,7 @@ def test_impossible_searches_are_refused(vit):
     ]:
         with pytest.raises(ValueError, match=message):
             search(vit.images[:4], labels)
-    with pytest.raises(ValueError, match="images must be at least one"):
+    with pytest.raises(ValueError, match="images must not be empty"):
         search(vit.images[:0], vit.labels[:0])
     with pytest.raises(ValueError, match="metric must be 'hessian' or 'mse', got 'kl'"):
         search(vit.images, vit.labels, metric="kl")

@@ -113,15 +113,15 @@ def test_impossible_images_are_refused(vit):
         (good[..., 0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 8, 8\]"),
         (good[:, :6], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 6, 8, 1\]"),
         (good[:0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[0, 8, 8, 1\]"),
-        ((good * 16).astype(np.uint8), "images must be floating point in .* got uint8; divide by the largest value"),
-        (good - 0.01, r"images must be in \[0, 1\], and some are not"),
-        (good * 1.01, r"images must be in \[0, 1\], and some are not"),
-        (good * np.nan, r"images must be in \[0, 1\], and some are not"),
+        ((good * 16).astype(np.uint8), "images must be floating point in .* got uint8. Divide by the largest possible value"),
+        (good - 0.01, r"images must be in \[0, 1\]. Some are outside"),
+        (good * 1.01, r"images must be in \[0, 1\]. Some are outside"),
+        (good * np.nan, r"images must be in \[0, 1\]. Some are outside"),
     ]:
         with pytest.raises(ValueError, match=message):
             vit.backbone.check_images(bad)
     vit.backbone.check_images(good)
-    with pytest.raises(ValueError, match=r"images must be in \[0, 1\], and some are not"):
+    with pytest.raises(ValueError, match=r"images must be in \[0, 1\]. Some are outside"):
         represent(vit.backbone, vit.quantized(8), vit.front, good * 2)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         represent(vit.backbone, vit.quantized(8), vit.front, good, batch_size=0)
@@ -219,7 +219,7 @@ def test_impossible_copies_are_refused(make):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "copies": -1})
     with pytest.raises(ValueError, match="n_patches=8 is more than the 7 patch positions"):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "n_patches": 8})
-    with pytest.raises(ValueError, match="n_patches=3 needs a neighbour, but there is one image only"):
+    with pytest.raises(ValueError, match="n_patches=3 needs a neighbour, but there is only one image"):
         make(KEY, X[:1], laplace_scale=B, **OPTIONS)
     assert make(KEY, X[:1], laplace_scale=B, copies=2, n_patches=0, prefix_tokens=0).index()[1].tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="key must be a typed key"):
