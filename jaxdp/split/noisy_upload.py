@@ -159,14 +159,14 @@ def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilo
     Formal guarantees:
       The release of each label, as int32, is (epsilon, 0)-DP for its replacement by any other label. That holds for the
       sampled distribution: the code compares 64 random bits with an integer threshold, and the threshold satisfies the
-      inequality exactly (`_threshold`). Only the generator of the bits must be trusted.
+      inequality exactly (`response_threshold`). Only the generator of the bits must be trusted.
 
     Raises:
       TypeError: The key is of the old style, or labels are not integers.
       ValueError: Labels are outside [0, num_classes), or another argument is out of range. Nothing is drawn.
     """
     noise.check_key(key)
-    threshold = _threshold(num_classes, epsilon)
+    threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
     return _respond(jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold)
 
@@ -188,13 +188,13 @@ def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
     Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of p(x) @ matrix with the
     observed label. p(x) are the predicted probabilities of the true label. Errors are as in `randomized_response`.
     """
-    other = _threshold(num_classes, epsilon) * 2.0**-_BITS
+    other = response_threshold(num_classes, epsilon) * 2.0**-_BITS
     matrix = np.full((num_classes, num_classes), other)
     np.fill_diagonal(matrix, 1 - (num_classes - 1) * other)
     return matrix.astype(np.float32)
 
 
-def _threshold(num_classes: int, epsilon: float) -> int:
+def response_threshold(num_classes: int, epsilon: float) -> int:
     """Returns how many of 2**64 numbers stand for each other label: the least r that is exactly epsilon-DP, 0 for inf.
 
     With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and r <= E own.
@@ -253,7 +253,7 @@ class PrivateRelease:
                 f"normal range of float32, up to {_LARGEST_NORM:g}. Otherwise the noise vanishes or overflows. Change "
                 "the multiplier, or scale representations and clip_norm."
             )
-        _threshold(self.num_classes, self.label_epsilon)
+        response_threshold(self.num_classes, self.label_epsilon)
 
     @classmethod
     def calibrated(
@@ -357,7 +357,7 @@ class PrivateRelease:
     def _draw(self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool) -> Released:
         features, order, words = _release(key, *self._arguments(x, projection), self.mechanism, shuffle)
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
-        threshold = _threshold(self.num_classes, self.label_epsilon)
+        threshold = response_threshold(self.num_classes, self.label_epsilon)
         return Released(features, _respond(words, shuffled, self.num_classes, threshold))
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:

@@ -233,7 +233,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _absent(root: Path) -> FileNotFoundError:
-    return FileNotFoundError(f"{root / _MANIFEST} does not exist. Is {root} a package? If so, send it again.")
+    return FileNotFoundError(f"{root / _MANIFEST} does not exist. Give the folder of a package, or send it again.")
 
 
 def _damaged(path: Path, what: str) -> ValueError:

@@ -131,7 +131,7 @@ def tune_backend(
     check_labels(labels, len(images), backbone.num_classes)
     front, back = backbone.divide(params)
     return fit_in_memory(
-        _mixup_loss(backbone, beta),
+        mixup_loss(backbone, beta),
         back,
         (jnp.asarray(images), jnp.asarray(labels)),
         key=key,
@@ -143,7 +143,9 @@ def tune_backend(
 
 
 @functools.lru_cache
-def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
+def mixup_loss(backbone: Backbone, beta: float) -> Loss:
+    """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
+
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         (front, frontends), (images, labels) = frozen, batch
         exact = backbone.front(front, images)
@@ -230,7 +232,7 @@ def adapt(
     if label_noise is None:
         label_noise = jnp.eye(num_classes)
     tuned = fit_in_memory(
-        _copies_loss(backbone),
+        copies_loss(backbone),
         back,
         copies.index(),
         key=key,
@@ -243,7 +245,9 @@ def adapt(
 
 
 @functools.lru_cache
-def _copies_loss(backbone: Backbone) -> Loss:
+def copies_loss(backbone: Backbone) -> Loss:
+    """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
+
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         (copies, labels, label_noise), (images, numbers) = frozen, batch
         log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))

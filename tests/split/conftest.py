@@ -1,7 +1,9 @@
 """One tiny ViT on real digits, whole and cut in two, in JAX and in NumPy."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import pathlib
 from typing import Any, NamedTuple
 
@@ -102,3 +104,17 @@ def vit() -> TinyViT:
     front, back = backbone.divide(params)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     return TinyViT(backbone, params, front, back, batch["image"], batch["label"], _reference, exact)
+
+
+@pytest.fixture
+def nothing_compiles(caplog):
+    """A context manager that fails if JAX compiles a program in it."""
+
+    @contextlib.contextmanager
+    def watch():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), jax.log_compiles():
+            yield
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+
+    return watch

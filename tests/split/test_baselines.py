@@ -10,7 +10,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT, training
+from jaxdp.models import Preprocessing, ViT
 from jaxdp.models.swin import Swin
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.baselines import (
@@ -204,13 +204,13 @@ def test_linear_probing_is_logistic_regression(trained, params, digits):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_are_told_from_ones_and_other_learning_rates_keys_and_epochs_compile_nothing(
-    trained, public, digits, name
+    trained, public, digits, name, nothing_compiles
 ):
     train, test = digits
-    before = training._epoch._cache_size()
     other = {"learning_rate": 2e-2, "key": jax.random.key(9), "epochs": 100 if name == "lp" else 15}
-    found = adapted(BASELINES[name], public[name], train, backbone=backbone_of(name), **other)
-    assert training._epoch._cache_size() == before
+    list(jax.random.split(jax.random.key(0), other["epochs"]))  # small programs that depend on the number of epochs
+    with nothing_compiles():
+        found = adapted(BASELINES[name], public[name], train, backbone=backbone_of(name), **other)
     assert accuracy(found, *test, batch_size=20) > 0.8  # of 60, half by chance
 
 
@@ -282,7 +282,7 @@ def test_blocks_that_merge_patches_stay():
 
 
 def test_a_model_without_a_middle_is_refused():
-    with pytest.raises(ValueError, match="needs a block to drop between 1 first and 1 last ones. The model has only 2"):
+    with pytest.raises(ValueError, match=r"a block to drop between 1 first and 1 last ones\. The model has only 2"):
         recipe_of(some_vit(2))
     with pytest.raises(ValueError, match="drop must be 'uniform' or 'random', got 'even'"):
         recipe_of(some_vit(3), drop="even")

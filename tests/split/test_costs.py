@@ -150,7 +150,7 @@ def test_products_are_counted_wherever_they_are():
     def loop(a):
         return lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, a)
 
-    with pytest.raises(ValueError, match="a while_loop has an unknown number of steps.* Use scan"):
+    with pytest.raises(ValueError, match=r"a while_loop has an unknown number of steps.* Use scan"):
         count_macs(loop, shape(4, 4))
     assert count_macs(lambda a: lax.while_loop(lambda c: c.sum() < 9, lambda c: 2 * c, a), shape(4, 4)) == 0
 

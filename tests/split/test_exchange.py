@@ -170,7 +170,7 @@ def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
 
     refused("model.dtype must be None", backbone=with_model(vit.backbone.model.clone(dtype=jnp.bfloat16)))
     refused(
-        "activation must be one of gelu, .* got another",
+        "activation must be one of gelu, .* to be sent",
         backbone=with_model(vit.backbone.model.clone(activation=jnp.sin)),
     )
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
     refused("must be one of ViT, Swin to be sent, got Other", backbone=with_model(other))
     refused("n_patches=17 is more than the 16 patches of a representation. Use at most 16", n_patches=17)
     refused("copies must be an integer of at least 0, got -1", copies=-1)
-    refused("projection and clip_norm must be given both", projection=None)
+    refused("projection and clip_norm go together", projection=None)
     refused("array 'codes/block_0/.* must be int8 of shape", backbone=with_model(vit.backbone.model.clone(mlp_width=5)))
     refused("does not belong there", backbone=Backbone(vit.backbone.model, vit.backbone.preprocessing, 1))
     assert list(tmp_path.iterdir()) == []
@@ -526,7 +526,5 @@ def test_a_package_is_shared_once_and_never_exchanged(tmp_path):
         share(own, shared, "any")
     assert {p.name: p.read_bytes() for p in own.iterdir()} == {p.name: p.read_bytes() for p in shared.iterdir()}
     write_package(tmp_path / "other", "any", fields={"a": [2]}, arrays={})
-    with pytest.raises(
-        ValueError, match=r"shared is not the package in .*other. It belongs to another run. Delete"
-    ):
+    with pytest.raises(ValueError, match=r"shared is not the package in .*other. It belongs to another run. Delete"):
         share(tmp_path / "other", shared, "any")

@@ -26,11 +26,12 @@ import scipy.stats
 from jaxdp import privacy
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from jaxdp.release import identity
+from jaxdp.release import Release, identity
 from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,
+    Released,
     clip_representation,
     label_noise_matrix,
     lift,
@@ -226,7 +227,7 @@ def test_labels_do_not_share_their_draws():
 @pytest.mark.parametrize("num_classes", [2, 3, 10, 1000, 2**16])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, math.log(3), 8.0, 40.0, 60.0, 1000.0])
 def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes, epsilon):
-    rare = noisy_upload._threshold(num_classes, epsilon)
+    rare = noisy_upload.response_threshold(num_classes, epsilon)
     own = 2**64 - (num_classes - 1) * rare
     with decimal.localcontext(prec=500):
         factor = fractions.Fraction(decimal.Decimal(epsilon).exp())
@@ -236,7 +237,7 @@ def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes,
 
 
 def test_the_answer_uses_all_64_bits(monkeypatch):
-    rare = noisy_upload._threshold(4, 2.0)
+    rare = noisy_upload.response_threshold(4, 2.0)
     ends = [0, rare - 1, rare, 2 * rare - 1, 2 * rare, 3 * rare - 1, 3 * rare, 2**64 - 1]
     words = jnp.asarray([[end >> 32 for end in ends], [end & 0xFFFFFFFF for end in ends]], jnp.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: words)
@@ -461,7 +462,7 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
         cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
         assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
         drawn = []
-        monkeypatch.setattr(PrivateRelease, "_draw", lambda *args, **kwargs: drawn.append(args))
+        monkeypatch.setattr(noisy_upload, "Release", lambda **fields: Release(**{**fields, "compute": drawn.append}))
         with pytest.raises(BudgetExceeded):
             call(ledger, projection)
         assert ledger.epsilon("scans") == cost and not drawn
@@ -556,16 +557,14 @@ def test_another_adjacency_is_refused(projection, adjacency):
         assert ledger.epsilon("scans") == 0
 
 
-def test_a_second_release_with_other_settings_does_not_recompile(projection):
+def test_a_second_release_with_other_settings_does_not_recompile(projection, nothing_compiles):
     x, y = images(20, projection)
-    functions = project, lift, noisy_upload._clip, noisy_upload._release
     config().release(KEY, x, labels=y, projection=projection)
     with registered(epsilon=None) as ledger:
         call(ledger, projection)
-        before = [function._cache_size() for function in functions]
-        call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
-    config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
-    assert [function._cache_size() for function in functions] == before
+        with nothing_compiles():
+            call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
+            config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
 
 
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
@@ -587,16 +586,18 @@ class Crash(Exception):
 
 
 def crash(ledger, fitted, workdir, monkeypatch, **changes):
-    """Pays, computes, and dies before the values are kept; returns them."""
+    """Pays and computes, then dies before the values are kept. Returns the values."""
     lost = []
-    made = PrivateRelease._draw
 
-    def die(*args, **kwargs):
-        lost.append(made(*args, **kwargs))
-        raise Crash
+    def dying(**fields):
+        def compute(secret):
+            lost.append(Released(**fields["compute"](secret)))
+            raise Crash
+
+        return Release(**{**fields, "compute": compute})
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrivateRelease, "_draw", die)
+        patch.setattr(noisy_upload, "Release", dying)
         with pytest.raises(Crash):
             call(ledger, fitted, workdir=workdir, **changes)
     return lost[0]
@@ -648,17 +649,20 @@ KILLED = """
 import os, pathlib, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
-from jaxdp.release import till
+from jaxdp.release import Release
+from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, release_privately
 
 folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
 
-def die(path, arrays, metadata):
-    np.savez(folder / file, **arrays)
-    os.kill(os.getpid(), signal.SIGKILL)
+def dying(**fields):
+    def compute(secret):
+        np.savez(folder / file, **fields["compute"](secret))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Release(**{**fields, "compute": compute})
 
 if file == "lost.npz":
-    till._save_arrays = die
+    noisy_upload.Release = dying
 rng = np.random.default_rng(0)
 x = np.broadcast_to(rng.normal(size=(1, 8, 32)), (64, 8, 32)).astype(np.float32)  # equal, so that order is nothing
 projection = Projection(np.zeros((8, 32), np.float32), rng.normal(size=(256, 5)).astype(np.float32) / 16)

@@ -135,8 +135,8 @@ def test_sites_are_all_products_of_the_frontend(vit, observed):
 def test_sites_are_found_after_jax_has_cached_the_frontend():
     model = Swin(num_classes=2, patch_size=4, window=2, width=2, depths=(2,), num_heads=(1,), mlp_ratio=1)
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
-    traced = backbone.front, backbone._init_front  # held, so that their traces stay
-    jax.eval_shape(traced[0], jax.eval_shape(traced[1]), backbone.images)
+    front, init = backbone.front, functools.partial(backbone.model.init, stop=1)  # held, so that their traces stay
+    jax.eval_shape(front, jax.eval_shape(init, jax.random.key(0), backbone.images)["params"], backbone.images)
     assert len(describe_frontend(backbone).sites) == 9
 
 

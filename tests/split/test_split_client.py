@@ -113,7 +113,10 @@ def test_impossible_images_are_refused(vit):
         (good[..., 0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 8, 8\]"),
         (good[:, :6], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 6, 8, 1\]"),
         (good[:0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[0, 8, 8, 1\]"),
-        ((good * 16).astype(np.uint8), "images must be floating point in .* got uint8. Divide by the largest possible value"),
+        (
+            (good * 16).astype(np.uint8),
+            "images must be floating point in .* got uint8. Divide by the largest",
+        ),
         (good - 0.01, r"images must be in \[0, 1\]. Some are outside"),
         (good * 1.01, r"images must be in \[0, 1\]. Some are outside"),
         (good * np.nan, r"images must be in \[0, 1\]. Some are outside"),

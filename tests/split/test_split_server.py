@@ -158,7 +158,7 @@ def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monke
     monkeypatch.setattr(server, "mixup_representations", mix)
     vit = vit.cut_after(1)
     frontends = vit.quantized(8, factor=0.5), vit.quantized(8, factor=0.1)
-    loss = jax.jit(server._mixup_loss(vit.backbone, 0.8))
+    loss = jax.jit(server.mixup_loss(vit.backbone, 0.8))
     found = loss(vit.back, (vit.front, frontends), (jnp.asarray(vit.images), jnp.asarray(vit.labels)), KEY)
     exact, expected = vit.represent(vit.images), 0
     for key, frontend in zip(jax.random.split(KEY, 2), frontends, strict=True):
@@ -243,7 +243,7 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
     @jax.jit
     def losses_and_gradient(matrix):
         frozen = (copies, jnp.asarray(observed), matrix)
-        loss = lambda back: server._copies_loss(vit.backbone)(back, frozen, (images, numbers), KEY)  # noqa: E731
+        loss = lambda back: server.copies_loss(vit.backbone)(back, frozen, (images, numbers), KEY)  # noqa: E731
         return loss(vit.back), jax.grad(lambda back: loss(back).sum())(vit.back)
 
     for matrix in (noise, np.eye(3)):
