@@ -172,9 +172,7 @@ def _check_examples(confidence: jax.Array, **others: jax.Array) -> None:
         )
     for name, value in others.items():
         if jnp.shape(value) != shape:
-            raise ValueError(
-                f"{name} must have one entry per example and shape {shape}, got shape {jnp.shape(value)}."
-            )
+            raise ValueError(f"{name} must have one entry per example and shape {shape}, got shape {jnp.shape(value)}.")
 
 
 def _check_classes(name: str, value: jax.Array, labels: jax.Array) -> None:

@@ -107,7 +107,7 @@ def search_scales(
     candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
 
     batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
-    observed = [_observe(backbone, params, images[rows], labels[rows]) for rows in batches]
+    observed = [observe(backbone, params, images[rows], labels[rows]) for rows in batches]
     sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
     weights, specs, found = flatten_dict(params, sep="/"), describe_frontend(backbone).sites, {}
     _, of_logits = sites.pop(_LOGITS)
@@ -243,7 +243,7 @@ def _path(context: Any) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
+def observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
     """Runs the model once forward and once backward. Returns operands and gradients by site."""
     front, back = backbone.divide(params)
     paths = (*describe_frontend(backbone).sites, _OUTPUT, _LOGITS)

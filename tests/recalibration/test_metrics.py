@@ -23,7 +23,7 @@ def examples(n, seed=0, accuracy=lambda c: c):
 
 
 def bins_of(confidence, bins, binning):
-    """One boolean array per bin, in float64 and without sorting."""
+    """Computes with one boolean array per bin, in float64 and without sorting."""
     confidence = confidence.astype(np.float64)
     if binning == "equal_width":
         lows = [k / bins for k in range(bins)] + [math.inf]
@@ -141,7 +141,7 @@ def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
 
 
 def test_debiasing_removes_its_share_of_the_bias_and_no_more():
-    """On calibrated data (true error 0), and on data 0.1 off everywhere, where gaps are many deviations.
+    """Checks calibrated data (true error 0), and data that are 0.1 off, where gaps are many deviations.
 
     Eight bins of 250 examples of one confidence p each: s = sqrt(p (1 - p) / 250), E|g| = s sqrt(2 / pi) without and
     2 - sqrt(2) times that with the correction if calibrated; 0.1 if not. The errors of 1000 trials have standard

@@ -1,6 +1,6 @@
 """The two parties: how much noise, exact sums, what an answer gives away, what a source accepts.
 
-Statistical tests use fixed keys, so they are deterministic; over the choice of key a correct implementation fails one
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
 with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart with certainty to the same degree.
 """
 
@@ -164,7 +164,7 @@ DRAWS = 400_000
 
 
 def answers(method, source, epsilon, key, rounds=1):
-    """Many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
+    """Returns many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
     scale = scale_of(method, epsilon, num_classes=source.logits.shape[1])
     records = Records(jnp.asarray(source.logits), jnp.asarray(source.labels))
     out = []
@@ -177,7 +177,7 @@ def answers(method, source, epsilon, key, rounds=1):
 
 
 def log_ratio(first, second):
-    """log of the ratio of two events' frequencies among DRAWS each, and five standard errors of it."""
+    """Returns the log ratio of two events' frequencies among DRAWS each, and five standard errors."""
     a, b = first.sum(), second.sum()
     return math.log(a / b), 5 * math.sqrt((1 - a / DRAWS) / a + (1 - b / DRAWS) / b)
 

@@ -86,7 +86,7 @@ SHORT = {
 
 
 def objectives(logits, labels, bound=10.0, bins=15):
-    """What each method wants small, or (for signs) through zero, as functions of T in float64."""
+    """Returns each method's objective or, for signs, its function with a zero, of T in float64."""
     logits = logits.astype(np.float64)
     right = logits.argmax(1) == labels
 
@@ -207,7 +207,7 @@ def test_one_source_is_not_private_and_says_so():
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("epsilon", [1.0, math.inf])
 def test_all_invalid_records_are_the_same_record(name, epsilon):
-    """That it adds zero is shown for each method by itself."""
+    """Compares kinds of invalid records. Tests of the methods show that each adds zero."""
     logits, labels = people(120)
     bad, wrong = np.tile(logits[:1], (5, 1)), np.array([0, 0, 0, -1, 6])
     bad[0, 0], bad[1, 2], bad[2, 5] = np.nan, np.inf, -np.inf
@@ -261,7 +261,7 @@ def test_the_result_shows_methods_parameters_and_the_price_alone():
 
 
 def counts(sources=SOURCES, **arguments):
-    """Something that is different whenever the noise is."""
+    """Returns a value that differs whenever the noise differs."""
     return histogram_binning(sources, epsilon=1.0, **arguments).parameters.tolist()
 
 
@@ -287,7 +287,7 @@ def test_payments_never_share_noise():
 
 
 def test_sources_do_not_share_noise():
-    """The noise of 400 sources that are empty adds up like 400 independent ones: 20 times that of one."""
+    """Checks that the noise of 400 empty sources is 20 times the noise of one, as if independent."""
     nothing = [(np.zeros((0, 2), np.float32), np.zeros(0, int))] * 400
     drawn = []
 
@@ -307,7 +307,7 @@ def test_sources_do_not_share_noise():
 
 
 def test_noise_has_the_scale_of_its_epsilon():
-    """The error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
+    """Checks the error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
     logits = np.tile(np.float32([[0.0, 0.0]]), (4000, 1))
     sources = divided(logits, np.arange(4000) % 2, [1000] * 4)
     shares = [

@@ -46,7 +46,7 @@ class TinyViT(NamedTuple):
     exact: Any
 
     def cut_after(self, blocks: int) -> "TinyViT":
-        """The same with another frontend."""
+        """Returns the same model with another cut."""
         backbone = dataclasses.replace(self.backbone, cut=blocks)
         front, back = backbone.divide(self.params)
         return self._replace(backbone=backbone, front=front, back=back)
@@ -70,7 +70,7 @@ class TinyViT(NamedTuple):
         return self.reference.front(exact, images, self.backbone.cut, self.reference.quantising(pairs, frontend.bits))
 
     def quantized(self, bits: int = 8, factor: float = 1.0) -> QuantizedFrontend:
-        """A frontend with scales that nothing was searched for: `factor` times those of the largest entries."""
+        """Returns a frontend without a scale search: scales are `factor` times the scales of the largest entries."""
         first, second = {}, {}
         seen = self.reference.observe(self.exact, self.images, self.backbone.cut)
         (output,) = seen.pop("output")
@@ -108,7 +108,7 @@ def vit() -> TinyViT:
 
 @pytest.fixture
 def nothing_compiles(caplog):
-    """A context manager that fails if JAX compiles a program in it."""
+    """Returns a context manager that fails if JAX compiles a program in it."""
 
     @contextlib.contextmanager
     def watch():

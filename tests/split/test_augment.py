@@ -1,6 +1,6 @@
 """Hilbert augmentation and patch retrieval against sums written out in float64.
 
-Statistical tests use fixed keys; over the choice of key a correct implementation fails a comparison with
+Statistical tests use fixed keys. Over the choice of key a correct implementation fails a comparison with
 probability 0.001.
 """
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def some_images() -> dict[str, np.ndarray]:
-    """Real ones, whose height is even, and random ones, whose height is odd."""
+    """Returns real images of even height and random images of odd height."""
     digits = np.asarray(bundled("digits").gather(np.arange(3))["image"], np.float32)
     return {"digits": digits, "random": np.random.default_rng(0).uniform(size=(2, 5, 6, 2)).astype(np.float32)}
 
@@ -32,7 +32,7 @@ def dft(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def signed(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """HT of one channel [H, W] along the height, and what has frequency 0 or Nyquist there."""
+    """Returns HT of one channel [H, W] along the height, and its part of frequency 0 or Nyquist."""
     matrix, xi = dft(len(image))
     removed = (xi == 0) | (2 * xi == len(image))
     spectrum = matrix @ image
@@ -43,7 +43,7 @@ def signed(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def exchanged(transformed: np.ndarray, image: np.ndarray, threshold: float) -> np.ndarray:
-    """The amplitudes of one channel [H, W] with the phases of the other, complex."""
+    """Combines amplitudes of one channel [H, W] with phases of the other, complex."""
     spectrum = np.fft.fft2(transformed)
     phase = np.where(abs(spectrum) > threshold * abs(spectrum).max(), np.angle(spectrum), 0)
     return np.fft.ifft2(abs(np.fft.fft2(image)) * np.exp(1j * phase))
@@ -55,7 +55,7 @@ def figure(image: np.ndarray, threshold: float = 1e-5) -> np.ndarray:
 
 
 def eq5(image: np.ndarray) -> np.ndarray:
-    """What the exchange by the letter comes to: HT(I) + IFFT2(|F2 I| where xi is 0 or Nyquist)."""
+    """Computes the literal exchange: HT(I) + IFFT2(|F2 I| where xi is 0 or Nyquist)."""
     xi = dft(len(image))[1]
     removed = (xi == 0) | (2 * xi == len(image))
     return signed(image)[0] + np.fft.ifft2(abs(np.fft.fft2(image)) * removed[:, None])
@@ -115,7 +115,7 @@ def test_an_image_without_edges_gets_phase_zero_not_that_of_rounding_errors():
 
 
 def test_what_counts_as_zero_depends_on_the_precision():
-    """The envelope of these waves varies by 1e-5: counts as zero in float32, a phase in float64."""
+    """Checks waves whose envelope varies by 1e-5. That is zero in float32 and a phase in float64."""
     y, x = np.meshgrid(*2 * [2 * np.pi * np.arange(8) / 8], indexing="ij")
     wave = 0.5 + 0.3 * (1 + 1.2e-5 * np.sin(x)) * np.cos(y)
     images = (wave + 0.2 * np.cos(x))[None, :, :, None]
@@ -151,13 +151,13 @@ def test_hilbert_augment_refuses_what_is_no_image():
 
 
 def vectors(n: int = 6, tokens: int = 5, width: int = 3, seed: int = 0) -> np.ndarray:
-    """Of very different lengths, so that the nearest is not the most similar one."""
+    """Returns tokens of very different lengths, so that the nearest is not the most similar one."""
     rng = np.random.default_rng(seed)
     return (rng.normal(size=(n, tokens, width)) * np.exp(rng.normal(size=(n, tokens, 1)))).astype(np.float32)
 
 
 def by_search(x: np.ndarray) -> np.ndarray:
-    """Eq. 13, one pair after the other, in float64."""
+    """Computes Eq. 13 pair by pair in float64."""
     n, tokens, _ = x.shape
     found = np.zeros((tokens, n), int)
     for j, i in np.ndindex(tokens, n):
@@ -244,7 +244,7 @@ def task():
 
 
 def replaced(outputs: np.ndarray, rows: np.ndarray, neighbors: np.ndarray) -> np.ndarray:
-    """Which tokens are the neighbour's, bool [B, tokens]; all others must be the image's, all at their position."""
+    """Finds the neighbour's tokens, bool [B, tokens]. Checks that all others are the image's, all in place."""
     outputs = np.asarray(outputs).astype(int)
     np.testing.assert_array_equal(outputs[..., 1], np.broadcast_to(np.arange(TOKENS), outputs.shape[:2]))
     own = outputs[..., 0] == rows[:, None]
@@ -280,13 +280,13 @@ def test_every_set_of_positions_is_as_likely(many):
 
 @pytest.fixture(scope="module")
 def all_copies():
-    """Image and copy of every row of a batch: copies 0..4 of all images."""
+    """Returns image and copy of every row of a batch: copies 0..4 of all images."""
     return tuple(grid.ravel().astype(np.int32) for grid in np.meshgrid(np.arange(N), np.arange(5), indexing="ij"))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_a_copy_is_the_same_in_every_order(task, all_copies, impl):
-    """Also for keys whose bits under vmap depend on the first one of the batch."""
+    """Checks also keys whose bits under vmap depend on the first key of the batch."""
     key = jax.random.key(6, impl=impl)
     whole = np.asarray(augmented_batch(key, *task, *all_copies, n_patches=2))
     order = np.random.default_rng(7).permutation(len(whole))

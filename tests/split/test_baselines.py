@@ -102,7 +102,7 @@ def moved(before, after):
 
 
 def without_key_biases(paths):
-    """They cancel in the softmax: only rounding moves them."""
+    """Removes the paths of key biases, which cancel in the softmax up to rounding."""
     return {path for path in paths if not path.endswith("attention/key/bias")}
 
 
@@ -130,13 +130,13 @@ def expected(baseline, paths):
 
 @pytest.fixture(scope="module")
 def public(params, deep):
-    """What each baseline starts from."""
+    """Returns the initial parameters of each baseline."""
     return {name: deep if name == "ot" else params for name in NAMES}
 
 
 @pytest.fixture(scope="module")
 def trained(public, digits):
-    """What each baseline returns without a step, and after one epoch."""
+    """Returns the results of each baseline without a step and after one epoch."""
     return {
         name: tuple(
             adapted(BASELINES[name], public[name], digits[0], backbone=backbone_of(name), learning_rate=rate)
@@ -170,7 +170,7 @@ def test_without_a_step_all_baselines_are_the_public_model_with_a_new_head(train
 
 
 def logistic_regression(features, labels, kernel, bias, learning_rate, steps):
-    """Full-batch Adam in float64."""
+    """Runs full-batch Adam in float64."""
     features, parameters = np.asarray(features, np.float64), [np.asarray(x, np.float64) for x in (kernel, bias)]
     first, second = ([np.zeros_like(p) for p in parameters] for _ in range(2))
     for t in range(1, steps + 1):

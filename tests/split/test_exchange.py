@@ -81,7 +81,7 @@ def assert_identical(one, other):
 
 
 def changed(folder, target, kind, fields=None, arrays=None):
-    """A package like that in `folder`, in which some fields and arrays are others, or None for none; its sums fit."""
+    """Copies a package with changed fields and arrays, None for a removed one. Its sums fit."""
     package = read_package(folder, kind)
     kept = {name: x for name, x in {**package.arrays, **(arrays or {})}.items() if x is not None}
     write_package(target, kind, fields={**package.fields, **(fields or {})}, arrays=kept)

@@ -1,6 +1,6 @@
 """The private mode: directions, clipping, noise, labels, what it costs, and who pays.
 
-Statistical tests use fixed seeds, so they are deterministic; over the choice of seed a correct implementation fails one
+Statistical tests use fixed seeds, so they are deterministic. Over the choice of seed a correct implementation fails one
 with probability below 1e-6, and noise or an epsilon that is 0.7 or 1.3 times right is rejected as surely.
 """
 
@@ -285,13 +285,13 @@ def config(**changes):
 
 
 def gaussian_delta(epsilon, shift, std):
-    """Balle and Wang 2018 (arXiv:1805.06530), Theorem 8."""
+    """Computes Theorem 8 of Balle and Wang 2018 (arXiv:1805.06530)."""
     a, b = shift / (2 * std), epsilon * std / shift
     return scipy.stats.norm.cdf(a - b) - math.exp(epsilon) * scipy.stats.norm.cdf(-a - b)
 
 
 def exact_epsilon(clip_norm, std, label_epsilon, delta):
-    """Gaussian noise on rows that move by 2 C, and the worst label mechanism, whose loss is +- label_epsilon."""
+    """Composes Gaussian noise on rows that move by 2 C with the worst label mechanism, of loss +- label_epsilon."""
     likely = 1 / (1 + math.exp(-label_epsilon))
 
     def excess(epsilon):
@@ -382,14 +382,14 @@ def test_impossible_settings_are_refused():
 
 
 def images(count, projection, seed=3):
-    """Representations, most of them longer than the clip norm, and labels."""
+    """Returns representations, most of them longer than the clip norm, and labels."""
     rng = np.random.default_rng(seed)
     coordinates = rng.normal(size=(count, K)).astype(np.float32) * 4
     return np.array(lift(projection, coordinates)), rng.integers(0, 4, count)
 
 
 def reference(x, projection, clip_norm, order):
-    """Clipped coordinates in float64."""
+    """Computes clipped coordinates in float64."""
     centred = (np.asarray(x, np.float64) - np.asarray(projection.mean, np.float64)).reshape(len(x), -1)
     z = centred @ np.asarray(projection.directions, np.float64)
     return z * np.minimum(1, clip_norm / np.linalg.norm(z, ord=order, axis=1))[:, None]
@@ -451,7 +451,7 @@ def call(ledger, fitted, **changes):
 
 
 def charges(ledger):
-    """How many releases the ledger was charged for."""
+    """Counts the releases that the ledger was charged for."""
     found = ledger.events("scans")
     return max(composition(found[None]).values()) if found else 0
 
@@ -569,7 +569,7 @@ def test_a_second_release_with_other_settings_does_not_recompile(projection, not
 
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
-    """Inside the one program, where the compiler might compute a row twice, and large numbers cancel."""
+    """Checks the whole program, where the compiler might compute a row twice and large numbers cancel."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, TOKENS, WIDTH)) * 10.0 ** rng.uniform(-3, 6, (500, 1, 1)) + 1e4
     release = config(mechanism=mechanism, noise_multiplier=0.0)
@@ -679,7 +679,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 
 @pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=true"])
 def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, flags):
-    """Other flags move the last bits of a result: under the same noise the two would differ by nothing but the data."""
+    """Checks that other flags, which move the last bits of a result, get other noise."""
 
     def run(file, flags=""):
         xla = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()

@@ -25,7 +25,7 @@ ARRAYS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A package, alone in its folder."""
+    """Returns a package, alone in its folder."""
     target = tmp_path / "sent" / "frontend"
     write_package(target, "frontend", fields=FIELDS, arrays=ARRAYS)
     return target

@@ -13,9 +13,9 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.checks import check_labels
 from jaxdp.split.quantization import (
     Scales,
-    _observe,
     dequantize,
     describe_frontend,
+    observe,
     quantize,
     quantize_frontend,
     quantized_front,
@@ -92,29 +92,29 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
 
 @pytest.fixture(scope="module")
 def calibration(vit):
-    """Four images, of which two at a time go through the model."""
+    """Observes four images, two at a time."""
     return vit.images[:4], vit.labels[:4]
 
 
 @pytest.fixture(scope="module")
 def observed(vit, calibration, quick_compilation):
-    parts = [_observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
+    parts = [observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def losses(vit, calibration, taps):
-    """Of every image, with taps added to outputs of sites: [..., B]."""
+    """Returns the loss of every image with taps added to outputs of sites, [..., B]."""
     representations = vit.reference.front(vit.exact, calibration[0], 2, vit.reference.tapped(taps))
     return vit.reference.cross_entropy(vit.logits(representations), calibration[1])
 
 
 def by_images(path, x):
-    """[4 heads, T, d] of attention as [4, heads, T, d]."""
+    """Reshapes [4 heads, T, d] of attention to [4, heads, T, d]."""
     return x.reshape(4, -1, *x.shape[1:]) if path.endswith(PRODUCTS) else x.reshape(4, -1, x.shape[-1])
 
 
 def outputs(vit, calibration):
-    """Of every site, without biases."""
+    """Returns the output of every site, without biases."""
     found = {}
 
     def hook(path, product, *operands):
@@ -175,7 +175,7 @@ def scales(vit, calibration, quick_compilation):
 
 
 def gradient(vit, calibration, path, shape):
-    """Of the loss of every image with respect to the output of a site, by differences: [B, ...] like `shape`."""
+    """Computes gradients of every image's loss by the output of a site, from differences: [B, ...] like `shape`."""
     steps = 1e-5 * np.eye(np.prod(shape[1:])).reshape(-1, 1, *shape[1:])
     higher, lower = (losses(vit, calibration, {path: sign * steps}) for sign in (1, -1))
     return ((higher - lower) / 2e-5).T.reshape(shape)
@@ -202,7 +202,7 @@ def check_search(reference, path, bits, operands, y, g, scales):
     fractions = [np.asarray(s, np.float64) / base for s, base in zip(found, bases, strict=True)]
 
     def error(*candidates):
-        """Eq. 8, in every group."""
+        """Computes Eq. 8 in every group."""
         spread = [reference.spread(path, c * base) for c, base in zip(candidates, bases, strict=True)]
         both = [x if s is None else reference.rounded(x, s, bits) for x, s in zip(operands, spread, strict=True)]
         if path == "embed":
@@ -244,7 +244,7 @@ def test_every_scale_is_a_candidate_of_its_own_operand(vit, calibration, scales)
 
 
 def without(vit, *paths):
-    """The parameters with some kernels zero."""
+    """Returns the parameters with some kernels zero."""
 
     def leaf(path, value):
         name = "/".join(entry.key for entry in path)
@@ -264,17 +264,17 @@ def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
 
 
 def test_gradients_that_are_round_off_are_refused(vit, calibration):
-    """The right classes with a probability of one, but for the last digits."""
+    """Checks parameters that give the right classes almost probability one."""
     images = calibration[0]
     params = {**vit.params, "head": {**vit.params["head"], "bias": jnp.array([16.0, 0.0, 0.0])}}
-    _, of_logits = _observe(vit.backbone, params, images, jnp.zeros(4, int))["logits"]
+    _, of_logits = observe(vit.backbone, params, images, jnp.zeros(4, int))["logits"]
     assert 1e-8 < abs(of_logits).max() < 1e-6
     with pytest.raises(ValueError, match="with respect to the logits are numerically zero"):
         search_scales(vit.backbone, params, images, jnp.zeros(4, int), bits=BITS)
 
 
 def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
-    """The output of the first head is not used; its scales are the largest ones."""
+    """Checks a first head whose output has no effect. Its scales are the largest ones."""
     params = jax.tree.map(jnp.copy, vit.params)
     out = params["block_0"]["attention"]["out"]
     width = len(out["kernel"]) // vit.backbone.model.num_heads
@@ -352,7 +352,7 @@ def test_all_that_is_shipped_are_codes(vit, bits):
 
 
 def check_codes(found, expected, unit):
-    """Equal but for a few codes, which float32 may have rounded to the neighbour."""
+    """Checks equality except for a few codes that float32 may round to a neighbour."""
     steps = abs(np.asarray(found) - expected) / np.asarray(unit)
     assert steps.max() < 1.01 and np.mean(steps > 0.01) < 0.01, (steps.max(), np.mean(steps > 0.01))
 
@@ -383,7 +383,7 @@ def test_noisy_parameters_are_used_as_they_are(vit):
 
 
 def test_heads_of_all_windows_of_a_swin_share_scales(reference):
-    """Attention has images, windows and heads in one axis, heads fastest."""
+    """Checks attention with images, windows and heads in one axis, heads fastest."""
     model = Swin(num_classes=3, patch_size=2, window=2, width=8, depths=(2,), num_heads=(2,), mlp_ratio=1)
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.3,), std=(0.4,)), 1)
     rng = np.random.default_rng(0)
@@ -392,7 +392,7 @@ def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.5, leaf.shape).astype(np.float32), shapes)
     scales = search_scales(backbone, params, images, labels, batch_size=2)
     assert len(scales.first) == len(scales.second) == 9
-    observed = _observe(backbone, params, images, labels)
+    observed = observe(backbone, params, images, labels)
 
     attention = "stage_0_block_0/attention"
     weights = params["stage_0_block_0"]["attention"]["query"]

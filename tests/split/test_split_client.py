@@ -1,6 +1,6 @@
 """What a client does: noise on parameters, representations, copies of them with noise.
 
-Statistical tests use fixed keys, so they are deterministic; over the choice of key a correct implementation fails one
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
 with probability below 1e-5, and noise that is scaled by 0.7 or 1.3 is rejected as surely.
 """
 
@@ -144,12 +144,12 @@ def batch(made, images, numbers):
 
 
 def all_copies(made):
-    """Every copy [n, 1 + copies, T, D]."""
+    """Returns every copy [n, 1 + copies, T, D]."""
     return np.asarray(batch(made, *made.index())).reshape(N, 1 + COPIES, TOKENS, WIDTH)
 
 
 def is_laplace(x):
-    """Of scale B: |x| / B is exponential, with mean and standard deviation 1."""
+    """Checks noise of scale B: |x| / B is exponential, with mean and standard deviation 1."""
     x = np.ravel(x).astype(np.float64) / B
     assert x.size >= 1800
     return scipy.stats.kstest(x, "laplace").pvalue > 1e-6 and abs(abs(x).mean() - 1) < 5 / np.sqrt(x.size)
@@ -164,7 +164,7 @@ def test_copies_are_indexed_by_image_and_number():
 
 
 def test_patches_come_from_exact_representations_and_noise_afterwards():
-    """Eq. 13 on exact representations, then noise on the original and on every copy."""
+    """Checks Eq. 13 on exact representations, then noise on the original and on every copy."""
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
     assert np.array_equal(made.neighbors, retrieve_neighbors(X))
     clean = all_copies(augment_then_noise(KEY, X, laplace_scale=0.0, **OPTIONS))
@@ -186,7 +186,7 @@ def test_patches_come_from_exact_representations_and_noise_afterwards():
 
 
 def test_a_copy_is_the_same_whenever_it_is_asked_for():
-    """With an rbg key too, whose bits under vmap depend on the first key of a batch."""
+    """Checks also an rbg key, whose bits under vmap depend on the first key of a batch."""
     assert KEY.dtype == jax.random.key(0, impl="rbg").dtype
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
     whole = all_copies(made)

@@ -42,7 +42,7 @@ def test_merged_data_are_the_originals_and_then_their_transforms(vit, monkeypatc
 
 @pytest.fixture
 def searched(vit, monkeypatch):
-    """Which images and labels scales are searched for, and with which options; the results are numbered."""
+    """Records images, labels and options of every scale search. The results are numbered."""
     calls = []
 
     def search(backbone, params, images, labels, **options):
@@ -127,7 +127,7 @@ def test_impossible_parts_are_refused(vit, searched):
 
 
 def test_mixing_shares_are_beta_distributed():
-    """Eq. 10: one share per image, with mean 1/2 and variance 1 / (4 (2 beta + 1)); fails for one key in a million."""
+    """Checks Eq. 10: one share per image, mean 1/2, variance 1 / (4 (2 beta + 1)). One key in a million fails."""
     size, ones = 4000, jnp.ones((4000, 2, 3))
     mix = jax.jit(lambda key, quantized, exact: mixup_representations(key, quantized, exact, beta=0.75))
     mixed = np.asarray(mix(KEY, 3 * ones, ones), np.float64)
@@ -148,10 +148,10 @@ def test_mixing_shares_are_beta_distributed():
 
 
 def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monkeypatch):
-    """Eq. 11 for fixed shares, from representations that are mixed and classified in float64."""
+    """Checks Eq. 11 for fixed shares, with representations mixed and classified in float64."""
 
     def mix(key, quantized, exact, *, beta):
-        """With another share for every key and every image, and more than one for another beta."""
+        """Mixes with another share for every key, image and beta."""
         share = beta * jax.random.uniform(key, (9, 1, 1))
         return share * quantized + (1 - share) * exact
 
@@ -231,7 +231,7 @@ def test_few_images_teach_the_task(vit):
 
 
 def test_noisy_labels_are_corrected_by_their_probabilities(vit):
-    """-log sum_k p_k P(observed | k), with the label of the image of which each row is a copy."""
+    """Checks -log sum_k p_k P(observed | k), with the label of each row's image."""
     x = vit.represent(vit.images[:4])
     copies = Shifted(jnp.asarray(x, jnp.float32))
     observed = np.array([2, 0, 1, 1])
