@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 _Binning = Literal["equal_width", "equal_mass"]
 
@@ -26,20 +27,20 @@ class Reliability(NamedTuple):
       accuracy: float32 [bins], the fraction of correct ones.
     """
 
-    counts: jax.Array
-    confidence: jax.Array
-    accuracy: jax.Array
+    counts: Int[Array, " bins"]
+    confidence: Float[Array, " bins"]
+    accuracy: Float[Array, " bins"]
 
 
 def ece(
-    confidence: jax.Array,
-    correct: jax.Array,
+    confidence: Float[Array, " n"],
+    correct: Bool[Array, " n"],
     *,
     bins: int = 15,
     binning: _Binning = "equal_width",
     debiased: bool = False,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    mask: Bool[Array, " n"] | None = None,
+) -> Float[Array, ""]:
     """Computes the expected calibration error (App. A.1): the mean of |accuracy - confidence| of each example's bin.
 
         ECE = sum_b n_b / n |acc_b - conf_b|
@@ -83,7 +84,7 @@ def ece(
     return jnp.maximum(error, 0)
 
 
-def reliability(confidence: jax.Array, correct: jax.Array, *, bins: int = 15) -> Reliability:
+def reliability(confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15) -> Reliability:
     """Computes the reliability diagram over bins of equal width, for `jaxdp.report.plot_reliability`.
 
     Arguments are as in `ece`.
@@ -92,7 +93,7 @@ def reliability(confidence: jax.Array, correct: jax.Array, *, bins: int = 15) ->
     return _tabulate(jnp.asarray(confidence, jnp.float32), correct, equal_width_bin(confidence, bins), bins)
 
 
-def equal_width_bin(confidence: jax.Array, bins: int) -> jax.Array:
+def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, "..."]:
     """Returns the index of the bin of each confidence: [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1].
 
     The result is int32, shaped like `confidence`. The last bin includes both ends (Sec. 2.1). Edges are k / bins
@@ -105,7 +106,7 @@ def equal_width_bin(confidence: jax.Array, bins: int) -> jax.Array:
     return index.astype(jnp.int32)
 
 
-def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
+def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the Brier score of several classes: the mean squared distance of probabilities from the one-hot label.
 
         BS = 1/n sum_i sum_k (p_ik - 1[k = y_i])^2,   in [0, 2]
@@ -122,7 +123,7 @@ def brier(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
     return _mean(jnp.sum(distances, axis=1), labels, probabilities.shape[1])
 
 
-def nll(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
     """Computes the mean negative log likelihood of labels under softmax(logits), in nats. Huge logits are safe.
 
     The result is float32 []. It is inf if a label has probability 0 (its logit is -inf).
