@@ -57,7 +57,7 @@ class Interval:
 
     @property
     def width(self) -> Any:
-        """upper - lower."""
+        """The pytree `upper - lower`."""
         return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
 
     def contains(self, value: Any) -> Any:
