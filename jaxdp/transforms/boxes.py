@@ -43,7 +43,8 @@ class Interval:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the endpoints."""
-        return self.lower.shape
+        shape: tuple[int, ...] = self.lower.shape
+        return shape
 
     @property
     def dtype(self) -> Any:
@@ -53,7 +54,7 @@ class Interval:
     @property
     def ndim(self) -> int:
         """Number of dimensions of the endpoints."""
-        return self.lower.ndim
+        return len(self.shape)
 
     @property
     def width(self) -> Any:

@@ -124,7 +124,8 @@ class ClippedGrad:
         It serves rules that `clipped_grad` does not have. Arguments and errors are as in `__call__`. `clip_rule` and
         `microbatch_size` have no effect.
         """
-        return _per_example_grads(*self._arguments(params, batch, mask, key))
+        result: PerExampleGrads = _per_example_grads(*self._arguments(params, batch, mask, key))
+        return result
 
     def __call__(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
@@ -143,7 +144,8 @@ class ClippedGrad:
           TypeError: mask is not boolean, or key is not a typed key, or a trainable leaf is complex.
         """
         arguments = self._arguments(params, batch, mask, key)
-        return _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
+        result: ClippedSum = _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
+        return result
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
         """Checks the arguments of a call and converts them for the compiled functions, the static one first."""
@@ -405,7 +407,9 @@ def _check_signature(loss_fn: Callable[..., Any], *args: Any, **keys: Any) -> No
         ) from None
 
 
-def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None) -> Any:
+def _group_loss(
+    f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
     members = jnp.arange(len(jax.tree.leaves(group)[0]))
     keys = None if key is None else _folded(key, len(members))
     if present is not None:  # 0 * NaN is NaN: put a True member in place of padding
@@ -492,8 +496,6 @@ def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
 
 
 def _one_example(batch: Any) -> Any:
-    """Returns the shapes of one example of the batch."""
-
     def one(x: jax.Array) -> Any:
         if shards.varying_axes(x) and len(x):  # keeps the mesh axes in the type
             return jax.eval_shape(lambda x: x[0], x)
@@ -622,7 +624,6 @@ class _Component:
         return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
 
     def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
-        """Computes sum_b factors_b g_b for every leaf, without the examples that are not kept."""
         if self.kept is not None:
             sums = _contract_rows(list(self.kept.values()), factors, keep)
         else:
@@ -637,7 +638,6 @@ class _Component:
 
 
 def _has_low_precision(jaxpr: Any) -> bool:
-    """Returns whether any value is computed in floats narrower than float32."""
     kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
     return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
 

@@ -1007,6 +1007,7 @@ def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
         shapes = [jax.eval_shape(lambda xs, f=f: _plain(f(xs)), xs) for f in functions]
         kinds = [any(isinstance(x, Interval) for x in cases) for cases in zip(*shapes, strict=True)]
         alike = [lambda xs, f=f: _plain(f(xs), kinds) for f in functions]
-        return lax.switch(jnp.asarray(index, jnp.int32), alike, xs)
+        chosen: list[Operand] = lax.switch(jnp.asarray(index, jnp.int32), alike, xs)
+        return chosen
     results = [eqn.evaluate(b, operands) for b in branches]
     return [_select_unknown(index, *cases) for cases in zip(*results, strict=True)]

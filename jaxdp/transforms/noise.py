@@ -107,7 +107,8 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
         raise ValueError(f"impl must be one of {sorted(_KEY_WORDS)}, got {impl!r}.")
     message = b"\0".join([b"jaxdp stream v1", impl.encode(), purpose.encode()])
     words = np.frombuffer(hmac.digest(seed, message, "sha256"), dtype="<u4")[: _KEY_WORDS[impl]]
-    return jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+    key: jax.Array = jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+    return key
 
 
 def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
@@ -407,7 +408,7 @@ def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ja
         return jax.random.bits(jax.random.fold_in(key_high, index), shape, jnp.uint32)
 
     def more(state: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
-        return (state[0] < _MOST_WORDS) & (state[1] == 0).any()
+        return jnp.logical_and(state[0] < _MOST_WORDS, (state[1] == 0).any())
 
     def draw(state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         index, high, blocks = state

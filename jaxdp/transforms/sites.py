@@ -13,7 +13,7 @@ for sequences. Bu et al. (2023, arXiv:2210.00038) keep u and w instead of a seco
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +124,6 @@ class Dot(Rule):
 
     @classmethod
     def of(cls, eqn: Any, weight_operand: int) -> "Dot":
-        """Reads the geometry from a `dot_general` equation."""
         w, x = weight_operand, 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
@@ -172,7 +171,6 @@ class Conv(Rule):
 
     @classmethod
     def of(cls, eqn: Any) -> "Conv":
-        """Reads the geometry from a `conv_general_dilated` equation."""
         p, kernel, out = eqn.params, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
         numbers, groups = p["dimension_numbers"], p["feature_group_count"]
         out_feature, in_feature, *spatial = numbers.rhs_spec
@@ -255,7 +253,8 @@ class Conv(Rule):
             )
 
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
-        return jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
+        grad: jax.Array = jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
+        return grad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -392,10 +391,11 @@ class Site:
             b, slices, repeats, s, t, *rest = x.shape
             return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
 
-        return jax.tree.map(merge, (parts, w))
+        merged: tuple[tuple[Factor, ...], jax.Array] = jax.tree.map(merge, (parts, w))
+        return merged
 
 
-def _vmap_or_squeeze(fn: Any) -> Any:
+def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
     """Returns `jax.vmap(fn)`, but without a batched contraction where the mapped axis has length one."""
 
     def mapped(record: Any, g: jax.Array) -> jax.Array:

@@ -190,7 +190,8 @@ def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) 
     """Evaluates one equation as a separate program, because JAX has no public interface to bind its primitive."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
     program = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
+    results: list[Any] = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
+    return results
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -220,13 +221,13 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
 
 
 def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Runs `Plan.forward` on the body of a call, remat or scan."""
     params = step.eqn.params
     if step.kind == "call":
         return inner.forward(operands, taps)
     if step.kind == "remat":
         body = jax.checkpoint(inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"])
-        return body(operands, taps)
+        result: tuple[list[Any], list[Any]] = body(operands, taps)
+        return result
     first_carry, first_x = params["num_consts"], params["num_consts"] + params["num_carry"]
 
     def iterate(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
