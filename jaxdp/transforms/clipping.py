@@ -119,10 +119,9 @@ class ClippedGrad:
     def per_example(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
     ) -> PerExampleGrads:
-        """Computes per-example gradients without clipping, in B x P memory.
+        """Computes per-example gradients without clipping, in B x P memory, for rules that `clipped_grad` lacks.
 
-        It serves rules that `clipped_grad` does not have. Arguments and errors are as in `__call__`. `clip_rule` and
-        `microbatch_size` have no effect.
+        Arguments and errors are as in `__call__`. `clip_rule` and `microbatch_size` have no effect.
         """
         result: PerExampleGrads = _per_example_grads(*self._arguments(params, batch, mask, key))
         return result
@@ -437,7 +436,7 @@ def _chunk_sum(
     if f.engine == "vmap":
         result = _vmap(loss, moving, batch)
     else:
-        result = _bookkeeping(loss, moving, batch, lambda group, size: _choose(group, size, f.engine == "auto"))
+        result = _bookkeeping(loss, moving, batch, lambda group, size: choose_method(group, size, f.engine == "auto"))
     finite = jnp.isfinite(result.squared_norms)
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
@@ -656,7 +655,7 @@ def _axes(site: sites.Site) -> tuple[Any, Any]:
     return tuple(source[d] for d in site.rule.row_dims), tuple(source[d] for d in site.rule.col_dims)
 
 
-def _can_factor(component: list[sites.Site]) -> bool:
+def can_factor(component: list[sites.Site]) -> bool:
     """Returns whether dV has the norm of the leaf's gradient and its factors are available."""
     if any(s.source is None or isinstance(s.rule, sites.OnWeight) or len(s.leaves) != 1 for s in component):
         return False
@@ -672,7 +671,7 @@ def _can_factor(component: list[sites.Site]) -> bool:
 _BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
 
 
-def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
+def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     """Selects the method for a component: "factors", "keep" (per-example gradients) or "drop" (form them twice)."""
     balance = _BALANCE.get(jax.default_backend(), 20.0)
     activations = contract = form = gram = 0.0
@@ -695,7 +694,7 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     options = {"drop": form + contract}
     if keep or 4.0 * leaf_size <= activations:
         options["keep"] = form + reuse
-    if _can_factor(component):
+    if can_factor(component):
         options["factors"] = gram + contract
     return min(options, key=lambda name: options[name])
 

@@ -657,11 +657,11 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
     elif tight and unsigned and terms <= _UNROLLED:
         ends = _corner_sum(a, b, dims)
     else:
-        length, multiply = _dot(dims, terms)
+        length, multiply = dot_product(dims, terms)
         ends = _bilinear(eqn, multiply, a, b, length)
     result = _product_result(eqn, ends, a, b, terms)
     if tight:
-        _use_zero_sum(eqn, result, a, b, dims)
+        use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
     return result
 
@@ -675,7 +675,7 @@ def is_outer(eqn: Any) -> bool:
     return not batch and math.prod(eqn.invars[0].aval.shape[d] for d in contracted) == 1
 
 
-def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
+def dot_product(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
     """Returns the number of roundings of an entry and a full-precision dot product."""
     (a_contract, b_contract), (a_batch, _) = dims
 
@@ -749,7 +749,7 @@ def _corner_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
     return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
 
 
-def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
     """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c), which is equal for every c if the d_j sum to zero (T3)."""
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
@@ -788,7 +788,7 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
         low, high = (jnp.moveaxis(end(w), w_axis, 0) for end in (lower, upper))  # [n, K]
         ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
         gap = Box(*map(_off_diagonal, ends))  # [n, K, K]
-        length, multiply = _dot((((h_axis,), (0,)), ((), ())), h.shape[h_axis])
+        length, multiply = dot_product((((h_axis,), (0,)), ((), ())), h.shape[h_axis])
         tight = Equation("dot_general", {}, (), "tight", lambda: [], lambda c, x: [])
         _, top = _bilinear(tight, multiply, h, gap, length)
         return _off_diagonal(top + 8 * h.shape[h_axis] * tiny(top.dtype))

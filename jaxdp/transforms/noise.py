@@ -81,9 +81,8 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
     """Derives the typed key [] of one purpose from a seed.
 
     The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose). That is one block of HKDF-Expand
-    (RFC 5869) with the seed as its pseudo-random key. Let the seed come from `new_seed` and HMAC-SHA256 be a
-    pseudo-random function. Then streams of different purposes are independent, and a key reveals neither another key
-    nor the seed.
+    (RFC 5869) with the seed as its pseudo-random key. If the seed is from `new_seed` and HMAC-SHA256 is pseudo-random,
+    streams of different purposes are independent, and a key reveals neither another key nor the seed.
 
     Args:
         seed: At least 16 bytes of full entropy, such as `new_seed()`.

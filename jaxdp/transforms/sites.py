@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 # Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error, so no smaller norm is reported.
-_CANCELLATION_FLOOR = 1e-5
+CANCELLATION_FLOOR = 1e-5
 # The same for a dV that is formed twice, for its norm and for the sum: terms that cancel round differently each time.
-_REFORMED_FLOOR = 1e-8
+REFORMED_FLOOR = 1e-8
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
 
@@ -344,7 +344,7 @@ class Site:
         kind = wide_dtype(w)
         square_u = sum((p.index >= 0).astype(kind) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
         bound = (jnp.sqrt(square_u) * jnp.sqrt(_square(w).sum(-1))).sum((1, 2))
-        return math.sqrt(_REFORMED_FLOOR) * bound
+        return math.sqrt(REFORMED_FLOOR) * bound
 
     def _by_slice(self, tree: Any) -> Any:
         """Reshapes [B, *loops, ...] to [B, slices, repeats, ...]."""
@@ -406,13 +406,13 @@ def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any
     return mapped
 
 
-def _inner(x: Factor, y: Factor) -> jax.Array:
+def inner_products(x: Factor, y: Factor) -> jax.Array:
     """Computes the inner products [B, S, T, T'] of all rows."""
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
         return same.astype(jnp.float32)
     if isinstance(x, OneHot):
-        return _inner(y, x).swapaxes(-1, -2)
+        return inner_products(y, x).swapaxes(-1, -2)
     if isinstance(y, OneHot):
         columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
@@ -435,7 +435,7 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
       The result includes an estimate of the rounding error of the inner products: sqrt(n) units in the last place for n
       terms, or n / 32 for the systematic error of long sums. It is never less than a fixed fraction of
       (sum_t |u_t||w_t|)^2. So cancellation cannot give a norm near zero for a gradient whose computed sum is not small.
-      Squares that underflow count at their upper bound. So a tiny u and a huge w cannot hide a gradient. A norm of 0 is
+      Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is
       reported as up to about 1e-16.
     """
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
@@ -448,8 +448,8 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
     total, bound, rounding, lengths_u, lengths_w = jnp.zeros((5, 1), kind)
     for j, (parts_j, w_j) in enumerate(pairs):
         for k, (parts_k, w_k) in enumerate(pairs[: j + 1]):
-            gram_u = sum(_inner(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
-            gram_w = _inner(w_j, w_k).astype(kind)
+            gram_u = sum(inner_products(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
+            gram_w = inner_products(w_j, w_k).astype(kind)
             total = total + (1 if j == k else 2) * (gram_u * gram_w).sum((1, 2, 3))
             if j == k:
                 length_u, length_w = (jnp.sqrt(jnp.diagonal(g, axis1=2, axis2=3)) for g in (gram_u, gram_w))
@@ -459,4 +459,4 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
     terms = max(rows, cols)
     rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding
-    return jnp.maximum(total + rounding, _CANCELLATION_FLOOR * jnp.square(bound)) + flushed
+    return jnp.maximum(total + rounding, CANCELLATION_FLOOR * jnp.square(bound)) + flushed

@@ -62,7 +62,8 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_complex(variable: Any) -> bool:
+def is_complex(variable: Any) -> bool:
+    """Returns whether a variable of a jaxpr is complex."""
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
 
 
@@ -74,14 +75,15 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
             yield from every_equation(inner)
 
 
-def _has_custom_vjp(eqn: Any) -> bool:
+def has_custom_vjp(eqn: Any) -> bool:
+    """Returns whether an equation is or contains a `jax.custom_vjp`."""
     inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
     return any("custom_vjp" in e.primitive.name for e in (eqn, *inner))
 
 
 def _needs_a_tap(eqn: Any) -> bool:
     """Returns whether weights need a tap before an equation although it has no data."""
-    return any(map(_is_complex, eqn.outvars)) or _has_custom_vjp(eqn)
+    return any(map(is_complex, eqn.outvars)) or has_custom_vjp(eqn)
 
 
 def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
@@ -349,7 +351,7 @@ def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tup
 
 def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
     """Returns the rule by which the weight operand of `eqn` meets data, or None. Rules exist for real numbers only."""
-    if any(map(_is_complex, eqn.invars)):
+    if any(map(is_complex, eqn.invars)):
         return None
     if eqn.primitive.name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
