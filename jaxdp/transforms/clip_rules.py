@@ -67,7 +67,7 @@ def find_rule(rule: str | ClipRule) -> ClipRule:
         return CLIP_RULES[rule]
     expected = (
         f"clip_rule must be one of {sorted(CLIP_RULES)}, or a hashable object with factor(norms, clip_norm) and "
-        f"bound(clip_norm), such as an instance of a frozen dataclass. Got {rule!r}"
+        f"bound(clip_norm), such as an instance of a frozen dataclass, got {rule!r}"
     )
     if isinstance(rule, str):
         raise ValueError(f"{expected}.")
