@@ -293,8 +293,6 @@ def _is_array(x: Any) -> bool:
 
 
 class _Static(NamedTuple):
-    """The static argument of the compiled functions."""
-
     f: ClippedGrad
     structure: Any  # of params
     settings: tuple[Any, ...]  # leaves of params that are not arrays

@@ -276,7 +276,6 @@ def _is_exact(eqn: Any) -> bool:
 
 
 def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
-    """Applies the rule of primitive `name`."""
     equation = Equation(
         name=name,
         params=eqn.params,

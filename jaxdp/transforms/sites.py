@@ -109,7 +109,6 @@ def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 
 def _transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Returns the array whose transpose by `order` is `x`."""
     return x.transpose([order.index(d) for d in range(len(order))])
 
 
