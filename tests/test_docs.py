@@ -4,9 +4,13 @@ import importlib.util
 import re
 import runpy
 from pathlib import Path
+from unittest import mock
 
 import jax_privacy
 import pytest
+
+from jaxdp import tta
+from jaxdp.transforms.clipping import CLIP_RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -26,7 +30,10 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     assert 10 <= sum(bool(line.strip()) for line in block[1].splitlines()) <= 30
     monkeypatch.chdir(tmp_path)
     # Lines of errors are those of the page.
-    exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), {"__name__": page.stem})
+    code = compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec")
+    # A page may register a rule or a method. Other tests must not see it.
+    with mock.patch.dict(CLIP_RULES), mock.patch.dict(tta.METHODS):
+        exec(code, {"__name__": page.stem})
     assert capsys.readouterr().out
 
 
