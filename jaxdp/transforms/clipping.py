@@ -45,7 +45,7 @@ Loss = Callable[..., tuple[jax.Array, Any]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """The result of a clipped gradient function. Every field except `grads` holds private, unprotected values.
+    """The result of a clipped gradient function. Only `grads` has bounded sensitivity. Other fields are unprotected.
 
     Attributes:
       grads: Pytree like params, float32 or wider. The SUM of clipped per-example gradients, None at frozen leaves.
