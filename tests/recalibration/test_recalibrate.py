@@ -387,7 +387,7 @@ MISTAKES = {
     "adjacency": ({"adjacency": "swap"}, ValueError, "adjacency must be one of .* got 'swap'"),
     "other adjacency": ({"adjacency": "replace_one"}, ValueError, "'replace_one', but 'source 0' .* 'add_remove'"),
     "old key": ({"key": np.zeros(2, np.uint32)}, TypeError, "key must be a typed key"),
-    "many keys": ({"key": jax.random.split(KEY)}, ValueError, r"key has shape \(2,\)"),
+    "many keys": ({"key": jax.random.split(KEY)}, ValueError, r"key must have shape \(\), got \(2,\)"),
     "iterations": ({"iterations": 0}, ValueError, "iterations .* got 0"),
     "half iterations": ({"iterations": 2.5}, ValueError, "iterations must be an integer .* got 2.5"),
     "bracket": ({"bracket": (3.0, 0.5)}, ValueError, r"bracket must be .* got \(3.0, 0.5\)"),
