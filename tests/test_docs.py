@@ -6,14 +6,17 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import jax_privacy
 import pytest
 
 import jaxdp
+from jaxdp.transforms.clip_rules import CLIP_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -35,12 +38,15 @@ def blocks(page, language):
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("page", RUNNING, ids=title)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    for rows in page.parent.glob("*_rows.jsonl"):  # what a reader has from the commands of the page
+        shutil.copy(rows, tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
     text = page.read_text()
-    for block in blocks(page, "python"):
-        # Lines of errors are those of the page.
-        exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names)
+    with patch.dict(CLIP_RULES), patch.dict(jaxdp.tta.METHODS):
+        for block in blocks(page, "python"):
+            # Lines of errors are those of the page.
+            exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names)
     assert capsys.readouterr().out
 
 

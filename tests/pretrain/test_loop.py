@@ -16,7 +16,7 @@ import pytest
 
 from jaxdp import data
 from jaxdp.pretrain import dpadapter, fit, sam
-from jaxdp.pretrain.loop import Plan
+from jaxdp.pretrain.loop import Batches
 from jaxdp.report import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -83,7 +83,7 @@ def test_a_shared_batch_is_augmented_once():
     fit(recorder, PARAMS, SOURCE, steps=3, shared_batch=True, augment=jitter, **sizes)
     for first, second in recorder.seen:
         np.testing.assert_array_equal(first, second)
-    drawn = Plan(60, 3, 6, 6, True, 0, 1, SEED).batches(0)[1]
+    drawn = Batches(60, 3, 6, 6, True, 0, 1, SEED).batches(0)[1]
     moved = recorder.seen[0][1] - SOURCE.gather(drawn)["features"]
     assert 0.03 < moved.std() < 0.3 and len(np.unique(moved)) == moved.size
 

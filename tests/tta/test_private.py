@@ -621,7 +621,7 @@ def test_every_hook_has_a_rule():
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
-        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*, got 'nonsense'"),
+        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*; got 'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
         ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
         ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep'; got 0.5"),
