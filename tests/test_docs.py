@@ -3,6 +3,7 @@
 import html
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -86,7 +87,7 @@ def site(tmp_path_factory):
 
 
 def test_the_reference_has_every_public_name(site):
-    packages = [name for name in jaxdp.__all__ if hasattr(getattr(jaxdp, name), "__path__")] + ["files"]
+    packages = ["files", *(name for name in jaxdp.__all__ if hasattr(getattr(jaxdp, name), "__path__"))]
     for package in packages:
         page = (site / "reference" / f"{package}.html").read_text()
         found = set(re.findall(r"jaxdp(?:\.\w+)*\.(\w+)", page)) | set(re.findall(r"<code>(\w+)</code>", page))
@@ -162,7 +163,7 @@ def test_commands_of_launchers_exist():
     assert len(found) > 20
     for page, [module, *words] in found:
         assert importlib.util.find_spec(module), f"{page}: {module}"
-        options = dict(zip(words, words[1:], strict=False))
+        options = dict(itertools.pairwise(words))
         if "--config" not in options:
             continue
         path, _, argument = options["--config"].partition(":")
