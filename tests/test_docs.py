@@ -36,6 +36,7 @@ def blocks(page, language):
     return list(re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("page", RUNNING, ids=title)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
