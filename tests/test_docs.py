@@ -47,7 +47,7 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     text = page.read_text()
     with patch.dict(CLIP_RULES), patch.dict(jaxdp.tta.METHODS):
         for block in blocks(page, "python"):
-            # Lines of errors are those of the page.
+            # An error shows the line number of the page.
             exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names)
     assert capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def test_a_howto_has_one_short_block_and_says_what_is_guaranteed(page):
 
 
 def prose(page):
-    """A page without its blocks of code."""
+    """Returns a page without its blocks of code."""
     return re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
@@ -76,7 +76,7 @@ def headings(page):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site. A page outside of the navigation, a link or an anchor that leads nowhere fails the build."""
+    """Builds the site. A page outside of the navigation, or a link or an anchor that leads nowhere, fails the build."""
     pytest.importorskip("mkdocs", reason="the dependency group docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     # The pytest of a checkout may find packages by options that another process does not have.
@@ -118,7 +118,7 @@ def test_docstrings_are_rendered(site):
 
 
 def exists(name):
-    """Whether a dotted name is a module, or an attribute or a field in one."""
+    """Tells whether a dotted name is a module, or an attribute or a field in one."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
