@@ -6,13 +6,16 @@ WORKDIR ?= workdir/lifecycle
 # Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench faults clean
+.PHONY: demo test docs lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -45,6 +48,10 @@ $(VENV)/.test: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --group test
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --group docs
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
