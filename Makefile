@@ -6,6 +6,9 @@ WORKDIR ?= workdir/lifecycle
 # Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
 
+# Every process would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint format bench faults clean
 
 demo: $(VENV)/.run
