@@ -8,7 +8,7 @@
     jaxdp ledger backup PATH COPY                     a copy, which appears whole
     jaxdp ledger accept PATH                          an older copy becomes valid, if no newer one is left
 
-All but the last open the file for reading only. `python -m jaxdp.command` is the same command.
+Only `accept` writes to the ledger. `python -m jaxdp.command` is the same command.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from jaxdp.privacy.store import accept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command; an error becomes a sentence and the exit status 1."""
+    """Runs the command. An error becomes a sentence and the exit status 1."""
     about: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="jaxdp", **about)
     ledger = parser.add_subparsers(required=True, metavar="ledger").add_parser("ledger", **about)
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show.add_argument("--if", dest="events", action="append", default=[], metavar="'DATASET: EVENT'", help="what if")
 
     history = _command(commands, "history", _history)
-    history.add_argument("--dataset", help="of this one only")
+    history.add_argument("--dataset", help="the dataset to list, by default all")
     history.add_argument("--by-day", action="store_true", help="one row per day, with epsilon at its end")
     history.add_argument("--csv", action="store_true", help="print CSV instead of text")
-    history.add_argument("--delta", type=float, help="by default the registered one; for --by-day")
+    history.add_argument("--delta", type=float, help="for --by-day, by default the registered one")
     for command in (show, history):
         command.add_argument("--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin")
 
@@ -69,17 +69,17 @@ def _timezone(name: str) -> datetime.tzinfo:
     try:
         return zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"no time zone {name!r}; use a name such as Europe/Berlin") from error
+        raise argparse.ArgumentTypeError(f"no time zone {name!r}. Use a name such as Europe/Berlin.") from error
 
 
 def _show(given: argparse.Namespace) -> None:
-    """What every dataset has spent."""
+    """Shows what every dataset has spent."""
     with Ledger(given.path, read_only=True) as ledger:
         asked = []
         for text in given.events:
             name, colon, event = text.rpartition(": ")
             if not colon:
-                raise ValueError(f"--if takes 'DATASET: EVENT', for example 'data: 100 * Gaussian(5)', got {text!r}")
+                raise ValueError(f"--if takes 'DATASET: EVENT', for example 'data: 100 * Gaussian(5)', got {text!r}.")
             asked.append(_what_if(ledger, name, event, given.delta))
         if given.json:
             print(json.dumps(ledger.report(delta=given.delta) | ({"if": asked} if asked else {}), indent=2))
@@ -113,7 +113,7 @@ def _what_if(ledger: Ledger, name: str, text: str, default_delta: float) -> dict
 
 
 def _history(given: argparse.Namespace) -> None:
-    """Every spend, or how epsilon grew by the day."""
+    """Lists every spend, or the growth of epsilon by the day."""
     with Ledger(given.path, read_only=True) as ledger:
         if given.by_day:
             names = [given.dataset] if given.dataset else [entry["name"] for entry in ledger.report()["datasets"]]
@@ -131,13 +131,13 @@ def _history(given: argparse.Namespace) -> None:
         writer.writerow(columns)
         writer.writerows([_cell(row[column]) for column in columns] for row in rows)
         return
-    shorter = columns[:10]  # what people read
+    shorter = columns[:10]  # enough for a terminal
     for line in aligned([shorter, *([_cell(row[column]) or "-" for column in shorter] for row in rows)]):
         print(line)
 
 
 def _cell(value: Any) -> str:
-    """A value for a terminal or a table calculation, which would take some texts for formulas."""
+    """Returns a value for a terminal or a spreadsheet, which would read some texts as formulas."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -147,14 +147,14 @@ def _cell(value: Any) -> str:
 
 
 def _verify(given: argparse.Namespace) -> None:
-    """Whether the file holds everything that was spent."""
+    """Checks whether the file holds everything that was spent."""
     with Ledger(given.path, read_only=True) as ledger:
         head = ledger.head
-        print(f"{shown(given.path)}: {head.spend} spend(s), each linked to all before it; totals equal their sums")
+        print(f"{shown(given.path)}: {head.spend} spend(s), each linked to all before it. Totals equal their sums.")
         if ledger.has_head:
-            print(f"The head beside it agrees. Its last spend is {head.spend}, link {head.link}")
+            print(f"The head beside it agrees. Its last spend is {head.spend}, link {head.link}.")
         else:
-            print("No head lies beside it: nothing here would tell if its last spends were missing")
+            print("No head lies beside it, so missing last spends cannot be detected.")
 
 
 def _backup(given: argparse.Namespace) -> None:
@@ -169,8 +169,8 @@ def _accept(given: argparse.Namespace) -> None:
     """Makes an older copy valid, if no newer one is left."""
     head = accept(given.path)
     print(
-        f"{shown(given.path)} is valid up to its spend {head.spend}. Resume every run that was charged later: its "
-        "workdir charges what this copy does not know"
+        f"{shown(given.path)} is valid up to its spend {head.spend}. Resume every run that was charged later. Its "
+        "workdir charges the spends that this copy lacks."
     )
 
 

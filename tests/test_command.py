@@ -11,7 +11,15 @@ import sys
 import pytest
 
 from jaxdp.command import main
-from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent, epsilon
+from jaxdp.privacy import (
+    GaussianDpEvent,
+    Ledger,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+    epsilon,
+    store,
+)
 from jaxdp.privacy.events import describe, parse
 
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
@@ -116,15 +124,14 @@ def test_epsilon_by_the_day(path, capsys):
     assert len(said(capsys, "history", path, "--by-day").splitlines()) == 5
 
 
-def test_days_and_parts(path):
+def test_days_and_parts(path, monkeypatch):
     """Two days, two parts: epsilon at a day's end is that of the worst part until then."""
     with Ledger(path) as ledger:
         ledger.register("parts", adjacency="add_remove", unit="image", delta=0.0)
-        for part, cost in (("a", 0.5), ("b", 0.25), ("b", 0.5)):
+        times = ("2026-01-01T23:30:00.000+00:00", "2026-01-01T23:40:00.000+00:00", "2026-01-02T00:30:00.000+00:00")
+        for time, part, cost in zip(times, "abb", (0.5, 0.25, 0.5), strict=True):
+            monkeypatch.setattr(store, "now", lambda time=time: time)
             ledger.spend("parts", PureDpEvent(cost), partition=part)
-        # What the file says of the time is edited in memory only.
-        ledger._store.db.execute("UPDATE spends SET reserved_at = '2026-01-01T23:30:00.000+00:00' WHERE id < 7")
-        ledger._store.db.execute("UPDATE spends SET reserved_at = '2026-01-02T00:30:00.000+00:00' WHERE id >= 7")
         days = ledger.by_day("parts")
     assert [(day["day"], day["spends"], day["epsilon"]) for day in days] == [
         ("2026-01-01", 2, 0.5),

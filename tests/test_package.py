@@ -165,30 +165,29 @@ def test_one_name_means_one_thing():
     }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_layers_point_down_only(path):
-    parts = path.relative_to(ROOT).parts
-    if len(parts) == 2:  # jaxdp/__init__.py and jaxdp/version.py stand above the layers
-        return
-    assert parts[1] in ALLOWED, f"{parts[1]} is no known package; add it to ALLOWED with what it may import"
-    assert layer_violations(parts[1], imported_modules(path)) == set()
+def test_layers_point_down_only():
+    violations = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).parts
+        if len(parts) == 2:  # jaxdp/__init__.py and its like stand above the layers
+            continue
+        assert parts[1] in ALLOWED, f"{parts[1]} is an unknown package. Add it to ALLOWED with what it may import."
+        violations[path] = layer_violations(parts[1], imported_modules(path))
+    assert len(violations) > 80 and not {path: found for path, found in violations.items() if found}
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_private_jax_no_pickle_and_no_eager_tensorflow(path):
-    assert forbidden_imports(imported_modules(path)) == set()
+def test_no_private_jax_no_pickle_and_no_eager_tensorflow():
     lazy = {"tensorflow_datasets", "matplotlib"}
-    eager = module_level_imports(ast.parse(path.read_text()))
-    assert {name for name in eager if name.split(".")[0] in lazy} == set()
+    violations = {}
+    for path in CODE:
+        eager = module_level_imports(ast.parse(path.read_text()))
+        violations[path] = forbidden_imports(imported_modules(path)) | {n for n in eager if n.split(".")[0] in lazy}
+    assert len(violations) > 150 and not {path: found for path, found in violations.items() if found}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if path.relative_to(ROOT).parts[1] in STAGES],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_secrets_and_tokens_come_from_the_till(path):
-    assert secrets_elsewhere(path) == set()
+def test_secrets_and_tokens_come_from_the_till():
+    stages = [path for path in SOURCES if path.relative_to(ROOT).parts[1] in STAGES]
+    assert len(stages) > 40 and not {path: found for path in stages if (found := secrets_elsewhere(path))}
 
 
 def test_the_check_of_secrets_can_fail(tmp_path):

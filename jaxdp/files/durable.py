@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and are on the disk when the function returns."""
+"""Durable files. They appear whole or not at all, and are on the disk when the function returns."""
 
 import json
 import os
@@ -8,13 +8,14 @@ from typing import Any, BinaryIO
 
 
 def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666) -> None:
-    """Puts a whole new file in the place of `path`; file and folder are on the disk when this returns.
+    """Replaces `path` by a whole new file. File and folder are on the disk when this returns.
 
-    A process that dies leaves the old file, and perhaps `<name>.tmp` for the next writer to replace. The folder must
-    exist, and only one process may write a file at a time. `data` may be a function that writes to an open binary file.
+    `data` may be a function that writes to an open binary file. The folder must exist, and only one process may write a
+    file at a time. A process that dies leaves the old file. It may also leave `<name>.tmp`, which the next writer
+    replaces.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # it may have another mode
+    temporary.unlink(missing_ok=True)  # an old one may have another mode
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             if isinstance(data, bytes):
@@ -30,19 +31,19 @@ def write_durably(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes `value` durably as indented JSON, making the folder if needed."""
+    """Writes `value` durably as indented JSON. It makes the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def to_disk(file: Any) -> None:
-    """Makes what was written to an open file durable."""
+    """Makes the content of an open file durable."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Makes new and deleted names in a folder durable, where the system has such a thing."""
+    """Makes new and deleted names in a folder durable, where the system supports that."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -52,7 +53,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-    """Makes all files and names in and below a folder durable, as another library has written them."""
+    """Makes all files and names in and below a folder durable, after another library wrote them."""
     for root, _, names in os.walk(folder):
         for name in names:
             with open(os.path.join(root, name), "rb") as file:

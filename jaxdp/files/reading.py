@@ -1,4 +1,4 @@
-"""Reading files that may be damaged, or come from somebody else: sizes first, and one sentence for every failure."""
+"""Readers of files that may be damaged or untrusted. They check sizes first and explain failures in one sentence."""
 
 import contextlib
 import dataclasses
@@ -13,22 +13,22 @@ from typing import Any
 
 import numpy as np
 
-AGAIN = "Restore it from a copy, or delete it: the same command then makes it again."
+AGAIN = "Restore it from a copy, or delete it. The same command then makes it again."
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a file or package may declare; more is refused before it is allocated. Raise a limit for trusted files.
+    """Upper limits on what a file or package may declare, refused before it is allocated. Raise one for trusted files.
 
     Attributes:
-      bytes: of all arrays that are read; 8 GiB by default.
-      arrays: their number.
-      pixels: height times width of one image before it is decoded; by default that of Pillow. Also bounds the
-        positions and windows of a packaged model.
-      blocks: of a packaged model.
-      num_classes: of a package.
-      copies: of every representation in a package.
+      bytes: The bytes of all arrays that are read, by default 8 GiB.
+      arrays: The number of arrays.
+      pixels: Height times width of one image before it is decoded. The default is Pillow's. It also bounds the
+          positions and windows of a packaged model.
+      blocks: The blocks of a packaged model.
+      num_classes: The classes of a package.
+      copies: The copies of every representation in a package.
     """
 
     bytes: int = 2**33
@@ -44,17 +44,17 @@ class Limits:
                 raise ValueError(f"limits need a positive integer for {name}, got {value!r}.")
 
     def check(self, name: str, declared: Any, what: str) -> None:
-        """Raises ValueError if `declared` is more than the limit called `name`; `what` says whose number it is."""
+        """Raises ValueError if `declared` exceeds the limit called `name`. `what` names its source."""
         if declared > getattr(self, name):
             raise ValueError(
-                f"{what} declares {declared} {name}, more than the limit of {getattr(self, name)}; raise "
+                f"{what} declares {declared} {name}, more than the limit of {getattr(self, name)}. Raise "
                 f"Limits({name}=...) if you trust its writer."
             )
 
 
 @contextlib.contextmanager
 def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Turns an error of code that reads a file into a ValueError with path and remedy; a missing file keeps its own."""
+    """Turns an error of a file reader into a ValueError with path and remedy. A missing file keeps its error."""
     try:
         yield
     except (FileNotFoundError, PermissionError, IsADirectoryError):
@@ -62,7 +62,7 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and os.fspath(path) in str(error):
             raise
-        what = " ".join(str(error).split())[:200]
+        what = " ".join(str(error).split())[:200].removesuffix(".")
         raise ValueError(f"{os.fspath(path)} is damaged: {type(error).__name__}, {what}. {remedy}") from error
 
 
@@ -70,15 +70,15 @@ def read_json(path: pathlib.Path, *, remedy: str = AGAIN, kind: type[Any] = dict
     """Reads a JSON file of this library: a value of type `kind`, with `keys` if it is a dict.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: no JSON, another type or no such key; the message has the path and the sentence `remedy`.
+      FileNotFoundError: The file does not exist.
+      ValueError: The file is not JSON, has another type or lacks a key. The message has the path and `remedy`.
     """
     with understood(path, remedy):
         found = json.loads(path.read_bytes())
         if not isinstance(found, kind):
-            raise TypeError(f"it holds {type(found).__name__} instead of {kind.__name__}")
+            raise TypeError(f"it holds {type(found).__name__} instead of {kind.__name__}.")
         if missing := [key for key in keys if key not in found]:
-            raise TypeError(f"it lacks {', '.join(missing)}")
+            raise TypeError(f"it lacks {', '.join(missing)}.")
     return found
 
 
@@ -90,25 +90,25 @@ def read_npz(
     remedy: str = AGAIN,
     limits: Limits | None = None,
 ) -> dict[str, np.ndarray]:
-    """Reads arrays from an .npz file; names, dtypes and sizes are checked before anything is decompressed.
+    """Reads arrays from an .npz file. It checks names, dtypes and sizes before it decompresses anything.
 
     Args:
-      path: the file.
-      names: arrays that it must have; None reads all.
-      optional: arrays that are read if they are there.
-      remedy: a sentence for the error of a damaged file.
-      limits: on what is read; `Limits()` by default.
+      path: The file.
+      names: The arrays that it must have. None reads all.
+      optional: The arrays that are read if they exist.
+      remedy: A sentence for the error of a damaged file.
+      limits: The limits on what is read, by default `Limits()`.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a damaged file, a missing array, Python objects or an exceeded limit; the message has the path.
+      FileNotFoundError: The file does not exist.
+      ValueError: The file is damaged, lacks an array, has Python objects or exceeds a limit. The message has the path.
     """
     limits = limits or Limits()
     with understood(path, remedy), zipfile.ZipFile(path) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         if missing := [name for name in names or () if name not in members]:
             has = ", ".join(sorted(members)[:20])
-            raise ValueError(f"{path} has no array {', '.join(missing)}; it has {has}. {remedy}")
+            raise ValueError(f"{path} has no array {', '.join(missing)}. It has {has}. {remedy}")
         wanted = list(members) if names is None else [*names, *(name for name in optional if name in members)]
         limits.check("arrays", len(wanted), str(path))
         total, found = 0, {}
@@ -123,40 +123,40 @@ def read_npz(
 
 
 def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Reads an .npy file whose header and size are those of the array that it should hold.
+    """Reads an .npy file whose header and size match the expected array.
 
     Raises:
-      ValueError, SyntaxError, tokenize.TokenError: another array, or a header that is no Python.
+      ValueError, SyntaxError, tokenize.TokenError: The array differs, or the header is not Python.
     """
     with path.open("rb") as file:
         if _header(file) != (shape, dtype) or path.stat().st_size - file.tell() != math.prod(shape) * dtype.itemsize:
-            raise ValueError("another array")
-    return np.load(path, allow_pickle=False)
+            raise ValueError("it holds another array.")
+    array: np.ndarray = np.load(path, allow_pickle=False)
+    return array
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
-        raise ValueError(f"another version of .npy, {version}")
+        raise ValueError(f"its .npy version {version} is unknown.")
     shape, _, dtype = _HEADERS[version](file)
     return shape, dtype
 
 
 def _declared_bytes(file: Any, size: int) -> int:
-    """Bytes of the array whose .npy file is open; `size` is that of the file."""
     shape, dtype = _header(file)
     if dtype.hasobject:
-        raise ValueError("it holds Python objects")
+        raise ValueError("it holds Python objects.")
     declared = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or declared != size - file.tell():
-        raise ValueError(f"an array of shape {shape} does not have {size - file.tell()} bytes")
+        raise ValueError(f"an array of shape {shape} does not have {size - file.tell()} bytes.")
     return declared
 
 
 def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy: str) -> None:
     """Raises ValueError that names the first array with a NaN or an infinity."""
     for name, array in arrays.items():
-        if array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all():  # bfloat16 and its like are "V"
+        if array.dtype.kind in "fcV" and not np.isfinite(np.asarray(array)).all():  # "V" includes bfloat16
             raise ValueError(f"{os.fspath(path)} has NaN or infinite values in {name!r}. {remedy}")
 
 
@@ -164,10 +164,10 @@ def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: 
     """Raises ValueError unless the header of an encoded image has the declared size, before it is decoded.
 
     Args:
-      data: a file of a format that Pillow reads.
-      shape: (height, width, ...) as declared; None is any up to the limit.
-      what: names the image in errors.
-      limits: on its pixels.
+      data: A file of a format that Pillow reads.
+      shape: The declared (height, width, ...). None is any size up to the limit.
+      what: The name of the image in errors.
+      limits: The limits on its pixels.
     """
     from PIL import Image
 
@@ -175,4 +175,4 @@ def check_image(data: bytes, *, shape: Sequence[int | None], what: str, limits: 
         width, height = image.size
     limits.check("pixels", height * width, what)
     if any(stated not in (None, found) for stated, found in zip(shape, (height, width), strict=False)):
-        raise ValueError(f"{what} is {height}x{width}, declared {shape[0]}x{shape[1]}; prepare the data set again.")
+        raise ValueError(f"{what} is {height}x{width}, but declared {shape[0]}x{shape[1]}. Prepare the data set again.")

@@ -1,13 +1,13 @@
-"""Abstract Gradient Training: bounds on everything that training on a neighbouring data set could give.
+"""Abstract Gradient Training: bounds on all parameters that training on a neighbouring data set could give.
 
-Wicker et al., "Certification for Differentially Private Prediction in Gradient-Based Training" (ICML 2025,
-arXiv:2406.13433), in the order of its Algorithm 1, for all distances k in one compiled program:
+The module follows Algorithm 1 of Wicker et al., "Certification for Differentially Private Prediction in Gradient-Based
+Training" (ICML 2025, arXiv:2406.13433). One compiled program covers all distances k.
 
-1. `_Gradients`: bounds of every record's gradient over the box of parameters reached so far, clipped;
-2. `_DESCENT`: bounds of their mean when up to k records change, by Theorem 4.6 or by T4;
-3. `_advance_box`: a step of the optimizer for both ends of the box;
-4. `_train`: all batches, for all k;
-5. `certify`: which predictions no parameters in the box change (Lemma 4.4).
+1. `_Gradients` bounds every record's clipped gradient over the box of parameters reached so far.
+2. `_DESCENT` bounds the mean gradient when up to k records change, by Theorem 4.6 or by T4.
+3. `_advance_box` makes a step of the optimizer for both ends of the box.
+4. `_train` runs all batches, for all k.
+5. `certify` finds the predictions that no parameters in the box change (Lemma 4.4).
 
 T1..T10 are derivations in BUILD_NOTES.md, with the proofs of soundness and of the 1-Lipschitz stable distance.
 """
@@ -30,7 +30,7 @@ from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, wid
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
 
-# Halvings of the interval in which the threshold of the largest entries is searched (T6).
+# Halvings of the interval that contains the threshold of the largest entries (T6).
 _HALVINGS = 8
 _QUERIES = 256
 
@@ -41,12 +41,12 @@ class Bounds:
     """Nominal parameters and a box around them for each distance.
 
     Attributes:
-      params: what training on the data as they are gives, a pytree.
-      lower, upper: pytrees like `params`; leaves [len(ks), ...]. Row i contains every parameter vector that training
-        on a data set within distance ks[i] gives. Frozen leaves are repeated without copies.
-      ks: distances, increasing.
-      threat, product: as in `train_with_bounds`.
-      trainable: whether each leaf was trained, in the order of `jax.tree.leaves(params)`.
+      params: The parameters that training on the given data returns, a pytree.
+      lower, upper: Pytrees like `params` with leaves [len(ks), ...]. Row i contains every parameter vector that
+        training on a data set within distance ks[i] returns. Frozen leaves are repeated without copies.
+      ks: The distances, increasing.
+      threat, product: As in `train_with_bounds`.
+      trainable: Whether each leaf was trained, in the order of `jax.tree.leaves(params)`.
     """
 
     params: Any
@@ -59,18 +59,18 @@ class Bounds:
 
     @property
     def layout(self) -> Layout:
-        """Which leaves of `params` were trained."""
+        """The trained and the frozen leaves of `params`."""
         return Layout(jax.tree.structure(self.params), self.trainable)
 
 
 class Certificates(NamedTuple):
-    """What is certain about predictions. PRIVATE: distances and logits depend on the training data.
+    """Certified facts about predictions. They are PRIVATE: distances and logits depend on the training data.
 
     Attributes:
-      label: int32 [Q], the largest logit, or for one logit whether it is positive: of every parameter vector in the
-        first row of the bounds where that is certain, else of the nominal parameters.
-      distance: int32 [Q], the stable distance k': no data set within distance k' changes the label, and neighbouring
-        data sets have k' that differ by at most 1. With a sparse grid of ks it counts certified grid points.
+      label: int32 [Q], the class of the largest logit. For one logit: 1 if it is positive, else 0. It is the common
+        label of all parameter vectors in the first row of the bounds if they agree, else the nominal label.
+      distance: int32 [Q], the stable distance k'. No data set within distance k' changes the label. The k' of
+        neighbouring data sets differ by at most 1. With a sparse grid of ks it counts certified grid points.
       logits: `Interval` with ends [len(ks), Q, C].
     """
 
@@ -100,77 +100,77 @@ def train_with_bounds(
     lr_min: float = 0.0,
     trainable: Trainable | None = None,
 ) -> Bounds:
-    """Trains with per-record clipped gradients and bounds what any data set within distance k could have given.
+    """Trains with per-record clipped gradients and bounds the results of all data sets within distance k.
 
         bounds = train_with_bounds(loss_fn, params, data, ks=9, clip=0.1, learning_rate=0.5, batch_size=900, epochs=1)
         certify(bounds, apply_fn, queries).distance
 
     Step t with batch S (Algorithm 1):
 
-        D = 1/batch_size sum_{i in S} clip(grad loss(theta, i), -clip, clip)    (see "a very large batch")
+        D = 1/batch_size sum_{i in S} clip(grad loss(theta, i), -clip, clip)    (see "very large batch")
         v = momentum v + D + weight_decay theta
         theta = theta - max(learning_rate / (1 + lr_decay t), lr_min) (v, or D + weight_decay theta + momentum v)
 
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`, the deterministic loss of one example. Losses of `jaxdp.losses`
-        have tight bounds; any other is sound, only looser.
-      params: initial parameters, public.
-      data: pytree of arrays [n, ...], one row per record.
-      ks: distances; an int means all of 0..ks, which is what a private mechanism wants. A sparse grid is allowed.
-      clip: each coordinate of each record's gradient is clamped to [-clip, clip].
-      learning_rate, lr_decay, lr_min, momentum, nesterov, weight_decay: of the optimizer; see the equations.
-      batch_size: the public constant that sums are divided by, except under "replace_per_batch". About the number of
-        records in a batch, but under "add_remove" not computed from their private number.
-      epochs: passes over the data.
-      threat: which changes of the data set the bounds cover; one change is one step of distance. "add_remove": records
-        are added or removed; each shifts a sum by at most `clip` (T4). "replace_one": records are replaced, batches
-        keep their size. "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by the number
-        of records in the batch, as published (Theorem 4.6); with product="rump" the published algorithm.
-      batches: public number of batches per epoch. Records are assigned to them by a hash of their content, where
-        records are replaced by position; the same in every epoch and whatever the other records are. None: 1 under
-        "add_remove", because the number of records is private; round(n / batch_size), at least 1, under "replace_one";
-        consecutive full batches without an incomplete last one, as published, under "replace_per_batch".
-      order: int [steps, batch] rows of records per step, -1 for none, or a function of n that returns it, instead of
-        `batches` and `epochs`.
+        have tight bounds. Bounds of other losses are sound but looser.
+      params: The initial parameters, public.
+      data: A pytree of arrays [n, ...], one row per record.
+      ks: The distances. An int means all of 0..ks, as private mechanisms need. A sparse grid is allowed.
+      clip: The bound of each coordinate of each record's gradient, which is clamped to [-clip, clip].
+      learning_rate, lr_decay, lr_min, momentum, nesterov, weight_decay: Options of the optimizer, see the equations.
+      batch_size: The public divisor of sums, except under "replace_per_batch". Choose about the number of records in a
+        batch. Under "add_remove" do not compute it from their private number.
+      epochs: The number of passes over the data.
+      threat: The changes of the data set that the bounds cover. One change is one step of distance. "add_remove":
+        records are added or removed, and each shifts a sum by at most `clip` (T4). "replace_one": records are replaced,
+        and batches keep their size. "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by
+        the number of records in the batch (Theorem 4.6). With product="rump" it is the published algorithm.
+      batches: The public number of batches per epoch. The batch of a record is the same in every epoch and does not
+        depend on other records. It is a hash of the record's contents, or of its position where records are replaced.
+        None means 1 under "add_remove", because the number of records is private. Under "replace_one" it means
+        round(n / batch_size), at least 1. Under "replace_per_batch" it means consecutive full batches, as published.
+      order: int [steps, batch], the rows of records of each step, -1 for none. It replaces `batches` and `epochs`. A
+        function of n that returns such an array is allowed too.
       product: "tight" or "rump", see `jaxdp.interval`.
-      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel"; other leaves are frozen, and what
-        depends on them alone is computed once per batch.
+      trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen, and
+        values that depend on them alone are computed once per batch.
 
     Returns:
-      `Bounds`, computed for all ks by one compiled program (compiled once per loss function, shapes and settings).
+      `Bounds`, computed for all ks by one program (compiled once per loss function, shapes and settings).
+
+    Raises:
+      ValueError: An argument is out of range or cannot be certified. Raised before any computation.
+      TypeError: ks or order are not integers, or a trained leaf is not floating point.
 
     Formal guarantees:
-      *Containment.* Let data' be within distance ks[i] of `data`, each added record being assigned to one batch per
-      epoch by a rule that does not look at other records. Training on data' by the equations above in real arithmetic
-      ends inside row i; so does training in floating point, unless logits cancel almost completely. Changes count
-      over the whole data set: the batches of an epoch share the budget (T8), except where the table says otherwise.
+      *Containment.* Let data' be within distance ks[i] of `data`. Let each added record be assigned to one batch per
+      epoch by a rule that does not read other records. Training on data' by the equations above in real arithmetic ends
+      inside row i. So does training in floating point, unless logits cancel almost completely. Changes count over the
+      whole data set: the batches of an epoch share the budget (T8), except where the table says otherwise.
 
-      *Stable distance.* The box of data' at distance k - 1 lies inside that of data at distance k whenever data and
-      data' are neighbours. So the k' of `certify` is 1-Lipschitz, which mechanisms need. For product="tight" and
-      threat "add_remove" or "replace_one" it holds in floating point too: sums over records are exact integer sums of
-      outward-rounded gradients, and other operations are monotone. Exceptions, in real arithmetic only: tanh, erf and
-      softmax inside the network (XLA's are not monotone in the last digits), momentum together with weight decay.
+      *Stable distance.* If data and data' are neighbours, the box of data' at distance k - 1 lies inside the box of
+      data at distance k. So the k' of `certify` is 1-Lipschitz, which mechanisms need. For product="tight" and threat
+      "add_remove" or "replace_one" this holds in floating point too. Sums over records are exact integer sums of
+      outward-rounded gradients, and other operations are monotone. It holds in real arithmetic only for tanh, erf and
+      softmax inside the network (XLA's are not monotone in the last digits), and for momentum with weight decay.
 
-      Nominal parameters and boxes are private; only mechanisms in `jaxdp.prediction` make them public. Hyperparameters
-      and `order` must not be chosen by looking at the data.
+      Nominal parameters and boxes are private. Only mechanisms in `jaxdp.prediction` release them. Hyperparameters and
+      `order` must not be chosen by looking at the data.
 
       ============================  =================================================================================
       case                          behaviour
       ============================  =================================================================================
       k == 0                        the box is the rounding of the arithmetic
       gradient NaN or infinite      counts as anything in [-clip, clip]
-      no record, or an empty batch  under "add_remove" a batch like any other, whose sum is zero
-      a very large batch            under "add_remove" the sum is clipped coordinate-wise to M clip, with M the multiple
-                                    of 256 from 4 batch_size on, but at most 2^19 in float32; M records or fewer never
-                                    reach it
-      order repeats a record        budgets start again before the batch that repeats one
-      momentum and weight_decay     k changes in every batch; an error if a step's influence on the result changes sign
+      no record, or an empty batch  under "add_remove" a normal batch whose sum is zero
+      very large batch              under "add_remove" each coordinate of the sum is clipped to M clip, where M is the
+                                    multiple of 256 from 4 batch_size on, but at most 2^19 in float32 (M records or
+                                    fewer never reach it)
+      order repeats a record        budgets start again before the batch that repeats a record
+      momentum and weight_decay     k changes in every batch, an error if a step's influence on the result changes sign
       "replace_per_batch"           k replacements in every batch
       ============================  =================================================================================
-
-    Raises:
-      ValueError: for anything that cannot be certified or is out of range; before any computation.
-      TypeError: ks or order are not integers, or a trained leaf is not floating point.
     """
     training = Training(
         clip=clip,
@@ -207,17 +207,17 @@ class _Batch(NamedTuple):
     """A batch in blocks [outer, records, ...]. A place without a record has weight 0."""
 
     records: Any  # examples, and their weights
-    kept: Any  # what bounds need of the records, whatever the box; and the weights
+    kept: Any  # the part of the bounds that does not depend on the box, and the weights
     size: jax.Array  # number of records
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """The gradients of single records, bounds of them over a box, and sums of both over a batch."""
+    """The gradients of single records, their bounds over a box, and sums of both over a batch."""
 
     plan: Plan
     gradient: Callable[[Leaves, Any], Leaves]
-    # Its bounds in three steps: what no box changes (frozen layers are in here), what one does, final outer products.
+    # The bounds in three steps: the part without the box (frozen layers), the part with it, the final outer products.
     stages: Sequence[Callable[..., Any]]
 
     @classmethod
@@ -235,14 +235,14 @@ class _Gradients:
         return cls(plan, gradient, stage(gradient, moving, record, product=plan.product))
 
     def batch(self, data: Any, rows: jax.Array) -> _Batch:
-        """The records of `rows`, -1 for none."""
+        """Returns the records of `rows`, -1 for none."""
         rows = rows.reshape(self.plan.blocks[0], -1)
         weights = (rows >= 0).astype(self.plan.grid.dtype)
         records = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data), weights
         return _Batch(records, (lax.map(jax.vmap(self.stages[0]), records), weights), jnp.sum(weights))
 
     def mean(self, params: Leaves, batch: _Batch) -> Leaves:
-        """The mean clipped gradient, D of `train_with_bounds`."""
+        """Returns the mean clipped gradient, D of `train_with_bounds`."""
         grid = self.plan.grid
 
         def summands(records: Any) -> Leaves:
@@ -256,65 +256,64 @@ class _Gradients:
         return grads
 
     def factors(self, box: Box, kept: Any) -> Any:
-        """Lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
+        """Computes lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
         return jax.vmap(lambda one: self.stages[1](boxes, one))(kept[0]), kept[1]
 
     def bounds(self, factors: Any) -> Leaves:
-        """Lower bounds of each record's gradient, then of its negative: leaves [records, ...]."""
+        """Returns lower bounds of each record's gradient, then of its negative: leaves [records, ...]."""
         ends = jax.vmap(self.stages[2])(factors[0])
         return [low for low, _ in ends] + [-high for _, high in ends]
 
     def bits(self, factors: Any) -> Leaves:
-        """The same, clipped and rounded down to the grid."""
+        """Returns `bounds`, clipped and rounded down to the grid."""
         grid, weights = self.plan.grid, factors[1]
-        # A place without a record adds nothing: neither a unit of rounding nor the NaN of 0 * inf.
+        # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
         return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.zero) for x in self.bounds(factors)]
 
     def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves]) -> list[Total]:
-        """Sums over the batch of integers made from `factors`."""
+        """Returns the sums over the batch of the integers that `summands` makes from `factors`."""
         return add_up(self.plan.grid, self.plan.blocks, batch.kept, functools.partial(self.factors, box), summands)
 
 
 def _rows(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """Weights [records], shaped for x [records, ...]."""
     return weights.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _box(lows: Leaves) -> Box:
-    """The box of lower bounds of leaves, and of their negatives."""
+    """Returns the box, from lower bounds of the leaves and of their negatives."""
     half = len(lows) // 2
     return lows[:half], [-low for low in lows[half:]]
 
 
 # --- The set of descent directions (Theorem 4.6): `k -> bounds of the mean clipped gradient` -------------------------
-# Lower ends are written down. An upper end is the negative of the lower end of negated gradients.
+# The code has lower ends only. An upper end is the negative of the lower end of negated gradients.
 
 
 def _add_remove(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
-    """D_L = (sum d_L - k clip) / batch_size: a record that comes or goes moves the sum by at most clip (T4)."""
+    """Returns D_L = (sum d_L - k clip) / batch_size. An added or removed record moves the sum by at most clip (T4)."""
     grid = gradients.plan.grid
     totals = gradients.total(box, batch, lambda factors: [grid.sum(bits) for bits in gradients.bits(factors)])
     return lambda k: _box([grid.mean(add_units(total, -k, grid.charge)) for total in totals])
 
 
 def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
-    """D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
+    """Returns D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6), streaming (T6).
 
-    The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The minimum over a fixed grid
-    of tau is found by bisection, since the function is convex; so the bound is isotonic.
+    The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The function is convex, so
+    bisection finds its minimum over a fixed grid of tau. Hence the bound is isotonic.
     """
     grid, charge = gradients.plan.grid, gradients.plan.grid.charge
 
     def entries(factors: Any) -> Leaves:
-        """Integers whose k largest leave; the least where there is no record."""
+        """Returns the integers of which the k largest leave. Places without a record get the least value."""
         return [jnp.where(_rows(factors[1], x) > 0, x - grid.zero, -charge) for x in gradients.bits(factors)]
 
     def add(xs: Leaves) -> Leaves:
         return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
 
     def above(taus: Leaves, factors: Any) -> Leaves:
-        """What exceeds tau, and how many entries do."""
+        """Returns the sum of the excesses over tau, and the number of entries above it."""
         gaps = [e - tau[None] for e, tau in zip(entries(factors), taus, strict=True)]
         return add([jnp.maximum(g, 0) for g in gaps]) + add([(g > 0).astype(grid.ints) for g in gaps])
 
@@ -324,7 +323,7 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
     sums = [add_units(total, absent, charge) for total in sums]
 
     def descent(k: jax.Array) -> Box:
-        # (tau, sum of what exceeds it) at both ends of the search: everything, and nothing.
+        # (tau, sum of the excesses over it) at both ends of the search, where all entries or none exceed tau.
         left = [(jnp.full_like(total[0], -charge), add_units(total, size - absent, charge)) for total in sums]
         right = [(-tau, jax.tree.map(jnp.zeros_like, excess)) for tau, excess in left]
 
@@ -332,7 +331,7 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
             taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
             totals = gradients.total(box, batch, functools.partial(above, taus))
             middle = list(zip(taus, totals[: len(taus)], strict=True))
-            # Where no more than k entries exceed tau, the minimum is not above it.
+            # If at most k entries exceed tau, the minimum is not above it.
             rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
             left = [_choose(r, old, new) for r, old, new in zip(rising, ends[0], middle, strict=True)]
             return left, [_choose(r, new, old) for r, old, new in zip(rising, ends[1], middle, strict=True)]
@@ -354,7 +353,7 @@ def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
 
 
 def _replace_per_batch(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
-    """D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
+    """Returns D_L = (SEMin_{b-k} d_L - k clip) / b, D_U = (SEMax_{b-k} d_U + k clip) / b (Theorem 4.6), by sorting."""
     plan, clip, most = gradients.plan, gradients.plan.grid.clip, gradients.plan.ks[-1]
     kept = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.kept)
     shown, size = kept[1][None] > 0, kept[1].size
@@ -388,7 +387,7 @@ Line = tuple[Leaves, Leaves, Leaves, Leaves]  # ends of the parameters and of th
 
 
 def _advance_box(plan: Plan, line: Line, grads: Box, rate: jax.Array) -> Line:
-    """One step of both ends. A lower parameter comes from a higher gradient, so velocities cross."""
+    """Makes one step of both ends. A lower parameter comes from a higher gradient, so velocities cross."""
     low, high, v_low, v_high = line
     low, v_high = _advance(plan, low, v_high, grads[1], rate, -1)
     high, v_low = _advance(plan, high, v_low, grads[0], rate, +1)
@@ -398,20 +397,20 @@ def _advance_box(plan: Plan, line: Line, grads: Box, rate: jax.Array) -> Line:
 def _advance(
     plan: Plan, params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int = 0
 ) -> tuple[Leaves, Leaves]:
-    """One step of the nominal parameters; or of an end of the box, with every result rounded outward to that sign."""
+    """Makes one step of the nominal parameters (sign 0) or of an end of the box, with results rounded to that sign."""
     if sign and plan.weight_decay and not plan.momentum:
         decay, worst = rate * plan.weight_decay, jnp.minimum if sign < 0 else jnp.maximum
-        error = slack(plan.grid.dtype, 4) * decay  # which may be large beside what decay leaves
+        error = slack(plan.grid.dtype, 4) * decay  # it may be large compared with 1 - decay
         least, most = jnp.maximum(1 - decay - error, 0), 1 - decay + error
         kept = [_out(worst(p * least, p * most), sign, 3) for p in params]
         return [_out(p - _out(rate * g, -sign), sign) for p, g in zip(kept, grads, strict=True)], velocity
 
     def add(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
-        """g + factor x; terms may cancel, so the product is rounded by itself."""
+        # The terms may cancel, so the product is rounded separately.
         return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
 
     if plan.weight_decay:
-        # An end's own decay: exact, because the influence of no gradient changes sign (T10).
+        # Each end decays by itself. This is exact, because no gradient's influence changes sign (T10).
         grads = add(grads, plan.weight_decay, params)
     steps = grads
     if plan.momentum:
@@ -430,8 +429,10 @@ def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
 
 
 class _State(NamedTuple):
-    """Nominal parameters, and lines: boxes that are trained side by side, with a first axis. Before the first step all
-    lines are one point, whose gradients are bounded once (T5); `lines` is None then."""
+    """Nominal parameters, and lines: boxes that are trained in parallel, with a first axis.
+
+    Before the first step `lines` is None: all lines are one point, whose gradients are bounded once (T5).
+    """
 
     params: Leaves
     velocity: Leaves
@@ -442,18 +443,18 @@ class _State(NamedTuple):
 def _train(
     loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
 ) -> tuple[Leaves, Leaves, Leaves]:
-    """Algorithm 1 for all ks. Returns nominal, lower and upper leaves; the ends have a first axis [len(ks)]."""
+    """Runs Algorithm 1 for all ks. Returns nominal, lower and upper leaves, the ends with a first axis [len(ks)]."""
     order, ks = jnp.asarray(order), np.asarray(plan.ks)
     steps = functools.partial(_steps, _Gradients.of(loss_fn, plan, moving, frozen, data), data)
     state = _State(moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None)
     if not plan.shared_budget:
         params, _, lines = steps(state, order, rates, jnp.asarray(ks))
         return params, lines[0], lines[1]
-    # First epoch: lines of j = 0..K changes so far (T8).
+    # The first epoch has a line for each number j = 0..K of changes so far (T8).
     first, used = plan.groups[0], jnp.arange(ks[-1] + 1)
     state, ends = steps(state, order[:first], rates[:first], jnp.zeros_like(used), used), ks
     if len(plan.groups) > 1:
-        # Later: for each k, which widened the box before, lines of j = 0..k. An epoch starts from those with j = k.
+        # Later epochs have lines j = 0..k for each k that widened the box before. They start from the line j = k.
         pairs = np.asarray([(k, j) for k in plan.ks for j in range(k + 1)])
         ends, used = np.cumsum(ks + 1) - 1, jnp.asarray(pairs[:, 1])
         starts = np.zeros(len(order) - first, bool)
@@ -475,8 +476,7 @@ def _steps(
     used: jax.Array | None = None,
     restarts: tuple[jax.Array, np.ndarray] | None = None,
 ) -> _State:
-    """Several batches. `changes`, `used`: see `_step`. `restarts`: (flags [steps], rows of lines): where flagged, each
-    line goes on from another."""
+    """Runs several batches. `restarts` is (flags [steps], rows of lines). A flag moves each line to another line."""
     if state.lines is None:
         state = _step(gradients, gradients.batch(data, order[0]), state, rates[0], changes, used)
         order, rates = order[1:], rates[1:]
@@ -500,14 +500,14 @@ def _step(
     changes: jax.Array,
     used: jax.Array | None,
 ) -> _State:
-    """One batch for the nominal parameters and all lines: a step of Algorithm 1.
+    """Runs one batch for the nominal parameters and all lines, a step of Algorithm 1.
 
-    A line is a box that `changes` records of the batch may widen. With `used`, lines are told apart by the changes used
-    so far in this epoch, and the batch may have had any number of them (T8).
+    A line is a box that `changes` records of the batch may widen. With `used`, each line is for a number of changes so
+    far in this epoch, and any number of them may be in this batch (T8).
     """
     plan, (params, velocity, lines) = gradients.plan, state
     descent = functools.partial(_DESCENT[plan.threat], gradients, batch)
-    # Over lines: one after the other in a processor's cache, side by side on an accelerator.
+    # A processor runs the lines in sequence, for its cache. An accelerator runs them in parallel.
     each = lax.map if jax.default_backend() == "cpu" else lambda f, xs: jax.vmap(f)(xs)
     grads = gradients.mean(params, batch)
     if lines is None:
@@ -526,13 +526,13 @@ def _step(
 
 
 def _share(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
-    """Lets the changes used so far include some of this batch's (T8).
+    """Widens each line by the changes that may be in this batch (T8).
 
-    L^(j) = min_i (base L^(j-i) - i shift): a running minimum over the lines of one k, in which each further change
-    shifts the mean gradient by at most clip / batch_size (twice that if it is a replacement).
+    L^(j) = min_i (base L^(j-i) - i shift) is a running minimum over the lines of one k. Each further change shifts the
+    mean gradient by at most clip / batch_size, a replacement by twice as much.
     """
     grid, dtype = plan.grid, plan.grid.dtype
-    # In whole units of `mean`; and what the roundings of the two sums, not of one difference, may make of it.
+    # In whole units of `mean`, plus the roundings of both sums.
     records, one = 2 if plan.threat == "replace_one" else 1, 2**SHIFT
     units = math.ceil(records * grid.charge / one) * one / grid.one
     units += slack(dtype, 8) * public_rows(grid.divisor) / (1 - plan.momentum)
@@ -557,28 +557,28 @@ def _share(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
 def certify(
     bounds: Bounds, apply_fn: Callable[[Any, Any], jax.Array], queries: Any, *, product: str = "tight"
 ) -> Certificates:
-    """Finds how far the training data may change before a prediction does (Lemma 4.4).
+    """Finds the distance up to which changes of the training data do not change a prediction (Lemma 4.4).
 
-    The label is stable at distance k if for every parameter vector in row k the same logit is the largest. Differences
-    of logits are bounded as differences of the last layer's weights (T2), never by comparing their intervals only.
+    The label is stable at distance k if the same logit is the largest for every parameter vector in row k. Differences
+    of logits are bounded as differences of the last layer's weights (T2), which is tighter than comparing intervals.
 
     Args:
-      bounds: of `train_with_bounds`.
+      bounds: The result of `train_with_bounds`.
       apply_fn: `apply_fn(params, query) -> logits` of ONE query, [] or [1] (label 1 if positive) or [C].
-      queries: pytree of arrays [Q, ...], Q >= 1, finite.
-      product: see `jaxdp.interval`.
+      queries: A pytree of arrays [Q, ...], Q >= 1, finite.
+      product: See `jaxdp.interval`.
 
     Returns:
       `Certificates`. The distance is the largest k in bounds.ks up to which the label is certified without a gap. If
-      the ks do not run over all integers, it counts the certified ks above 0 instead: k itself would jump by more
-      than 1 between neighbouring data sets. Mechanisms want 0 among the ks: then neighbours agree on the label also
-      where nominal logits differ by rounding only.
+      the ks skip integers, it is the number of certified ks above 0, because k itself would jump by more than 1 between
+      neighbouring data sets. Mechanisms need 0 among the ks. Then neighbours agree on the label even if their nominal
+      logits differ by rounding.
 
     Raises:
       TypeError, ValueError: bounds, logits or queries are not as above.
     """
     if not isinstance(bounds, Bounds):
-        raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}")
+        raise TypeError(f"bounds must come from train_with_bounds, got {type(bounds).__name__}.")
     check_queries(apply_fn, bounds.params, queries)
     (moving, frozen), (low, _), (high, _) = map(bounds.layout.split, (bounds.params, bounds.lower, bounds.upper))
     queries = jax.tree.map(jnp.asarray, queries)
@@ -593,14 +593,14 @@ def certify(
 def _certify(
     apply_fn: Any, product: str, layout: Layout, moving: Leaves, box: Box, frozen: Leaves, queries: Any
 ) -> tuple[jax.Array, jax.Array, Box]:
-    """(labels [Q], whether certified [K, Q], ends of logits [K, Q, C])."""
+    """Returns (labels [Q], whether certified [K, Q], ends of logits [K, Q, C])."""
 
     def nominal(query: Any) -> jax.Array:
         logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
         return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
 
     def one(box: Box, query: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The label that is certain, or -1, and the ends of the logits."""
+        """Returns the certain label, or -1, and the ends of the logits."""
         boxes = [unchecked(a, b) for a, b in zip(*box, strict=True)]
         (logits,), _ = bound(apply_fn, (layout.join(boxes, frozen), query), product=product)
         a, b = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
@@ -612,6 +612,6 @@ def _certify(
         return lax.map(functools.partial(one, box), queries, batch_size=_QUERIES)
 
     certain, ends = lax.map(at, box)
-    # Rounding may give nominal logits another order than every logit in the box has.
+    # Rounding may order nominal logits differently from all logits in the box.
     labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
     return labels, certain == labels[None], ends

@@ -1,12 +1,12 @@
-"""Private answers to queries: planning; spend on the ledger, certify, randomise; and a student trained on the answers.
+"""Private answers to queries: planning, paid and randomised answers, and a student trained on the answers.
 
     bounds = jaxdp.prediction.train_with_bounds(loss_fn, params, data, ...)
     account = ledger.account("my data")
     answers = private_predict(bounds, apply_fn, queries, account=account, total=(10.0, 1e-5), workdir="answers")
 
-The model, its certificates and its stable distances are private: nothing of them is returned, only noisy answers. A
-query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers. A student that learns
-from the answers answers any number of queries for nothing.
+The model, its certificates and its stable distances are private. Only noisy answers are returned. A repeated query is
+answered and charged again, unless the workdir keeps the answers. A student that is trained on the answers can answer
+any number of queries at no cost.
 """
 
 import math
@@ -30,8 +30,8 @@ from jaxdp.release import Release, Till, program, stream
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
-# (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set. Constant normalisers
-# make a zeroed record the same as a removed one; a replaced record is one removed and one added.
+# (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set. Divisors are constant,
+# so a zeroed record is equivalent to a removed one. A replaced record is one removed and one added.
 _STEPS: Mapping[tuple[str, str], int] = {
     ("add_remove", "add_remove"): 1,
     ("add_remove", "zero_out"): 1,
@@ -46,15 +46,15 @@ _STEPS: Mapping[tuple[str, str], int] = {
 def query_epsilon(epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove") -> float:
     """Returns the largest epsilon per query with which `queries` pure answers cost at most (epsilon, delta) together.
 
-    By privacy loss distributions of the worst pure pair, and never less than epsilon / queries. (10, 1e-5) buys 100
-    queries of 0.204 and 1000 of 0.063, where the paper's zero-concentrated DP buys 0.176 and 0.056.
+    It is computed from the privacy loss distribution of the worst pure pair, and is never below epsilon / queries.
+    (10, 1e-5) buys 100 queries of 0.204 or 1000 of 0.063. The paper's zero-concentrated DP buys 0.176 and 0.056.
 
     `queries` is fixed in advance. Pure events cost the same under each adjacency of the data set. Raises ValueError
     unless epsilon is finite and > 0, delta in [0, 1) and queries >= 1.
     """
     queries, even = whole("queries", queries), positive("epsilon", epsilon) / queries
     if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     if queries == 1 or delta == 0:
         return even
 
@@ -73,10 +73,10 @@ def event(
     total: tuple[float, float] | None = None,
     mechanism: str = "randomised_response",
 ) -> DpEvent:
-    """Returns what a call of `private_predict` or `private_values` charges, before there is a model.
+    """Returns the charge of a call of `private_predict` or `private_values`, before a model exists.
 
-    `count` is the number of queries, the other arguments and errors are those of the call. `ConfidentGNMax.event` says
-    what `pate_predict` charges.
+    `count` is the number of queries. The call has the other arguments and errors too. `ConfidentGNMax.event` returns
+    the charge of `pate_predict`.
     """
     row = _mechanism(mechanism, "labels", "values")
     return SelfComposedDpEvent(row.event(_each(epsilon, total, whole("count", count))), int(count))
@@ -85,14 +85,13 @@ def event(
 def _mechanism(name: str, *kinds: str) -> Mechanism:
     fitting = sorted(known for known, row in METHODS.items() if row.kind in kinds)
     if name not in fitting:
-        raise ValueError(f"mechanism must be one of {fitting}, got {name!r}")
+        raise ValueError(f"mechanism must be one of {fitting}, got {name!r}.")
     return METHODS[name]
 
 
 def _each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
-    """Returns the epsilon of each answer."""
     if (epsilon is None) == (total is None):
-        raise ValueError(f"give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, {total=}")
+        raise ValueError(f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, {total=}.")
     return positive("epsilon", epsilon) if total is None else query_epsilon(*total, count)
 
 
@@ -114,44 +113,45 @@ def private_predict(
 ) -> np.ndarray:
     """Answers queries with noisy labels, after spending for all of them on the ledger.
 
-    A query that is asked twice is answered, and charged, twice, unless the workdir keeps the answers.
+    A repeated query is answered and charged again, unless the workdir keeps the answers.
 
     Args:
-        bounds: what `train_with_bounds` returned; or a sequence of them, trained on disjoint parts of the data
-            (`partition_by_hash`), which vote.
+        bounds: A result of `train_with_bounds`, or a sequence of results for disjoint parts of the data
+            (`partition_by_hash`). The members of a sequence vote.
         apply_fn: `apply_fn(params, query) -> logits` of ONE query: [C], or [] or [1] for two classes.
-        queries: pytree of arrays [Q, ...], public.
-        account: `ledger.account(name)` of the private data that the models were trained on, all parts of it.
-        epsilon: of each answer; finite, > 0.
-        total: (epsilon, delta) of all Q answers together instead, see `query_epsilon`. Calls add up: this is the total
-            of this call, the ledger's budget that of all calls.
-        mechanism: a key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to the vote counts.
-        fixed_parts: for an ensemble with bounds for replacement, state that a replaced record stays in its part.
-        workdir: a folder for the answers of this call. The same call with the same workdir returns the kept answers and
-            charges nothing. A call that was interrupted is not charged again. None keeps nothing.
-        seed: 16 secret bytes, to reproduce answers in a test; by default they come from the operating system. The same
-            call under the same seed is the same release, and is charged once.
+        queries: A pytree of arrays [Q, ...], public.
+        account: `ledger.account(name)` of all private data on which the models were trained.
+        epsilon: The epsilon of each answer, finite and > 0.
+        total: The (epsilon, delta) of all Q answers together, in place of `epsilon`, see `query_epsilon`. It is the
+            total of this call. The ledger's budget limits all calls together.
+        mechanism: A key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to the vote counts.
+        fixed_parts: For an ensemble with bounds for replacement: your assertion that a replaced record stays in its
+            part.
+        workdir: A folder for the answers of this call. The same call with the same workdir returns the kept answers and
+            charges nothing. An interrupted call is not charged again. None keeps nothing.
+        seed: 16 secret bytes that reproduce answers, for tests. None draws them from the operating system. The same
+            call with the same seed is the same release, and is charged once.
 
     Returns:
         int32 [Q], the noisy labels.
 
-    Formal guarantees:
-        The answers satisfy Q times `PureDpEvent(epsilon)`, which is spent before anything is computed: a refused call
-        has read nothing private, a call that fails has paid. Each mechanism is private because the calibrated distance
-        changes by at most one between neighbours (`mechanisms`, `ensembles.vote`). Bounds for the threat "add_remove"
-        serve a data set registered with "add_remove", with "zero_out" (a zeroed record contributes nothing, as a
-        removed one), or with "replace_one" at half the distance, rounded down: a replacement is two changes. Bounds for
-        "replace_one" serve "replace_one" only. Timing is not protected.
-
-        Noise is repeated only with everything that determines the answers: models, queries, settings, programs and the
-        machine. An `apply_fn` that calls back to Python is not repeated. That the bounds were trained on this data set,
-        that members have disjoint parts, and that no hyperparameter was chosen by looking at the data, is the caller's
-        word.
-
     Raises:
-        BudgetExceeded: before anything runs or is charged.
-        ValueError: an argument out of range, bounds for another threat, or a workdir that keeps other answers; before
-            anything is charged.
+        BudgetExceeded: The budget does not allow the answers. Nothing has run or is charged.
+        ValueError: An argument is out of range, the bounds are for another threat, or the workdir keeps other answers.
+            Nothing is charged.
+
+    Formal guarantees:
+        The answers satisfy Q times `PureDpEvent(epsilon)`, which is spent before anything is computed. A refused call
+        has read nothing private. A call that fails later has paid. Each mechanism is private because the calibrated
+        distance changes by at most one between neighbours (`mechanisms`, `ensembles.vote`). Bounds for the threat
+        "add_remove" serve data sets registered with "add_remove" or "zero_out", because a zeroed record contributes
+        nothing, like a removed one. They also serve "replace_one" at half the distance, rounded down, because a
+        replacement is two changes. Bounds for "replace_one" serve "replace_one" only. Timing is not protected.
+
+        Noise is repeated only if everything that determines the answers is the same: models, queries, settings,
+        programs and the machine. The noise of an `apply_fn` that calls back to Python is never repeated. The caller is
+        responsible for three conditions: the bounds were trained on this data set, members have disjoint parts, and no
+        hyperparameter was chosen by looking at the data.
     """
     row, members = _mechanism(mechanism, "labels"), [bounds] if hasattr(bounds, "params") else list(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
@@ -159,7 +159,7 @@ def private_predict(
     classes, vote = max(outputs, 2), row.vote if len(members) > 1 else None
     if classes > 2 and row.binary and vote is None:
         fitting = sorted(name for name, other in METHODS.items() if other.kind == "labels" and not other.binary)
-        raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}; use one of {fitting}")
+        raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}.")
     if count == 0:
         return np.zeros(0, np.int32)
     each, batched = _each(epsilon, total, count), _batched(apply_fn)
@@ -207,28 +207,28 @@ def private_values(
     """Answers queries of a regression model with noisy values, after spending for all of them on the ledger.
 
     Args:
-        bounds: what `train_with_bounds` returned (one model).
+        bounds: A result of `train_with_bounds` (one model).
         apply_fn: `apply_fn(params, query) -> value` of ONE query, [] or [1].
-        output_range: (low, high), a public declaration; values, bounds and answers are clipped to it.
-        mechanism: a key of `METHODS` for values.
-        queries, account, epsilon, total, workdir, seed: as in `private_predict`.
+        output_range: (low, high), a public declaration. Values, bounds and answers are clipped to it.
+        mechanism: A key of `METHODS` for values.
+        queries, account, epsilon, total, workdir, seed: As in `private_predict`.
 
     Returns:
         float32 [Q], the noisy values.
 
-    Formal guarantees:
-        As `private_predict`, with `mechanisms.smooth_sensitivity` of the certified intervals.
-
     Raises:
-        BudgetExceeded, ValueError: as `private_predict`.
+        BudgetExceeded, ValueError: As in `private_predict`.
+
+    Formal guarantees:
+        As in `private_predict`, with `mechanisms.smooth_sensitivity` of the certified intervals.
     """
     if not hasattr(bounds, "params"):
-        raise ValueError("bounds must be those of one model; an ensemble of regression models has no mechanism here")
+        raise ValueError("bounds must be of one model. No mechanism answers values of an ensemble.")
     row, ends = _mechanism(mechanism, "values"), check_range(output_range)
     steps = _certified_steps([bounds], account, fixed_parts=False)
     count, outputs = check_queries(apply_fn, bounds.params, queries, may_be_empty=True)
     if outputs != 1:
-        raise ValueError(f"apply_fn must return one value of a query, got {outputs}")
+        raise ValueError(f"apply_fn must return one value of a query, got {outputs}.")
     if count == 0:
         return np.zeros(0, np.float32)
     each, batched = _each(epsilon, total, count), _batched(apply_fn)
@@ -239,7 +239,7 @@ def private_values(
         if row.certified:
             logits = certify(bounds, apply_fn, queries).logits
             lower, upper = (np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper))
-            values = np.clip(values, lower[0], upper[0])  # it may differ from its real-arithmetic bounds by rounding
+            values = np.clip(values, lower[0], upper[0])  # rounding may put values outside of their bounds
             rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
             boxes = [lower[rows], upper[rows]]
         return {"answers": row.answer(key, values, *boxes, epsilon=each, output_range=ends)}
@@ -269,27 +269,27 @@ def pate_predict(
     """Answers the queries on which an ensemble agrees (PATE's Confident-GNMax), after spending for all of them.
 
     Args:
-        members: parameters of models trained on disjoint parts (`partition_by_hash`), in any way: no certificates are
-            needed.
-        apply_fn, queries, account, workdir, seed: as in `private_predict`.
-        mechanism: threshold and noise; `ConfidentGNMax.calibrated` finds the noise for a total.
-        max_answers: in [1, Q]; fixed in advance and charged in full.
+        members: The parameters of models trained in any way on disjoint parts (`partition_by_hash`). They need no
+            certificates.
+        apply_fn, queries, account, workdir, seed: As in `private_predict`.
+        mechanism: The threshold and the noise. `ConfidentGNMax.calibrated` finds the noise for a total.
+        max_answers: In [1, Q], fixed in advance and charged in full.
 
     Returns:
-        int32 [Q], the noisy labels, -1 where there is no answer.
-
-    Formal guarantees:
-        The answers satisfy `mechanism.event(Q, max_answers=max_answers)`, spent before anything is computed; for every
-        adjacency of the data set.
+        int32 [Q], the noisy labels, -1 for a query without an answer.
 
     Raises:
-        TypeError: another mechanism.
-        BudgetExceeded, ValueError: as `private_predict`.
+        TypeError: The mechanism is another one.
+        BudgetExceeded, ValueError: As in `private_predict`.
+
+    Formal guarantees:
+        The answers satisfy `mechanism.event(Q, max_answers=max_answers)` for every adjacency of the data set. It is
+        spent before anything is computed.
     """
     if not members:
-        raise ValueError("members is empty; give the parameters of at least one model")
-    if type(mechanism) is not ensembles.ConfidentGNMax:  # of a subclass, the release would not know the code
-        raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}")
+        raise ValueError("members is empty. Give the parameters of at least one model.")
+    if type(mechanism) is not ensembles.ConfidentGNMax:  # the token of the release would miss the code of a subclass
+        raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}.")
     count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
         return np.zeros(0, np.int32)
@@ -312,7 +312,6 @@ def pate_predict(
 
 
 def _facts(bounds: Any) -> list[Any]:
-    """All of a `Bounds`."""
     static = bounds.ks, bounds.threat, bounds.trainable, bounds.product
     return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
@@ -320,8 +319,8 @@ def _facts(bounds: Any) -> list[Any]:
 def _programs(
     batched: Any, apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
 ) -> Callable[[], list[str]]:
-    """Texts of what a release computes from models and queries, one for each kind of member."""
-    # Certificates check values of queries, so they get constants of the same shapes; the real ones are facts.
+    """Returns a function of the texts of a release's programs, with one text for each kind of member."""
+    # Certificates check values of queries, so they get constants of the same shapes. The real queries are facts.
     alike = jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), jnp.result_type(leaf)), queries)
     bounded = jax.jit(lambda member: certify(member, apply_fn, alike))
 
@@ -333,7 +332,7 @@ def _programs(
 
 
 def _kinds(members: Sequence[Any]) -> list[Any]:
-    """Members that differ in structure, shapes or static fields; the others compile to the same program."""
+    """Returns one member for each structure, shapes and static fields. Members of one kind share a program."""
     return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
 
 
@@ -342,34 +341,34 @@ def _batched(apply_fn: ApplyFn) -> Any:
 
 
 def _labels(batched: Any, params: Any, queries: Any) -> np.ndarray:
-    """Returns int64 [Q], the labels as `certify` takes them: the largest of C logits, or whether one logit is > 0."""
+    """Returns the labels int64 [Q] by the rule of `certify`: the largest of C logits, or whether one logit is > 0."""
     logits = np.asarray(batched(params, queries))
     logits = logits.reshape(len(logits), -1)
     return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
 
 
 def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
-    """Returns how many certified steps one neighbouring data set takes; refuses bounds for another relation."""
+    """Returns the number of certified steps to a neighbouring data set. Refuses bounds for another relation."""
     if not members:
-        raise ValueError("bounds is empty; give at least one model")
+        raise ValueError("bounds is empty. Give at least one model.")
     threats = {member.threat for member in members}
     if len(threats) > 1:
-        raise ValueError(f"bounds must all be certified for one threat, got {sorted(threats)}")
+        raise ValueError(f"bounds must all be certified for one threat, got {sorted(threats)}.")
     (threat,), registered = threats, account.adjacency
     if (threat, registered) not in _STEPS:
         fitting = sorted(adjacency for known, adjacency in _STEPS if known == threat)
         raise ValueError(
-            f"bounds certified for threat={threat!r} do not cover dataset {account.name!r}, which is registered with "
-            f"adjacency={registered!r}: they cover {fitting}. Train with threat='add_remove', or register other terms"
+            f"bounds certified for threat={threat!r} cover {fitting}, but dataset {account.name!r} is registered with "
+            f"adjacency={registered!r}. Train with threat='add_remove', or register the dataset with other terms."
         )
     if any(member.product != "tight" for member in members):
-        raise ValueError("bounds must have product='tight': others do not nest across neighbours in floating point")
+        raise ValueError("bounds must have product='tight'. Others do not nest across neighbours in floating point.")
     if any(member.ks[0] != 0 for member in members):
-        raise ValueError("ks of the bounds must start at 0: without it neighbours may disagree on a label by rounding")
+        raise ValueError("ks of the bounds must start at 0. Otherwise rounding may give neighbours different labels.")
     if len(members) > 1 and threat != "add_remove" and not fixed_parts:
         raise ValueError(
-            f"an ensemble with bounds for threat={threat!r} does not cover a record that is replaced by one of another"
-            " part: train with threat='add_remove', or pass fixed_parts=True if a lasting identity assigns the parts"
+            f"an ensemble with bounds for threat={threat!r} does not cover a replaced record that changes its part."
+            " Train with threat='add_remove', or pass fixed_parts=True if a lasting identity assigns the parts."
         )
     return _STEPS[threat, registered]
 
@@ -378,9 +377,9 @@ def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: b
 
 
 def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
-    """Returns the queries that have an answer, and their answers: examples (query, label) for `train_student`.
+    """Returns the queries with an answer, and their answers: examples (query, label) for `train_student`.
 
-    `queries` is a pytree of arrays [Q, ...], `answers` int [Q] with -1 for none, as of `pate_predict`.
+    `queries` is a pytree of arrays [Q, ...]. `answers` is int [Q] with -1 for none, as from `pate_predict`.
     """
     answers = np.asarray(answers)
     rows = np.flatnonzero(answers >= 0)
@@ -397,15 +396,15 @@ def train_student(
     batch_size: int,
     seed: bytes,
 ) -> Any:
-    """Distils private answers into a model of its own, by the public training `fit_public`.
+    """Trains a student model on private answers, by the public training `fit_public`.
 
         student = train_student(loss_fn, params, answered(queries, answers), optimizer=optax.adam(1e-3), ...)
 
-    It costs nothing beyond the answers (post-processing), provided that `params`, the queries and all settings are
-    public or private releases themselves. Raises ValueError for no examples, or leaves of different lengths.
+    The student is post-processing and costs nothing beyond the answers, if `params`, the queries and all settings are
+    public or private releases. Raises ValueError for no examples, or leaves of different lengths.
     """
     if count_rows(examples, "examples") == 0:
-        raise ValueError("examples is empty; were any queries answered?")
+        raise ValueError("examples is empty. Check that some queries have an answer.")
     return fit_public(
         loss_fn, params, examples, optimizer, steps=steps, batch_size=batch_size, seed=seed, progress=False
     )

@@ -1,8 +1,8 @@
-"""A public linear map that makes feature vectors fit for certified training.
+"""A public linear map that prepares feature vectors for certified training.
 
-One full-batch step from zero on features x moves the parameters along sum_i clip((sigma(0) - y_i) x_i). That is a good
+One full-batch step from zero on features x moves the parameters along sum_i clip((sigma(0) - y_i) x_i). This is a good
 classifier if the features are centred and have similar variances. k records move the logit of a query x by at most
-k clip |x|_1, whatever the number of records. Hence the centring, the whitening and the unit length.
+k clip |x|_1, for any number of records. So the map centres the features, whitens them and gives them one length.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class FeatureMap:
-    """x -> radius * u / |u|, u = (x - mean) matrix; made from PUBLIC vectors, applied to one record at a time.
+    """The map x -> radius * u / |u| with u = (x - mean) matrix. It comes from PUBLIC vectors and maps single records.
 
     Attributes:
       mean: float64 [d].
       matrix: float64 [d, r].
-      radius: Euclidean length of every result.
+      radius: The Euclidean length of every result.
     """
 
     mean: np.ndarray
@@ -38,13 +38,13 @@ class FeatureMap:
 
         Args:
           public: [m, d], public vectors that resemble the private ones.
-          dimensions: r, the number of leading axes; 0 for all with a standard deviation above 1e-6 of the largest.
+          dimensions: r, the number of leading axes. 0 for all with a standard deviation above 1e-6 of the largest.
           whiten: 0 keeps the variances, 1 makes them equal.
-          radius: see the class.
-          weights: [m], non-negative; None for equal ones.
+          radius: See the class.
+          weights: [m], non-negative. None for equal weights.
 
         Raises:
-          ValueError: fewer than two vectors, or `dimensions` exceeds the number of axes with any variance.
+          ValueError: There are fewer than two vectors, or `dimensions` exceeds the number of axes with any variance.
         """
         public = np.asarray(public, np.float64)
         if public.ndim != 2 or len(public) < 2:
@@ -65,7 +65,7 @@ class FeatureMap:
         return cls(mean, axes[:, :kept] / deviations[:kept] ** whiten, radius)
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
-        """Maps [n, d] to float32 [n, r]; a vector equal to the mean becomes zero."""
+        """Maps [n, d] to float32 [n, r]. A vector equal to the mean becomes zero."""
         mapped = (np.asarray(vectors, np.float64) - self.mean) @ self.matrix
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
         return (self.radius * mapped / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What `train_with_bounds` decides before any work: settings, which records are in which batch, shapes of the sums."""
+"""The checks and the plan of `train_with_bounds`: settings, the records of each batch, shapes of the sums."""
 
 import dataclasses
 import math
@@ -17,22 +17,22 @@ from jaxdp.prediction.sums import BLOCK, Grid, public_rows
 Threat = Literal["add_remove", "replace_one", "replace_per_batch"]
 Trainable = Callable[[str, Any], bool]
 
-# Gradients of more parameters than this are summed 8 records at a time, which XLA unrolls and vectorises on a
-# processor: six times faster than 12 at a time. Smaller ones gain from fewer, longer fragments.
+# Gradients of more than _LARGE parameters are summed 8 records at a time, because XLA unrolls and vectorises that on a
+# processor. It is six times faster than 12 at a time. Smaller gradients gain from fewer, longer fragments.
 _LARGE, _UNROLLED, _FRAGMENT = 2**14, 8, 128
-# Batches are assigned by a hash of the record; the salt only has to be the same for every data set.
+# The salt of the hash that assigns batches. It must be the same for every data set.
 _SALT = b"jaxdp batches"
 _RANDOM = {"random_bits", "random_seed", "random_split", "random_fold_in", "threefry2x32", "rng_bit_generator"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Training:
-    """How a model is trained, and what its bounds cover: the options of `train_with_bounds`, which explains them.
+    """The options of `train_with_bounds`, which explains them.
 
-    A training that is checked before there are records is used by `train_with_bounds(..., ks=ks, **vars(training))`.
+    A training is checked before records exist. Call `train_with_bounds(..., ks=ks, **vars(training))` to use it.
 
     Raises:
-      ValueError: a field is out of range, or two of them contradict one another.
+      ValueError: A field is out of range, or two fields contradict each other.
     """
 
     clip: float
@@ -51,30 +51,30 @@ class Training:
     trainable: Trainable | None = None
 
     def __post_init__(self) -> None:
-        positive("clip", self.clip, "the per-coordinate bound of a record's gradient, without which nothing is bounded")
+        positive("clip", self.clip, "the bound of each coordinate of a record's gradient")
         positive("learning_rate", self.learning_rate)
         whole("batch_size", self.batch_size)
         whole("epochs", self.epochs)
         if self.threat not in get_args(Threat):
-            raise ValueError(f"threat must be one of {', '.join(map(repr, get_args(Threat)))}, got {self.threat!r}")
+            raise ValueError(f"threat must be one of {', '.join(map(repr, get_args(Threat)))}, got {self.threat!r}.")
         if self.product not in ("tight", "rump"):
-            raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}")
+            raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}.")
         if self.batches is not None and whole("batches", self.batches) and self.order is not None:
             raise ValueError(
-                f"batches={self.batches} and order exclude one another: order says which records are in which batch;"
-                " give one"
+                f"batches={self.batches} and order exclude each other, because order assigns records to batches."
+                " Give one of them."
             )
         for name in ("weight_decay", "lr_decay", "lr_min"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)!r}.")
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov=True needs momentum > 0")
+            raise ValueError("nesterov=True needs momentum > 0.")
 
 
 class Layout(NamedTuple):
-    """Which leaves of a pytree are trained."""
+    """The trained and the frozen leaves of a pytree."""
 
     structure: Any
     trainable: tuple[bool, ...]
@@ -92,7 +92,7 @@ class Layout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static part of a run; equal plans share one compiled program."""
+    """The static part of a run. Equal plans share one compiled program."""
 
     ks: tuple[int, ...]
     grid: Grid
@@ -103,17 +103,17 @@ class Plan:
     weight_decay: float
     layout: Layout
     blocks: tuple[int, int, int]  # of a batch: outer blocks, fragments in each, records in a fragment
-    groups: tuple[int, ...]  # number of steps in which no record occurs twice, in turn; budgets are shared within
+    groups: tuple[int, ...]  # lengths of runs of steps in which no record occurs twice, which share a budget
     shared_budget: bool
 
 
 def make_plan(
     loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any, ks: tuple[int, ...], training: Training
 ) -> tuple[Plan, tuple[Any, ...]]:
-    """Checks what settings, parameters and records are together; returns the plan, and what the program takes."""
+    """Checks settings, parameters and records together. Returns the plan, and the arguments of the program."""
     if ks[-1] > training.batch_size:
         raise ValueError(
-            f"ks reaches {ks[-1]}, more than batch_size={training.batch_size}: no batch has so many records to change"
+            f"ks reaches {ks[-1]}, more than batch_size={training.batch_size}. No batch has so many records to change."
         )
     n = check_data(data, "data", may_be_empty=training.threat == "add_remove")
     rows = _default_order(data, n, training) if training.order is None else _check_order(n, training)
@@ -128,17 +128,18 @@ def make_plan(
     grid = Grid.of(dtype, float(training.clip), int(training.batch_size), clipped=add_remove)
     _check_sizes(rows, ks[-1], training.threat, grid.most)
 
-    blocks = _blocks(rows.shape[1], sum(x.size for x in moving))
+    blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
     padded = np.full((len(rows), math.prod(blocks)), -1, np.int32)
     padded[:, : rows.shape[1]] = rows
-    # An epoch of the default order may start with a batch that is empty now and not in a neighbour.
+    # An epoch of the default order may start with a batch that is empty here but not in a neighbour.
     epoch = len(rows) // training.epochs
     groups = (epoch,) * training.epochs if training.order is None else _groups(rows)
-    decayed = training.momentum and training.weight_decay  # then the ends of a box do not evolve on their own (T8)
+    decayed = training.momentum and training.weight_decay  # then the ends of a box do not evolve separately (T8)
     shared = max(groups) > 1 and training.threat != "replace_per_batch" and not decayed
     if shared and not add_remove and padded.shape[1] > public_rows(training.batch_size):
         raise ValueError(
-            f"a batch has {rows.shape[1]} records, far more than the public batch_size={training.batch_size}"
+            f"a batch has {rows.shape[1]} records, far more than the public batch_size={training.batch_size}."
+            " Raise batch_size, or use more batches."
         )
     plan = Plan(
         ks=ks,
@@ -157,42 +158,42 @@ def make_plan(
 
 
 def _whole_blocks(x: Any) -> jax.Array:
-    """Adds rows that no batch uses, so that data sets of similar size, none included, share one compiled program."""
+    """Adds unused rows, so that data sets of similar size, and an empty one, share one compiled program."""
     x = jnp.asarray(x)
     return jnp.pad(x, [(0, -len(x) % BLOCK if len(x) else BLOCK)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _blocks(batch: int, parameters: int) -> tuple[int, int, int]:
-    """How a batch is cut: (outer blocks, fragments in each, records in a fragment).
+def cut_batch(batch: int, parameters: int) -> tuple[int, int, int]:
+    """Returns the cut of a batch: (outer blocks, fragments in each, records in a fragment).
 
-    All blocks have one size whatever the batch, so that a record's bounds do not depend on how many others there are
-    through the order in which a matrix product of another shape would be summed.
+    All blocks of all batches have one size. A matrix product of another shape would sum in another order, and a
+    record's bounds would depend on the number of other records.
     """
     fragment = _UNROLLED if parameters > _LARGE else _FRAGMENT
     return math.ceil(batch / BLOCK), BLOCK // fragment, fragment
 
 
 def _check_sizes(rows: np.ndarray, most_changed: int, threat: Threat, most: int) -> None:
-    """Refuses what a total has no room for; under "add_remove" without a look at the records, which `sums` clips."""
+    """Refuses batches that a total has no room for. Ignores the records under "add_remove", where `sums` clips."""
     if threat == "add_remove":
         if most_changed > most // 2:
-            raise ValueError(f"ks reaches {most_changed}, but exact sums have room for {most // 2} changes; lower ks")
+            raise ValueError(f"ks reaches {most_changed}, but exact sums have room for {most // 2} changes. Lower ks.")
         return
     most = most // 2 if threat == "replace_one" else most  # a replacement is twice as large
     if rows.shape[1] + most_changed > most:
         raise ValueError(
-            f"a batch of {rows.shape[1]} records and {most_changed} changes do not fit the exact sums, {most}; use"
-            " several batches, or float64 parameters"
+            f"a batch of {rows.shape[1]} records and {most_changed} changes exceed the {most} that exact sums have room"
+            " for. Use several batches, or float64 parameters."
         )
     if most_changed > (least := (rows >= 0).sum(axis=1).min()):
-        raise ValueError(f"ks reaches {most_changed}, but a batch has {least} records; lower ks or use fewer batches")
+        raise ValueError(f"ks reaches {most_changed}, but a batch has {least} records. Lower ks or use fewer batches.")
 
 
 # --- Which records are in which batch -------------------------------------------------------------------------------
 
 
 def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
-    """Returns rows [steps, batch]. The number of batches never depends on how many records "add_remove" has."""
+    """Returns rows [steps, batch]. Under "add_remove" the number of batches never depends on the records."""
     batches, threat = training.batches, training.threat
     if threat == "replace_per_batch" and batches is None:
         size = min(training.batch_size, n)
@@ -200,7 +201,7 @@ def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
     if batches is None:
         batches = 1 if threat == "add_remove" else max(1, round(n / training.batch_size))
     if threat != "add_remove" and batches > n:
-        raise ValueError(f"batches={batches} must be at most {n}, the number of records; some would be empty")
+        raise ValueError(f"batches={batches} must be at most {n}, the number of records. No batch may be empty.")
     if threat == "add_remove" and batches > 1:  # positions shift when a record leaves, its content does not
         part = partition_by_hash(data, batches, salt=_SALT)
     else:  # a replacement keeps its position
@@ -213,32 +214,31 @@ def _default_order(data: Any, n: int, training: Training) -> np.ndarray:
 
 
 def _check_order(n: int, training: Training) -> np.ndarray:
-    """Returns rows [steps, batch] of records, -1 for none."""
     order, add_remove = training.order, training.threat == "add_remove"
     rows = _integers(order(n) if callable(order) else order)
     if callable(order) and add_remove and n > 1:
         _check_same_batches(rows, _integers(order(n - 1)), n)
     if rows.min() < -1 or rows.max() >= n:
-        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none; some entries are outside")
+        raise ValueError(f"order must hold rows in [0, {n}) of the data, or -1 for none. Some entries are outside.")
     if (rows < 0).all(axis=1).any():
-        raise ValueError("order has a batch without records")
+        raise ValueError("order has a batch without records.")
     for batch in rows:
         kept = batch[batch >= 0]
         if len(np.unique(kept)) != len(kept):
-            raise ValueError("order has a record twice in one batch; its influence on the sum would be twice the clip")
+            raise ValueError("order has a record twice in one batch. Its influence on the sum would be twice the clip.")
     unused = n - len(np.unique(rows[rows >= 0]))
     if add_remove and unused:
         raise ValueError(
-            f"order never uses {unused} of the {n} records. Under threat='add_remove' whether a record is used must"
-            " not depend on how many there are, as it does if an incomplete batch is dropped: fill the last batch"
-            " with -1, pass the data without those records, or use threat='replace_one'"
+            f"order never uses {unused} of the {n} records. Under threat='add_remove' the use of a record must not"
+            " depend on the number of records, so do not drop an incomplete batch. Fill the last batch with -1, pass"
+            " the data without those records, or use threat='replace_one'."
         )
     epochs = np.split(rows, np.cumsum(_groups(rows))[:-1])
     if add_remove and any((epoch >= 0).sum() != n for epoch in epochs):
         raise ValueError(
             "order uses some records more often than others between two uses of one record. Under"
-            " threat='add_remove' every epoch must use every record once, or a record that is added could count"
-            " twice; fill epochs with -1, or use threat='replace_one'"
+            " threat='add_remove' every epoch must use every record once, or an added record could count twice."
+            " Fill epochs with -1, or use threat='replace_one'."
         )
     return rows
 
@@ -246,26 +246,26 @@ def _check_order(n: int, training: Training) -> np.ndarray:
 def _integers(order: Any) -> np.ndarray:
     rows = np.asarray(order)
     if rows.ndim != 2 or rows.size == 0:
-        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}")
+        raise ValueError(f"order must have shape [steps, batch], got {list(rows.shape)}.")
     if not np.issubdtype(rows.dtype, np.integer):
-        raise TypeError(f"order must be integers, got {rows.dtype}")
+        raise TypeError(f"order must be integers, got {rows.dtype}.")
     return rows.astype(np.int64)
 
 
 def _check_same_batches(rows: np.ndarray, fewer: np.ndarray, n: int) -> None:
-    """Without record n - 1 every other record must stay in its batches."""
+    """Checks that without record n - 1 every other record stays in its batches."""
     if len(rows) == len(fewer):
         batches = ({*batch[(batch >= 0) & (batch != n - 1)]} for batch in rows)
         if all(a == {*b[b >= 0]} for a, b in zip(batches, fewer, strict=True)):
             return
     raise ValueError(
-        f"order(n) puts records into other batches when one of {n} is removed; threat='add_remove' needs an"
-        " assignment by the record's own index, such as i mod (number of batches). Or use threat='replace_one'"
+        f"order(n) puts records into other batches when one of {n} is removed. For threat='add_remove' assign batches"
+        " by the record's index only, such as i mod (number of batches). Or use threat='replace_one'."
     )
 
 
 def _groups(rows: np.ndarray) -> tuple[int, ...]:
-    """Lengths of the longest runs of batches in which no record occurs twice (T8)."""
+    """Returns the lengths of the longest runs of batches in which no record occurs twice (T8)."""
     lengths: list[int] = []
     seen: set[int] = set()
     for batch in rows:
@@ -282,11 +282,11 @@ def _groups(rows: np.ndarray) -> tuple[int, ...]:
 
 
 def _check_influence(rates: np.ndarray, training: Training) -> None:
-    """Ends of the box evolve on their own only if no gradient's influence on the result changes sign (T10)."""
+    """Checks that no gradient's influence on the result changes sign. Then ends of the box evolve separately (T10)."""
     if training.weight_decay == 0:
         return
     steps = len(rates)
-    # Column s: the response of theta to a unit gradient at step s; last column: to a unit change of theta itself.
+    # Column s is the response of theta to a unit gradient at step s, the last one to a unit change of theta itself.
     theta, velocity = np.zeros(steps + 1), np.zeros(steps + 1)
     theta[-1] = 1
     for t, rate in enumerate(rates):
@@ -297,25 +297,24 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
         if (theta < 0).any():
             raise ValueError(
                 f"weight_decay={training.weight_decay} with momentum={training.momentum} and a learning rate of"
-                f" {rate:g} makes the influence of a gradient change sign by step {t}: bounds of the ends would be"
-                " unsound. Lower one of the three"
+                f" {rate:g} makes the influence of a gradient change sign by step {t}. Bounds of the ends would be"
+                " unsound. Lower one of the three."
             )
 
 
 def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
-    """Returns whether each leaf is trained."""
     paths = jax.tree_util.tree_leaves_with_path(params)
     leaves = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths]
     flags = tuple(bool(trainable is None or trainable(name, leaf)) for name, leaf in leaves)
     if not any(flags):
         names = [name for name, _ in leaves[:3]]
-        raise ValueError(f"no leaf of params is trainable; `trainable` is called with paths such as {names}")
+        raise ValueError(f"trainable selects no leaf of params. It is called with paths such as {names}.")
     for (name, leaf), flag in zip(leaves, flags, strict=True):
         floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         if flag and not floating:
-            raise TypeError(f"params leaf {name} is {jnp.result_type(leaf)}, only floating-point leaves can be trained")
+            raise TypeError(f"params leaf {name} is {jnp.result_type(leaf)}. Train floating-point leaves only.")
         if floating and not np.isfinite(np.asarray(leaf)).all():
-            raise ValueError(f"params leaf {name} has NaN or infinite entries")
+            raise ValueError(f"params leaf {name} has NaN or infinite entries.")
     return flags
 
 
@@ -324,13 +323,13 @@ def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any
     shapes = jax.tree.map(lambda x: x.shape, out)
     if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(
-            f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. It is given a row"
-            " of the data without its leading axis: add the axis a model wants with x[None]"
+            f"loss_fn must return one floating-point number for ONE example, got shapes {shapes}. It gets a row of the"
+            " data without the leading axis. Add that axis with x[None] if a model needs it."
         )
     if random := _primitives(closed.jaxpr) & _RANDOM:
         raise ValueError(
-            f"loss_fn is stochastic (it uses {', '.join(sorted(random))}): two runs would differ without any change of"
-            " the data. Turn off dropout and augmentation"
+            f"loss_fn is stochastic (it uses {', '.join(sorted(random))}). Two runs would differ without any change of"
+            " the data. Turn off dropout and augmentation."
         )
 
 

@@ -1,6 +1,6 @@
-"""Exact sums of clipped gradients: quantised outward to integers, which add up alike in any order on any machine (T7).
+"""Exact sums of clipped gradients: outward-rounded integers, whose sums do not depend on order or machine (T7).
 
-A total is a pair of integers (high, low): high 2**10 + low, with 0 <= low < 2**10.
+A total is a pair of integers (high, low) with the value high 2**10 + low, where 0 <= low < 2**10.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxdp.transforms.boxes import widen
 
-# Records whose quantised gradients fit half of an int32.
+# The number of records whose quantised gradients fit half of an int32.
 BLOCK = 256
 SHIFT = 10
 
@@ -22,16 +22,16 @@ Total = tuple[jax.Array, jax.Array]
 
 
 class Grid(NamedTuple):
-    """Clipped gradients as integers: clip = `one` units."""
+    """The integer grid of clipped gradients, on which clip is `one` units."""
 
     clip: float
     divisor: int  # of a sum, in a mean
-    clipped: bool  # whether a sum is clipped to what so many records as `public_rows` and `most` can reach
+    clipped: bool  # whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records
     dtype: Any
     ints: Any
     one: int
-    magic: float  # adding it rounds to an integer, which is then in the low bits of the mantissa
-    most: int  # records of which a total has room, and for half as many changes
+    magic: float  # adding it rounds to an integer in the low bits of the mantissa
+    most: int  # a total has room for so many records, and for half as many changes
 
     @classmethod
     def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
         return cls(clip, divisor, clipped, np.float32, np.int32, 2**21, 1.5 * 2**23, 2**19)
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
-        """Clips and rounds down to the grid, or to nearest; returns integers plus those of `magic`."""
+        """Clips and rounds down to the grid, or to nearest. Returns integers plus the bits of `magic`."""
         x = x.astype(self.dtype) * (self.one / self.clip)
         if nearest:
             x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.one, self.one)
@@ -51,12 +51,12 @@ class Grid(NamedTuple):
 
     @property
     def zero(self) -> jax.Array:
-        """The `bits` of zero: those of `magic`."""
+        """The `bits` of zero, which are the bits of `magic`."""
         return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints)
 
     @property
     def charge(self) -> int:
-        """The most that one record moves a sum: clip, and the units that rounding may add."""
+        """The largest move of a sum by one record: clip, and the units that rounding may add."""
         return self.one + 2
 
     def sum(self, bits: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def add_units(total: Total, count: Any, units: Any) -> Total:
 
 
 def public_rows(batch_size: int) -> int:
-    """The records that a batch has room for: a bound on the rounding of its sum that no record changes."""
+    """Returns the public number of records that a batch has room for. It bounds the rounding of every batch's sum."""
     return math.ceil(4 * batch_size / BLOCK) * BLOCK
 
 
@@ -94,8 +94,8 @@ def add_up(
 ) -> list[Total]:
     """Adds up integers over a batch in blocks [outer, records, ...]. Memory does not grow with the batch.
 
-    `factors` is evaluated for a block at a time, `summands` for the fragments that fit a cache; `cut` is (outer blocks,
-    fragments in each, records in a fragment).
+    `factors` is evaluated for one block at a time, `summands` for one fragment that fits a cache. `cut` is (outer
+    blocks, fragments in each, records in a fragment).
     """
 
     def fragments(block: Any) -> Any:
@@ -110,7 +110,7 @@ def add_up(
     def outer(totals: Any, block: Any) -> tuple[Any, None]:
         sums, _ = lax.scan(add, zeros, fragments(block))
         pairs = zip(totals, sums, strict=True)
-        return [carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs], None  # with room for any batch
+        return [carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs], None  # has room for any batch
 
     def narrow(high: jax.Array, low: jax.Array) -> Total:
         if grid.clipped:

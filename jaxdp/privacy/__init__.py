@@ -1,4 +1,4 @@
-"""Privacy accounting: events, epsilon, noise calibration, the ledger. Needs dp_accounting, never JAX."""
+"""Privacy accounting: events, epsilon, noise calibration and the ledger. It needs dp_accounting and never JAX."""
 
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise

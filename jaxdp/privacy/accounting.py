@@ -1,9 +1,9 @@
 """Epsilon of events: privacy loss distributions (PLD) first, Renyi DP (RDP) where PLD has no rule.
 
-Both come from dp_accounting. This module counts equal events, applies the noise multiplier under each adjacency, adds
-pure events, and keeps extreme numbers upper bounds.
+dp_accounting computes both. This module counts equal events, applies the noise multiplier under each adjacency and adds
+pure events. Its results stay upper bounds for extreme numbers.
 
-Which pair of distributions a leaf event stands for (`s` is its noise multiplier, `q` its sampling probability):
+Each leaf event stands for a pair of distributions (`s` is its noise multiplier, `q` its sampling probability):
 
 =============================  =====================================  =========================================
 event                          add_remove, zero_out                   replace_one
@@ -20,16 +20,16 @@ SingleEpochTreeAggregation     zero_out only, RDP                     no rule
 RepeatAndSelect                RDP (arXiv 2110.03620)                 RDP
 =============================  =====================================  =========================================
 
-dp_accounting 0.6 doubles a Gaussian's sensitivity under REPLACE_ONE in its PLD but not in its RDP, does not double
-Laplace's, and composes a `RandomizedResponseDpEvent` once whatever its count. Its accountant classes therefore compute
-single RDP leaves only, after `_rdp_event` has put the factor in.
+Under REPLACE_ONE, dp_accounting 0.6 doubles a Gaussian's sensitivity in its PLD but not in its RDP. It does not double
+the sensitivity of Laplace. It composes a `RandomizedResponseDpEvent` once for any count. Its accountant classes
+therefore compute single RDP leaves only, and `_rdp_event` applies the factor before.
 
-Formal guarantees: every number is an upper bound for adaptive composition of mechanisms whose PARAMETERS (the events)
-are fixed in advance, while their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567;
-RDP: Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). The
-float64 error of the FFT is covered by giving up 1e-11 of delta (1e-17 per event beyond a million of them). Poisson
-sampling under replace_one assumes that the record and its replacement are worst when they point in opposite directions;
-tests/privacy/test_accounting.py checks that in the plane.
+Formal guarantees: every number is an upper bound for adaptive composition of mechanisms. Their PARAMETERS (the events)
+must be fixed in advance. Their inputs may depend on earlier outputs (PLD: Zhu, Dong, Wang 2022, arXiv 2106.08567. RDP:
+Mironov 2017, arXiv 1702.07476). Losses are rounded pessimistically ("connect the dots", arXiv 2207.04380). A reserve of
+1e-11 of delta (1e-17 per event beyond a million) covers the float64 error of the FFT. Poisson sampling under
+replace_one assumes that the worst record and replacement point in opposite directions. tests/privacy/test_accounting.py
+checks this in the plane.
 """
 
 import contextlib
@@ -81,11 +81,11 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
 }
 METHODS = ("auto", "pld", "rdp")
-RDP_ORDERS = tuple(DEFAULT_RDP_ORDERS)
+RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
 
-# Log-sum-exp at small orders leaves about 1e-14 / (order - 1); dp_accounting reads a negative RDP as "no loss".
+# Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP as "no loss".
 _RDP_SLACK = 1e-13
-# Above this, nobody cares whether epsilon is 1.1e5 or 1.2e5: the RDP bound stands, no PLD is built.
+# Above this epsilon the RDP bound is precise enough, so that no PLD is built.
 _MAX_PLD_EPSILON = 1e5
 
 
@@ -93,32 +93,32 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency = "add_remove"
     """Returns an upper bound on the epsilon at which `event` is (epsilon, delta)-DP.
 
     Args:
-        event: one release or a composition of them (`jaxdp.privacy.events`); a million equal releases cost one PLD.
-        delta: in [0, 1). At 0 only releases with a pure proof are finite: their epsilons add up.
+        event: One release or a composition of them (`jaxdp.privacy.events`). A million equal releases cost one PLD.
+        delta: A number in [0, 1). At 0 only releases with a pure proof are finite, and their epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null record).
         method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". Where several proofs
-            hold, "auto" returns the smallest: PLD's, but for rounding, unless delta is below 1e-11 or epsilon above
-            1e5. Every method includes the sum of pure epsilons.
+            hold, "auto" returns the smallest bound. That is PLD's up to rounding, unless delta is below 1e-11 or
+            epsilon above 1e5. Every method includes the sum of pure epsilons.
 
     Returns:
-        Epsilon >= 0; 0 for an empty composition; `math.inf` with a `NonPrivateDpEvent` or an unproven part.
+        Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or an unproven part.
 
     Raises:
-        ValueError: an unknown event or argument, or a part without a rule for this adjacency and method.
+        ValueError: An argument or event is unknown, or a part has no rule for this adjacency and method.
     """
     return epsilon_of_counts(composition(event), delta=delta, adjacency=adjacency, method=method)
 
 
 def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove", method: Method = "auto") -> float:
-    """Returns an upper bound, in [0, 1], on the delta at which `event` is (epsilon, delta)-DP; see `epsilon`.
+    """Returns an upper bound, in [0, 1], on the delta at which `event` is (epsilon, delta)-DP.
 
-    It is 1 with a `NonPrivateDpEvent` or an unproven part.
+    The arguments mean the same as in `epsilon`. The bound is 1 with a `NonPrivateDpEvent` or an unproven part.
 
     Raises:
-        ValueError: as `epsilon`, or `epsilon` is negative or NaN.
+        ValueError: As in `epsilon`, or `epsilon` is negative or NaN.
     """
     if not epsilon >= 0:
-        raise ValueError(f"epsilon must be >= 0, got {epsilon!r}")
+        raise ValueError(f"epsilon must be >= 0, got {epsilon!r}.")
     counts: Mapping[DpEvent, int] = composition(event)
     rules = check_rules(counts, adjacency=adjacency, method=method)
     counts = merge_gaussians(counts)
@@ -139,9 +139,9 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
 
 
 def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method) -> float:
-    """Returns `epsilon` for a composition already flattened by `jaxdp.privacy.events.composition`."""
+    """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
     if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     rules = check_rules(counts, adjacency=adjacency, method=method)
     counts = merge_gaussians(counts)
     if not counts:
@@ -161,7 +161,7 @@ def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency:
 def rdp_epsilon_of_counts(
     counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, orders: Sequence[float] = RDP_ORDERS
 ) -> float:
-    """Returns the RDP (or pure) bound only, infinite where RDP has no rule: cheap, for a first check."""
+    """Returns only the RDP (or pure) bound, a cheap first check. It is infinite where RDP has no rule."""
     if _is_boundless(counts):
         return math.inf
     if not counts:
@@ -173,7 +173,7 @@ def rdp_epsilon_of_counts(
 
 
 def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
-    """Returns an equivalent composition with one Gaussian at most."""
+    """Returns an equivalent composition with at most one Gaussian."""
     gaussians = {leaf: count for leaf, count in counts.items() if isinstance(leaf, GaussianDpEvent)}
     if sum(gaussians.values()) <= 1:
         return counts
@@ -184,14 +184,14 @@ def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
 class Tally:
     """The proven part of a composition that grows by small steps, with the losses that a first check by RDP needs.
 
-    All Gaussians are one precision, the sum of count / noise_multiplier^2. A method that adds returns another tally. It
-    costs a copy of a dictionary of the distinct leaves that are no Gaussians.
+    One precision stands for all Gaussians: the sum of count / noise_multiplier^2. A method that adds returns a new
+    tally and copies a dictionary of the distinct leaves that are not Gaussians.
 
     Attributes:
-        adjacency: of the dataset.
-        precision: of the Gaussians.
-        others: the leaves that are no Gaussians.
-        rules: the ways, of "pld" and "rdp", in which every leaf has a rule.
+        adjacency: The adjacency of the dataset.
+        precision: The precision of the Gaussians.
+        others: The leaves that are not Gaussians.
+        rules: Which of "pld" and "rdp" have a rule for every leaf.
     """
 
     def __init__(self, adjacency: Adjacency):
@@ -199,8 +199,8 @@ class Tally:
         self.precision = 0.0
         self.others: Counts = Counter()
         self.rules = frozenset({"pld", "rdp"})
-        self._sums: np.ndarray | None = None  # of `_losses` of the others
-        self._age = 0  # additions since these were made anew
+        self._sums: np.ndarray | None = None  # the sum of `_losses` of the others
+        self._age = 0  # the additions since that sum was computed from scratch
 
     def __bool__(self) -> bool:
         return bool(self.others or self.precision)
@@ -212,10 +212,10 @@ class Tally:
         return gaussian + self.others
 
     def plus(self, step: Mapping[DpEvent, int], times: int = 1) -> "Tally":
-        """Returns the composition with the proven part of `step`, so many times."""
+        """Returns the composition with the proven part of `step` added `times` times."""
         total = copy.copy(self)
         total.others = self.others.copy()
-        # A sum that grows loses digits: it is made anew now and then, and always where that costs little.
+        # A growing sum loses digits. It is computed anew now and then, and always where that costs little.
         if len(self.others) > 64:
             total._sums, total._age = self._known_sums(), self._age + 1
         else:
@@ -231,25 +231,25 @@ class Tally:
         return total
 
     def plus_share(self, other: "Tally", share: float) -> "Tally":
-        """Returns the composition with a share of another one, rounded up."""
+        """Returns the composition with a share of another one added. Counts are rounded up."""
         total = self.plus({leaf: math.ceil(share * count) for leaf, count in other.others.items()})
         total.precision += share * other.precision
         return total
 
     def minus(self, other: "Tally") -> "Tally":
-        """Returns what this composition has beyond another one."""
+        """Returns the part of this composition that exceeds another one."""
         rest = Tally(self.adjacency).plus(self.others - other.others)
         rest.precision = max(0.0, self.precision - other.precision)
         return rest
 
     def covers(self, other: "Tally") -> bool:
-        """Returns whether this composition has everything of another one, so that it costs at least as much."""
+        """Returns whether this composition contains another one and therefore costs at least as much."""
         if len(other.others) > len(self.others) or other.precision > self.precision * (1 + 1e-12):
             return False
         return all(count <= self.others[leaf] for leaf, count in other.others.items())
 
     def rdp_epsilon(self, delta: float) -> float:
-        """Returns the RDP (or pure) bound on epsilon; infinite where RDP has no rule."""
+        """Returns the RDP (or pure) bound on epsilon. It is infinite where RDP has no rule."""
         if not self:
             return 0.0
         sums = self._known_sums()
@@ -267,17 +267,17 @@ class Tally:
 
 
 def _losses(leaf: DpEvent, adjacency: Adjacency) -> np.ndarray:
-    """Returns the Renyi DP of a leaf at every order and, last, its pure epsilon; infinite where it has no rule."""
+    """Returns the Renyi DP of a leaf at every order and then its pure epsilon. A loss without a rule is infinite."""
     ruled = not _is_boundless([leaf]) and "rdp" in _leaf_rules(leaf, adjacency)
     rdp = _leaf_rdp(leaf, adjacency, RDP_ORDERS) if ruled else np.full(len(RDP_ORDERS), math.inf)
     return np.append(rdp, _leaf_pure_epsilon(leaf, adjacency))
 
 
 def rdp_of_counts(counts: Mapping[DpEvent, int], *, order: float, adjacency: Adjacency) -> float:
-    """Returns the Renyi DP of a composition at one order > 1; infinite with a non-private or unproven part.
+    """Returns the Renyi DP of a composition at one order > 1. It is infinite with a non-private or unproven part.
 
     Raises:
-        ValueError: a part without an RDP rule for this adjacency.
+        ValueError: A part has no RDP rule for this adjacency.
     """
     if _is_boundless(counts):
         return math.inf
@@ -288,23 +288,23 @@ def rdp_of_counts(counts: Mapping[DpEvent, int], *, order: float, adjacency: Adj
 
 
 def check_rules(counts: Mapping[DpEvent, int], *, adjacency: Adjacency, method: Method) -> frozenset[str]:
-    """Returns the ways, of "pld" and "rdp", in which every leaf has a rule.
+    """Returns which of "pld" and "rdp" have a rule for every leaf.
 
     Raises:
-        ValueError: there is none; the message names the events that are in the way.
+        ValueError: Neither has. The message names events without a rule.
     """
     if adjacency not in RELATIONS:
-        raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}")
+        raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
     if method not in METHODS:
-        raise ValueError(f"method must be one of {list(METHODS)}, got {method!r}")
+        raise ValueError(f"method must be one of {list(METHODS)}, got {method!r}.")
     asked = ("pld", "rdp") if method == "auto" else (method,)
     missing = {way: [leaf for leaf in counts if way not in _leaf_rules(leaf, adjacency)] for way in asked}
     rules = frozenset(way for way in asked if not missing[way])
     if not rules:
-        details = "; ".join(f"{way.upper()} has none for {to_json(missing[way][0])}" for way in asked)
+        details = ", ".join(f"{way.upper()} has none for {to_json(missing[way][0])}" for way in asked)
         raise ValueError(
             f"no accounting rule covers this composition under {adjacency!r} adjacency: {details}. Register another "
-            "adjacency, charge a bound that has a rule (the unsampled event, PureDpEvent, ZCDpEvent), or use unproven()"
+            "adjacency, charge a bound that has a rule (the event unsampled, PureDpEvent, ZCDpEvent) or use unproven()."
         )
     return rules
 
@@ -331,7 +331,7 @@ def _epsilon_from_rdp(rdp: np.ndarray, delta: float, orders: Sequence[float] = R
 
 
 def _pure_epsilon(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float:
-    """Basic composition of pure guarantees (Dwork et al. 2006), infinite if some leaf has none."""
+    """Returns the sum of pure epsilons (Dwork et al. 2006). It is infinite if a leaf has none."""
     return math.fsum(count * _leaf_pure_epsilon(leaf, adjacency) for leaf, count in counts.items())
 
 
@@ -341,14 +341,14 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
         case PureDpEvent():
             return leaf.epsilon
         case LaplaceDpEvent():
-            return factor / leaf.noise_multiplier
+            return factor / float(leaf.noise_multiplier)
         case DiscreteLaplaceDpEvent():
-            return factor * leaf.noise_parameter * leaf.sensitivity
+            return factor * float(leaf.noise_parameter * leaf.sensitivity)
         case RandomizedResponseDpEvent() if adjacency != "add_remove":
             log_p, log_q = _randomized_response(leaf, adjacency)
             return float(np.max(np.abs(log_p - log_q)))
         case PoissonSampledDpEvent(event=LaplaceDpEvent()) if adjacency != "replace_one":
-            # log(1 - q + q exp(1/s)), written to survive a large 1/s.
+            # This form of log(1 - q + q exp(1/s)) does not overflow for a large 1/s.
             q, loss = leaf.sampling_probability, 1 / leaf.event.noise_multiplier
             return float(np.logaddexp(math.log1p(-q), math.log(q) + loss))
     return math.inf
@@ -357,13 +357,13 @@ def _leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
 # --- Privacy loss distributions ---------------------------------------------------------------------------------
 
 
-# Composed losses of many distinct leaves, the last one used at the end: what grows by a leaf is not composed again.
+# Composed losses of many distinct leaves, the last used one at the end. A new leaf does not compose the others again.
 _COMPOSED: list[tuple[Adjacency, float, Counts, pld.PrivacyLossDistribution]] = []
 _COMPOSED_KEPT, _COMPOSED_LEAST = 4, 16
 
 
 def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> pld.PrivacyLossDistribution | None:
-    """Composes all leaves on one grid; None where the result would be astronomically large."""
+    """Composes all leaves on one grid. Returns None where epsilon would be above `_MAX_PLD_EPSILON`."""
     if not scale <= _MAX_PLD_EPSILON:
         return None
     interval = _interval(counts, adjacency, scale)
@@ -375,20 +375,20 @@ def _total_pld(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float
         if kept[:2] == (adjacency, interval) and len(done) < len(kept[2]) <= len(rest) and kept[2] <= rest:
             done, total = kept[2:]
     for leaf, count in (rest - done).items():
-        total = total.compose(_self_compose(_leaf_pld(leaf, adjacency, interval), count))
+        total = total.compose(_self_compose(leaf_pld(leaf, adjacency, interval), count))
     if len(rest) >= _COMPOSED_LEAST:
         others = [kept for kept in _COMPOSED if kept[2] is not done]
         _COMPOSED[:] = [*others, (adjacency, interval, rest, total)][-_COMPOSED_KEPT:]
     for leaf in gaussians:
-        total = total.compose(_leaf_pld(leaf, adjacency, interval))
+        total = total.compose(leaf_pld(leaf, adjacency, interval))
     return total
 
 
 def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float) -> float:
-    """Returns a grid on which rounding adds about 1e-4 of epsilon; any interval is sound.
+    """Returns a grid on which rounding adds about 1e-4 of epsilon. Every interval is sound.
 
-    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small, and nearby compositions
-    share cached leaves by powers of two.
+    Connect-the-dots adds at most about interval^2 / 8 per leaf. The floor keeps grids small. Intervals are powers of
+    two, so that nearby compositions share cached leaves.
     """
     wanted = min(scale * 1e-4, math.sqrt(4e-4 * scale / sum(counts.values())))
     floor = max(scale * 2.0**-20, max(_loss_range(leaf, adjacency) for leaf in counts) * 2.0**-18, 1e-12)
@@ -396,7 +396,7 @@ def _interval(counts: Mapping[DpEvent, int], adjacency: Adjacency, scale: float)
 
 
 def _fft_slack(counts: Mapping[DpEvent, int]) -> float:
-    """Returns the delta given up for the FFT's rounding; a million Gaussians lost 3e-12, and it grows with them."""
+    """Returns the delta that covers the FFT's rounding. The error of a million Gaussians is 3e-12."""
     return max(1e-11, 1e-17 * sum(counts.values()))
 
 
@@ -405,7 +405,7 @@ def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.
         return distribution
     if count <= 100_000:
         return distribution.self_compose(count)
-    # Two stages: dp_accounting's tail bound is wide for a huge count of a short distribution, and memory follows it.
+    # Two stages save memory: dp_accounting's tail bound is wide for a huge count of a short distribution.
     inner = math.isqrt(count)
     outer, rest = divmod(count, inner)
     stage = distribution.self_compose(inner, tail_mass_truncation=1e-15 / outer)
@@ -414,14 +414,15 @@ def _self_compose(distribution: pld.PrivacyLossDistribution, count: int) -> pld.
 
 
 @functools.lru_cache(maxsize=32)  # Up to a few MB each.
-def _leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+def leaf_pld(leaf: DpEvent, adjacency: Adjacency, interval: float) -> pld.PrivacyLossDistribution:
+    """Returns the PLD of a leaf on a grid."""
     rule = _pld_rule(leaf, adjacency)
     assert rule is not None, f"no PLD for {leaf!r}"
     return rule(value_discretization_interval=interval)
 
 
 def _pld_rule(leaf: DpEvent, adjacency: Adjacency) -> Callable[..., pld.PrivacyLossDistribution] | None:
-    """Returns the function that makes the PLD of a leaf on a grid; None if the leaf has none."""
+    """Returns the function that builds the PLD of a leaf on a grid, or None if the leaf has none."""
     factor = 2 if adjacency == "replace_one" else 1
     match leaf:
         case PureDpEvent():
@@ -456,7 +457,7 @@ def _pld_rule(leaf: DpEvent, adjacency: Adjacency) -> Callable[..., pld.PrivacyL
 def _gaussian_pld(
     sigma: float, q: float, adjacency: Adjacency, value_discretization_interval: float
 ) -> pld.PrivacyLossDistribution:
-    """Returns dp_accounting's PLD of a Poisson-sampled Gaussian; ten times faster where a record comes or goes."""
+    """Returns the PLD of a Poisson-sampled Gaussian, ten times faster than dp_accounting except under replace_one."""
     interval = value_discretization_interval
     if adjacency == "replace_one":
         relation = NeighboringRelation.REPLACE_ONE
@@ -469,7 +470,7 @@ def _gaussian_pld(
 
 
 def _gaussian_pmf(sigma: float, q: float, direction: AdjacencyType, interval: float) -> pld_pmf.PLDPmf:
-    """Returns the losses of M = (1-q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2) (REMOVE), or back (ADD)."""
+    """Returns the losses of M = (1-q) N(0, sigma^2) + q N(1, sigma^2) against N(0, sigma^2) (REMOVE) or reversed."""
     bounds = GaussianPrivacyLoss(sigma, sampling_prob=q, adjacency_type=direction).connect_dots_bounds()
     first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
     grid = np.arange(first, last + 1) * interval
@@ -496,7 +497,7 @@ def _worst_pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _randomized_response(leaf: RandomizedResponseDpEvent, adjacency: Adjacency) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log probabilities of the answers (true, all others, other record's) under the two records."""
+    """Returns the log probabilities of the answers (true, all others, other record's) under two records."""
     k, p = leaf.num_buckets, leaf.noise_parameter
     true, other = 1 - p + p / k, p / k
     if adjacency == "replace_one":
@@ -522,22 +523,22 @@ def _discrete_pld(
 
 
 def _loss_range(leaf: DpEvent, adjacency: Adjacency) -> float:
-    """Returns about the largest loss on a single leaf's grid, to keep that grid small; not a privacy statement."""
+    """Returns roughly the largest loss of a leaf, to bound its grid. It is not a privacy statement."""
     proxy = _proxy(leaf, adjacency)
     if isinstance(proxy, PureDpEvent):
         return proxy.epsilon
-    sigma = getattr(proxy, "event", proxy).noise_multiplier
+    sigma: float = getattr(proxy, "event", proxy).noise_multiplier
     return 10 / sigma + 0.5 / sigma / sigma  # dp_accounting truncates the Gaussian at exp(-50), ten deviations.
 
 
 def _scale(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
-    """Returns about the epsilon of a composition, to choose the grid; not a privacy statement."""
+    """Returns roughly the epsilon of a composition, to choose the grid. It is not a privacy statement."""
     total = sum(count * _leaf_rdp(_proxy(leaf, adjacency), "add_remove", RDP_ORDERS) for leaf, count in counts.items())
     return _epsilon_from_rdp(np.asarray(total), delta)
 
 
 def _proxy(leaf: DpEvent, adjacency: Adjacency) -> DpEvent:
-    """Returns an event of about the same loss that RDP knows under add_remove, for `_scale` and `_loss_range`."""
+    """Returns an event of similar loss that RDP knows under add_remove, for `_scale` and `_loss_range`."""
     pure = _leaf_pure_epsilon(leaf, adjacency)
     if math.isfinite(pure):
         return PureDpEvent(pure)
@@ -557,8 +558,8 @@ def _total_rdp(counts: Mapping[DpEvent, int], adjacency: Adjacency, orders: Sequ
 
 
 def _leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
-    if isinstance(leaf, GaussianDpEvent):  # Not remembered: every sum of Gaussians is another one.
-        sigma = leaf.noise_multiplier / (2 if adjacency == "replace_one" else 1)
+    if isinstance(leaf, GaussianDpEvent):  # Not cached, because every sum of Gaussians differs.
+        sigma: float = leaf.noise_multiplier / (2 if adjacency == "replace_one" else 1)
         with np.errstate(over="ignore"):
             return np.asarray(orders) / 2 / sigma / sigma + _RDP_SLACK
     return _computed_rdp(leaf, adjacency, orders)
@@ -568,17 +569,18 @@ def _leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> n
 def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np.ndarray:
     if isinstance(leaf, PureDpEvent):
         alpha, loss = np.asarray(orders), leaf.epsilon
-        # Renyi divergence of `_worst_pure_pair`.
-        return (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1) + _RDP_SLACK
+        # This is the Renyi divergence of `_worst_pure_pair`.
+        rdp: np.ndarray = (np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)) / (alpha - 1)
+        return rdp + _RDP_SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
     with _without_unused_orders():
         accountant.compose(_rdp_event(leaf, adjacency))
-    return np.maximum(accountant.rdp, 0.0) + _RDP_SLACK
+    return np.asarray(accountant.rdp).clip(0.0) + _RDP_SLACK
 
 
 @contextlib.contextmanager
 def _without_unused_orders() -> Iterator[None]:
-    """Drops the log line of every order at which an RDP series does not converge: it is infinite, and never used."""
+    """Drops the log lines about orders at which an RDP series diverges. These are infinite and never used."""
     logger = logging.getLogger("absl")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -592,7 +594,7 @@ def _without_unused_orders() -> Iterator[None]:
 
 
 def _rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
-    """Returns the event whose RDP by dp_accounting, which never doubles a sensitivity, is that of `event`."""
+    """Returns an event whose RDP by dp_accounting, which never doubles a sensitivity, equals the RDP of `event`."""
     factor = 2 if adjacency == "replace_one" else 1
     match event:
         case GaussianDpEvent() | LaplaceDpEvent():
@@ -614,19 +616,19 @@ def _rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
 
 
 def renyi_bound(epsilon: float, delta: float, order: float) -> float:
-    """Returns the Renyi DP at `order` that converts to (epsilon, delta); may be <= 0, when the order is too small.
+    """Returns the Renyi DP at `order` that converts to (epsilon, delta). It is <= 0 if the order is too small.
 
-    Inverts epsilon = rdp + log(1 - 1/order) - log(delta order) / (order - 1) (Canonne, Kamath, Steinke 2020,
+    The bound inverts epsilon = rdp + log(1 - 1/order) - log(delta order) / (order - 1) (Canonne, Kamath, Steinke 2020,
     arXiv 2004.00010, Proposition 12).
     """
     return epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
 
 
 def renyi_epsilon(rdp: float, delta: float, order: float) -> float:
-    """Returns the epsilon to which `rdp` at `order` converts; the inverse of `renyi_bound`."""
+    """Returns the epsilon to which `rdp` at `order` converts. It inverts `renyi_bound`."""
     return max(0.0, rdp + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
 def default_renyi_order(epsilon: float, delta: float) -> float:
-    """Returns the order whose bound admits most of a mechanism with Renyi loss proportional to the order."""
+    """Returns the order at which the bound admits most of a mechanism with Renyi loss proportional to the order."""
     return max(RDP_ORDERS, key=lambda order: renyi_bound(epsilon, delta, order) / order)

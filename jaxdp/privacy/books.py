@@ -1,4 +1,4 @@
-"""The rows of a ledger as values: datasets, tokens, holds, and the compositions that were spent."""
+"""The rows of a ledger as values: datasets, tokens, holds and spent compositions."""
 
 import sqlite3
 import time
@@ -13,7 +13,7 @@ from jaxdp.privacy.events import Counts, compose, composition, from_json, to_jso
 _DATASETS = (
     "SELECT id, name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, records FROM datasets"
 )
-# One row per part: what it went through, as "event:spends,event:spends,...", the same text for the same history.
+# One row per part with its history "event:spends,event:spends,...". Equal histories have equal texts.
 _HISTORY = (
     "SELECT partition, group_concat(event || ':' || spends) AS history FROM (SELECT partition, event, spends "
     "FROM totals WHERE dataset = ? AND {} ORDER BY partition, event) GROUP BY partition"
@@ -21,7 +21,7 @@ _HISTORY = (
 
 
 def datasets(db: sqlite3.Connection) -> list[Dataset]:
-    """Returns all datasets by name."""
+    """Returns all datasets, sorted by name."""
     return [Dataset(**row) for row in db.execute(f"{_DATASETS} ORDER BY name")]
 
 
@@ -32,41 +32,42 @@ def find_dataset(db: sqlite3.Connection, name: str) -> Dataset | None:
 
 
 def dataset_of(db: sqlite3.Connection, name: str) -> Dataset:
-    """Returns a dataset; ValueError if it is not registered."""
+    """Returns a dataset. Raises ValueError if it is not registered."""
     dataset = find_dataset(db, name)
     if dataset is None:
         known = [row[0] for row in db.execute("SELECT name FROM datasets ORDER BY name LIMIT 20")]
-        raise ValueError(f"dataset {name!r} is not registered (registered: {known}); call ledger.register first")
+        raise ValueError(f"dataset {name!r} is not registered (registered: {known}). Call ledger.register first.")
     return dataset
 
 
 def paid_for(db: sqlite3.Connection, dataset: Dataset, token: str | None) -> sqlite3.Row | None:
-    """Returns number, partition and event of the spend with a token, or None."""
+    """Returns the number, partition and event of the spend with a token, or None."""
     query = "SELECT spends.id, partition, json FROM spends JOIN events ON events.id = event WHERE dataset = ?"
-    return db.execute(f"{query} AND token = ?", (dataset.id, token)).fetchone()
+    row: sqlite3.Row | None = db.execute(f"{query} AND token = ?", (dataset.id, token)).fetchone()
+    return row
 
 
 # --- Holds --------------------------------------------------------------------------------------------------------
 
 
 def clock() -> float:
-    """Returns seconds since 1970, the same for all processes of a machine."""
+    """Returns seconds since 1970, which all processes of a machine share."""
     return time.time()
 
 
 def live_holds(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
-    """Returns the holds that have not lapsed, the next to lapse first."""
+    """Returns the holds that have not lapsed, sorted by when they lapse."""
     query = "SELECT id, json, key, label, run, lapses FROM holds WHERE dataset = ? AND lapses > ? ORDER BY lapses, id"
     return db.execute(query, (dataset.id, clock())).fetchall()
 
 
 def held(db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
-    """Returns what each live hold keeps room for."""
+    """Returns the composition for which each live hold keeps room."""
     return {row["id"]: composition(from_json(row["json"])) for row in live_holds(db, dataset)}
 
 
 def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> None:
-    """Takes what a hold keeps of `step` out of it, and makes it live on; does nothing without such a live hold."""
+    """Takes the events that a live hold shares with `step` out of it and renews it. Ignores a hold that is not live."""
     kept = held(db, dataset).get(hold)
     if kept is not None:
         left = to_json(compose(kept - step))
@@ -78,30 +79,28 @@ def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> N
 
 
 class _Read(NamedTuple):
-    """What was read of the spends on a dataset."""
-
     whole: Tally  # the releases on everything
-    parts: list[Counts] | None  # the maximal histories of its parts; None if they have to be read
-    position: int | None  # number of the last spend that is counted
+    parts: list[Counts] | None  # the maximal histories of its parts, or None if they must be read
+    position: int | None  # the number of the last counted spend
 
 
 class Spends:
-    """What was spent on each dataset. What was read once is kept, so that a loop of spends reads its own rows only."""
+    """The spends on each dataset. It keeps what it read, so that a loop of spends reads only its own rows."""
 
     def __init__(self) -> None:
         self._events: dict[int, Counts] = {}
         self._read: dict[int, _Read] = {}
 
     def compositions(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Counts]:
-        """Returns the compositions that the dataset's units bear: the releases on everything, plus one part's.
+        """Returns what units of the dataset bear: the releases on the whole dataset plus those on one part.
 
-        One composition for a named partition; otherwise every maximal one.
+        A named partition has one composition. None gives every maximal one.
         """
         whole = self._whole(db, dataset)
         return maximal(whole + part for part in self._parts(db, dataset, partition)) or [whole]
 
     def tallies(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> list[Tally]:
-        """Returns the proven parts of `compositions`, from what was read before and the spends that came since."""
+        """Returns the proven parts of `compositions`. Reads only the spends that are new since the last call."""
         read = self._read.get(dataset.id, _Read(Tally(dataset.adjacency), None, None))
         whole, known = read.whole, read.parts
         last = db.execute("SELECT max(id) FROM spends").fetchone()[0] or 0
@@ -116,12 +115,12 @@ class Spends:
                     whole = whole.plus(self._event(db, row["event"]), row["spends"])
         if partition is None and known is None:
             known = maximal(self._parts(db, dataset, None))
-        self._read[dataset.id] = _Read(whole, known, last)  # at once: an interrupt must not count a spend twice
+        self._read[dataset.id] = _Read(whole, known, last)  # one step: no interrupt can count a spend twice
         parts = self._parts(db, dataset, partition) if partition is not None else known or []
         return [whole.plus(part) for part in parts] or [whole]
 
     def by_part(self, db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
-        """Returns what was spent on each part alone; None is the whole dataset."""
+        """Returns what was spent on each part alone. None is the whole dataset."""
         rows = db.execute(_HISTORY.format("1"), (dataset.id,)).fetchall()
         parsed = {history: self._parsed(db, history) for history in {row["history"] for row in rows}}
         return {row["partition"] or None: parsed[row["history"]] for row in rows}
@@ -131,7 +130,7 @@ class Spends:
         return self._parsed(db, row["history"]) if row else Counter()
 
     def _parts(self, db: sqlite3.Connection, dataset: Dataset, partition: str | None) -> Iterable[Counts]:
-        """Returns the histories of the parts, or of one; equal ones are merged in SQL: a million parts cost little."""
+        """Returns the histories of all parts or of one. SQL merges equal ones, so that a million parts cost little."""
         parts, values = ("partition <> ''", ()) if partition is None else ("partition = ?", (partition,))
         query = f"SELECT DISTINCT history FROM ({_HISTORY.format(parts)})"
         return [self._parsed(db, row["history"]) for row in db.execute(query, (dataset.id, *values)).fetchall()]

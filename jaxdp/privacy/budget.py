@@ -1,4 +1,4 @@
-"""Whether a dataset's budget allows a spend: decided by RDP where that is enough, and by few PLDs."""
+"""The check of a spend against a dataset's budget. RDP decides where it suffices, and few PLDs decide the rest."""
 
 import dataclasses
 import functools
@@ -22,21 +22,21 @@ from jaxdp.privacy.events import Counts, DpEvent, UnprovenDpEvent, compose, desc
 
 Accounting = Literal["pld", "rdp", "renyi_filter"]
 
-# 3 * 0.1 is 0.30000000000000004 in binary: a budget of 0.3 must still buy three spends of 0.1.
+# 3 * 0.1 is 0.30000000000000004 in binary. A budget of 0.3 must still allow three spends of 0.1.
 ROUNDING = 1e-12
 _REMEMBERED = 64
-# `combinations` goes through so many combinations of parts at most; beyond them it takes an upper bound.
+# `combinations` enumerates at most this many combinations of parts. Beyond them it uses an upper bound.
 COMBINATIONS = 1000
 
 
 class BudgetExceeded(RuntimeError):
-    """A spend that its dataset's budget does not allow; nothing ran and nothing was charged.
+    """A spend that its dataset's budget does not allow. Nothing ran and nothing was charged.
 
     Attributes:
-        dataset: the dataset's name.
-        budget: (epsilon, delta) as registered.
-        would_spend: epsilon at the budget's delta with this spend, and all that others hold, included.
-        held: how much of `would_spend` is room that others hold; 0.0 if they hold none.
+        dataset: The dataset's name.
+        budget: The registered (epsilon, delta).
+        would_spend: Epsilon at the budget's delta, with this spend and all room that others hold.
+        held: The part of `would_spend` that is room held by others, or 0.0.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BudgetExceeded(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The terms of a dataset, as the ledger's file has them."""
+    """The terms of a dataset in the ledger's file."""
 
     id: int
     name: str
@@ -66,7 +66,7 @@ class Dataset:
 
     @property
     def method(self) -> Method:
-        """The method of `jaxdp.privacy.accounting` behind this dataset's numbers."""
+        """The method of `jaxdp.privacy.accounting` that computes this dataset's numbers."""
         return "auto" if self.accounting == "pld" else "rdp"
 
     @property
@@ -77,18 +77,18 @@ class Dataset:
 
 
 class Unsettled(Exception):
-    """A question that the budget denies, or that a PLD has to decide.
+    """A question that the budget denies or that needs a PLD.
 
     Args:
-        check: of the dataset.
-        spent: compositions of what is spent.
-        others: what others hold.
-        own: `step`, with all that its own holds keep.
-        step: what is asked for.
-        ahead: whether more steps of this kind are likely to follow.
+        check: The check of the dataset.
+        spent: The compositions that are spent.
+        others: The events for which others hold room.
+        own: `step`, with everything for which its own holds keep room.
+        step: The requested events.
+        ahead: Whether more such steps are likely to follow.
 
     Raises:
-        ValueError: an event has no accounting rule beside the others.
+        ValueError: No accounting rule covers an event together with the others.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Unsettled(Exception):
         self._lacks_proof = limited and not is_proven(step)
 
     def is_allowed(self) -> bool:
-        """Returns whether the budget is known to allow it."""
+        """Returns whether the budget is known to allow the step."""
         return not self._lacks_proof and all(map(self._check.known, self._after))
 
     def decide(self) -> bool:
-        """Makes the check know; returns False if it is certain that the budget does not allow it."""
+        """Computes what the check does not know. Returns False if the budget certainly denies the step."""
         verdicts = [self._check.known(tally) for tally in self._after]
         if self._lacks_proof or False in verdicts:
             return False
@@ -119,7 +119,7 @@ class Unsettled(Exception):
         return True
 
     def refusal(self) -> BudgetExceeded:
-        """Returns the error for the user."""
+        """Returns the error that explains the refusal."""
         dataset = self._check.dataset
         assert dataset.epsilon is not None and dataset.delta is not None
         event, budget = describe(compose(self._step)), (dataset.epsilon, dataset.delta)
@@ -127,7 +127,7 @@ class Unsettled(Exception):
         if self._lacks_proof:
             return BudgetExceeded(
                 f"{what}: {event} has no proof, so its epsilon is infinite. Nothing was run or charged. "
-                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy",
+                "Register the dataset without a budget or with allow_unproven=True to accept empirical privacy.",
                 dataset=dataset.name,
                 budget=budget,
                 would_spend=math.inf,
@@ -144,7 +144,7 @@ class Unsettled(Exception):
             + (f", {held:.6g} of which is room that others hold" if held else "")
             + ". Nothing was run or charged. "
             + ("Wait until the others are done (the report lists their holds), or use" if held else "Use")
-            + " more noise or fewer steps (privacy.calibrate_noise finds how much), or other data",
+            + " more noise, fewer steps or other data. privacy.calibrate_noise computes the noise.",
             dataset=dataset.name,
             budget=budget,
             would_spend=would,
@@ -153,10 +153,10 @@ class Unsettled(Exception):
 
 
 class BudgetCheck:
-    """Decides whether compositions fit a dataset's budget, and computes few PLDs.
+    """Decides whether compositions fit a dataset's budget, with few PLDs.
 
-    Composition is monotone: what fits, fits with fewer releases, and what does not, does not with more. So a few known
-    compositions answer most questions; and RDP, where it is enough, is cheap.
+    Composition is monotone. A part of a fitting composition fits, and a superset of an exceeding one exceeds. So a few
+    known compositions answer most questions. RDP, where it suffices, is cheap.
     """
 
     def __init__(self, dataset: Dataset):
@@ -166,7 +166,7 @@ class BudgetCheck:
         self._last: Tally | None = None
 
     def check_rules(self, tally: Tally) -> None:
-        """Raises ValueError if an event has no accounting rule beside the others."""
+        """Raises ValueError if no accounting rule covers the composition."""
         ways = {"pld", "rdp"} if self.dataset.method == "auto" else {self.dataset.method}
         if ways.isdisjoint(tally.rules):
             check_rules(tally.counts, adjacency=self.dataset.adjacency, method=self.dataset.method)
@@ -187,21 +187,21 @@ class BudgetCheck:
         return False if dataset.accounting == "rdp" else None
 
     def decide(self, tally: Tally, step: Counts, *, remember: int) -> None:
-        """Makes a composition known, and so much of what may come next that a loop of spends rarely comes back.
+        """Decides a composition and likely later ones, so that a loop of spends rarely needs another PLD.
 
         Args:
-            tally: the composition in question.
-            step: what came last; empty if nothing of its kind will follow.
-            remember: how many verdicts to keep; enough for all compositions that one question asks about.
+            tally: The composition to decide.
+            step: The last step. It is empty if no similar step will follow.
+            remember: The number of verdicts to keep, enough for all compositions of one question.
         """
         single = Tally(tally.adjacency).plus(step)
         recent = tally.minus(self._last) if self._last and tally.covers(self._last) else single
         self._last = tally
-        repeats = all(tally.others[leaf] > count for leaf, count in single.others.items())  # Gaussians are all alike
+        repeats = all(tally.others[leaf] > count for leaf, count in single.others.items())  # `others` has no Gaussians
         if not self._computed(tally, remember) or not single or not repeats:
             return
-        # What came since the last time, twice over, is a guess at what comes next. While it grows this doubles;
-        # near the budget it halves until it fits: the number of PLDs is logarithmic in the number of spends.
+        # Twice the spends since the last decision are a guess at the next ones. The guess doubles while spends grow.
+        # Near the budget it halves until it fits. So the number of PLDs is logarithmic in the number of spends.
         share = 2.0
         while recent:
             ahead = tally.plus_share(recent, share)
@@ -227,7 +227,7 @@ class BudgetCheck:
 
 
 def maximal(compositions: Iterable[Counts]) -> list[Counts]:
-    """Returns those compositions that no other one covers, and one of equal ones."""
+    """Returns the compositions that no other one covers. Equal ones are returned once."""
     maximal: list[Counts] = []
     for counts in sorted(compositions, key=Counter.total, reverse=True):
         if not any(counts <= larger for larger in maximal):
@@ -268,14 +268,14 @@ def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
     spent, bound = renyi_spent(dataset, counts), dataset.renyi_bound
     if spent == 0 or math.isinf(spent):
         return spent
-    if spent > bound * (1 + ROUNDING):  # Only of events that were not spent: the filter holds them back.
+    if spent > bound * (1 + ROUNDING):  # Only unspent events exceed the bound, because the filter refuses them.
         bound = spent
     assert dataset.renyi_order is not None
     return math.inf if delta == 0 else renyi_epsilon(bound, delta, dataset.renyi_order)
 
 
 def used(dataset: Dataset, counts: Counts) -> float:
-    """Returns how much of the budget's epsilon a composition uses up."""
+    """Returns the part of the budget's epsilon that a composition uses."""
     assert dataset.epsilon is not None and dataset.delta is not None
     if dataset.accounting == "renyi_filter":
         return renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
@@ -283,14 +283,15 @@ def used(dataset: Dataset, counts: Counts) -> float:
 
 
 def pld_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Method) -> float:
-    """Returns `epsilon_of_counts`, remembered for compositions of few kinds of releases."""
+    """Returns `epsilon_of_counts`, cached for compositions with few distinct releases."""
     if len(counts) > 256:
         return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
-    return _cached_epsilon(frozenset(counts.items()), delta, adjacency, method)
+    return remembered_epsilon(frozenset(counts.items()), delta, adjacency, method)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_epsilon(
+def remembered_epsilon(
     counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
 ) -> float:
+    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)

@@ -1,8 +1,8 @@
-"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of our own, and their one text form.
+"""The vocabulary of private releases: dp_accounting's `DpEvent`s, two of jaxdp, and one text form for all.
 
 An event describes one release for the accountant. **`noise_multiplier` is the standard deviation (Gaussian) or scale
 (Laplace) of the noise over the norm of ONE record's contribution**, `noise_std / clip_norm`, under every adjacency.
-Replacing a record moves a sum by up to twice that norm: `jaxdp.privacy.accounting` charges this factor. `PureDpEvent`
+Replacing a record moves a sum by up to twice that norm. `jaxdp.privacy.accounting` charges this factor. `PureDpEvent`
 and `ZCDpEvent` state a guarantee FOR the adjacency of the dataset that they are spent on.
 
 Unknown classes, unknown JSON and impossible parameters raise an error.
@@ -36,6 +36,12 @@ from dp_accounting.dp_event import (
     ZCDpEvent,
 )
 
+__all__ = ["ComposedDpEvent", "Counts", "DiscreteLaplaceDpEvent", "DpEvent", "GaussianDpEvent", "LaplaceDpEvent"]
+__all__ += ["NoOpDpEvent", "NonPrivateDpEvent", "PoissonSampledDpEvent", "PureDpEvent", "RandomizedResponseDpEvent"]
+__all__ += ["RepeatAndSelectDpEvent", "SampledWithoutReplacementDpEvent", "SelfComposedDpEvent"]
+__all__ += ["SingleEpochTreeAggregationDpEvent", "TruncatedSubsampledGaussianDpEvent", "UnprovenDpEvent", "ZCDpEvent"]
+__all__ += ["compose", "composition", "describe", "from_json", "parse", "precision", "to_json", "unproven"]
+
 Counts = Counter[DpEvent]
 
 
@@ -43,10 +49,10 @@ Counts = Counter[DpEvent]
 class PureDpEvent(DpEvent):
     """Any release that is `epsilon`-DP with delta = 0, for the adjacency of the dataset that it is spent on.
 
-    The accountant takes the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
+    The accountant uses the worst pure pair, binary randomised response (Kairouz, Oh, Viswanath 2015, arXiv 1311.0776).
 
     Attributes:
-        epsilon: finite, >= 0.
+        epsilon: A finite number >= 0.
     """
 
     epsilon: float
@@ -54,27 +60,28 @@ class PureDpEvent(DpEvent):
 
 @dataclasses.dataclass(frozen=True)
 class UnprovenDpEvent(DpEvent):
-    """A release without a privacy proof; it makes every epsilon that includes it infinite.
+    """A release without a privacy proof. It makes every epsilon that includes it infinite.
 
     Attributes:
-        reason: what is missing, for reports. Never put data in it.
+        reason: What the proof lacks, for reports. Never put data in it.
     """
 
     reason: str
 
 
 def unproven(reason: str) -> UnprovenDpEvent:
-    """Returns the event of a release with empirical privacy only; the ledger's report shows `reason`."""
-    return _validated(UnprovenDpEvent(reason))
+    """Returns the event of a release with empirical privacy only. The ledger's report shows `reason`."""
+    event: UnprovenDpEvent = _validated(UnprovenDpEvent(reason))
+    return event
 
 
 def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Callable[[Any], float]:
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"must be a Python or NumPy real number, got {type(value).__name__}")
-        number = float(value) + 0.0  # -0.0 and 0.0 must give the same text.
+            raise TypeError(f"must be a Python or NumPy real number, got {type(value).__name__}.")
+        number = float(value) + 0.0  # Adding 0.0 gives -0.0 and 0.0 the same text.
         if not low <= number <= high or (math.isinf(number) and not allow_inf):
-            raise ValueError(f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got {number!r}")
+            raise ValueError(f"must be {'' if allow_inf else 'finite and '}in [{low:g}, {high:g}], got {number!r}.")
         return number
 
     return check
@@ -83,9 +90,9 @@ def _real(low: float, high: float = math.inf, *, allow_inf: bool = False) -> Cal
 def _integer(low: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"must be an integer, got {type(value).__name__}")
+            raise TypeError(f"must be an integer, got {type(value).__name__}.")
         if value < low:
-            raise ValueError(f"must be an integer >= {low}, got {int(value)}")
+            raise ValueError(f"must be an integer >= {low}, got {int(value)}.")
         return int(value)
 
     return check
@@ -95,16 +102,16 @@ def _step_counts(value: Any) -> int | tuple[int, ...]:
     if isinstance(value, numbers.Integral):
         return _integer(1)(value)
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"must be a sequence, got {type(value).__name__}")
+        raise TypeError(f"must be a sequence, got {type(value).__name__}.")
     counts = tuple(map(_integer(1), value))
     if not counts:
-        raise ValueError("must not be empty")
+        raise ValueError("must not be empty.")
     return counts
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"must be a non-empty string, got {value!r}")
+        raise ValueError(f"must be a non-empty string, got {value!r}.")
     return value
 
 
@@ -138,17 +145,16 @@ _CLASSES: Mapping[str, type[DpEvent]] = {name: cls for cls, name in _NAMES.items
 
 
 def _validated(event: Any) -> Any:
-    """Returns an equal event of the vocabulary with checked, hashable, plain Python fields."""
     cls = type(event)
     if cls not in _FIELDS:
         raise ValueError(
-            f"event of type {cls.__module__}.{cls.__qualname__} is not in the vocabulary of jaxdp.privacy.events; "
-            "use one of its events, PureDpEvent(epsilon) for a release with a pure proof, ZCDpEvent(rho) for one "
-            "with a concentrated proof, or unproven(reason)"
+            f"event of type {cls.__module__}.{cls.__qualname__} is not in the vocabulary of jaxdp.privacy.events. "
+            "Use one of its events, PureDpEvent(epsilon) for a release with a pure proof, ZCDpEvent(rho) for one "
+            "with a concentrated proof, or unproven(reason)."
         )
     values = {name: _checked(event, name, check) for name, check in _FIELDS[cls].items()}
     if isinstance(event, SampledWithoutReplacementDpEvent) and values["sample_size"] > values["source_dataset_size"]:
-        raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size")
+        raise ValueError("SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size.")
     return cls(**values)
 
 
@@ -160,18 +166,18 @@ def _checked(event: Any, name: str, check: Callable[[Any], Any]) -> Any:
 
 
 def composition(event: DpEvent) -> Counts:
-    """Flattens an event into {leaf event: how many times}, the form of accounting and ledger.
+    """Flattens an event into {leaf event: count}, which accounting and ledger use.
 
     Equal releases get equal leaves. `ComposedDpEvent` and `SelfComposedDpEvent` are counted, and `NoOpDpEvent`
     disappears. Poisson sampling with probability 1 is dropped. A composition of Gaussians on one Poisson sample becomes
-    the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample: events with a sample each would under-count. A
-    mechanism without noise becomes `NonPrivateDpEvent`.
+    the Gaussian with multiplier (sum_i s_i^-2)^-1/2 on that sample. Events with a separate sample for each would
+    under-count. A mechanism without noise becomes `NonPrivateDpEvent`.
 
     Returns:
         Counts >= 1 of validated, hashable leaves, ordered by the leaves' JSON.
 
     Raises:
-        ValueError, TypeError: an unknown event class or a parameter out of range, which the message names.
+        ValueError, TypeError: The event class is unknown, or a parameter is out of range. The message names it.
     """
     counts: Counts = Counter()
 
@@ -194,7 +200,7 @@ def composition(event: DpEvent) -> Counts:
     return Counter(dict(sorted(counts.items(), key=lambda item: _dumps(_encode(item[0])))))
 
 
-# Squares of smaller multipliers underflow; their epsilon is beyond 1e200 anyway.
+# Squares of smaller multipliers underflow, and their epsilon exceeds 1e200.
 _NO_NOISE = 1e-100
 
 
@@ -230,7 +236,7 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
 
 
 def _merged(event: DpEvent) -> DpEvent:
-    """Returns one Gaussian for a composition of Gaussians on the same records, any other event as it is."""
+    """Returns one Gaussian for a composition of Gaussians on the same records. Returns any other event unchanged."""
     parts = composition(event)
     if sum(parts.values()) <= 1 or not all(isinstance(part, GaussianDpEvent) for part in parts):
         return event
@@ -238,8 +244,8 @@ def _merged(event: DpEvent) -> DpEvent:
 
 
 def precision(gaussians: Mapping[DpEvent, int]) -> float:
-    """Returns the sum of count / noise_multiplier^2: one Gaussian of this precision is equal to them all."""
-    # Divide twice: squaring a tiny multiplier would raise OverflowError.
+    """Returns the sum of count / noise_multiplier^2. One Gaussian of this precision equals all of them."""
+    # Dividing twice avoids the OverflowError of squaring a tiny multiplier.
     return math.fsum(count / part.noise_multiplier / part.noise_multiplier for part, count in gaussians.items())
 
 
@@ -248,7 +254,7 @@ def _values(event: DpEvent) -> dict[str, Any]:
 
 
 def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
-    """Returns the one hashable event that a `composition` flattens from: its inverse."""
+    """Returns the one hashable event that `composition` flattens to `counts`."""
     parts = [leaf if count == 1 else SelfComposedDpEvent(leaf, count) for leaf, count in counts.items()]
     if not parts:
         return NoOpDpEvent()
@@ -256,25 +262,25 @@ def compose(counts: Mapping[DpEvent, int]) -> DpEvent:
 
 
 def to_json(event: DpEvent) -> str:
-    """Returns the canonical text of an event: that of its `composition`, with exact floats.
+    """Returns the canonical text of an event's `composition`, with exact floats.
 
-    Equal releases have equal texts, whatever the nesting and the order.
+    Equal releases have equal texts for every nesting and order.
 
     Raises:
-        ValueError, TypeError: as `composition`.
+        ValueError, TypeError: As in `composition`.
     """
     return _dumps(_encode(compose(composition(event))))
 
 
 def from_json(text: str) -> DpEvent:
-    """Reads what `to_json` wrote.
+    """Reads the text of `to_json`.
 
     Raises:
         ValueError, TypeError: `text` is not JSON, names an unknown event or field, or holds an impossible value.
     """
 
     def refuse(constant: str) -> Any:
-        raise ValueError(f"event JSON holds {constant}, which no event writes")
+        raise ValueError(f"event JSON holds {constant}, which to_json never writes.")
 
     return _decode(json.loads(text, parse_constant=refuse))
 
@@ -294,18 +300,18 @@ def describe(event: DpEvent) -> str:
 
 
 def parse(text: str) -> DpEvent:
-    """Reads an event as `describe` writes it, or with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
+    """Reads the text of `describe`, also with `*`: "500 * PoissonSampled(0.01, Gaussian(1.1)) + Laplace(2)".
 
     Nothing is evaluated. Arguments are numbers, texts and events, in the order of the fields of their class.
 
     Raises:
-        ValueError, TypeError: another syntax or name, or an impossible value.
+        ValueError, TypeError: The syntax or a name is unknown, or a value is impossible.
     """
     try:
         tree = ast.parse(re.sub(r"\)\s+x\s+(?=\d)", ") * ", text.strip()), mode="eval").body
     except SyntaxError as error:
         raise ValueError(
-            f"event {text!r} cannot be read: {error.msg}; write for example 100 * Gaussian(1.1)"
+            f"event {text!r} cannot be read: {error.msg}. Write for example 100 * Gaussian(1.1)."
         ) from error
     return _event(_read(tree))
 
@@ -328,10 +334,10 @@ def _read(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _CLASSES:
             fields = _FIELDS[_CLASSES[name]]
             if len(node.args) != len(fields):
-                raise ValueError(f"event {name} takes {len(fields)} arguments, {list(fields)}, got {len(node.args)}")
+                raise ValueError(f"event {name} takes {len(fields)} arguments, {list(fields)}, got {len(node.args)}.")
             return _CLASSES[name](**dict(zip(fields, map(_read, node.args), strict=True)))
     raise ValueError(
-        f"event {ast.unparse(node)!r} cannot be read; use numbers, + and *, and the names {sorted(_CLASSES)}"
+        f"event {ast.unparse(node)!r} cannot be read. Use numbers, + and *, and the names {sorted(_CLASSES)}."
     )
 
 
@@ -356,7 +362,7 @@ def _encode(value: Any) -> Any:
 
 def _decode(node: Any) -> DpEvent:
     if not isinstance(node, dict) or not isinstance(node.get("type"), str):
-        raise ValueError("event JSON must be an object with a 'type'")
+        raise ValueError("event JSON must be an object with a 'type'.")
     name = node["type"]
     values = {key: value for key, value in node.items() if key != "type"}
     if name == "Composed" and set(values) == {"events"} and isinstance(values["events"], list):
@@ -364,11 +370,11 @@ def _decode(node: Any) -> DpEvent:
     if name == "SelfComposed" and set(values) == {"event", "count"}:
         return _event(SelfComposedDpEvent(_decode(values["event"]), values["count"]))
     if name not in _CLASSES:
-        raise ValueError(f"event JSON has the unknown type {name!r}; a newer jaxdp may have written it")
+        raise ValueError(f"event JSON has the unknown type {name!r}. A newer jaxdp may have written it.")
     cls = _CLASSES[name]
     if set(values) != set(_FIELDS[cls]):
         raise ValueError(
-            f"event JSON of type {name!r} must have the fields {sorted(_FIELDS[cls])}, got {sorted(values)}"
+            f"event JSON of type {name!r} must have the fields {sorted(_FIELDS[cls])}, got {sorted(values)}."
         )
     if "event" in values:
         values["event"] = _decode(values["event"])

@@ -6,34 +6,34 @@
         ...  # touch the private data here
     ledger.epsilon("cifar10/train")
 
-The ledger stores events and recomputes epsilon from their counts. `spend` reserves on disk at the call, and the `with`
-marks the reservation committed at its end: an exception or a kill -9 leaves it spent. Check and reservation are one
-SQLite transaction (WAL, synchronous=FULL), so threads and processes of one machine share a file and its budgets. Keep
-the file on a local disk: SQLite's locks do not hold on most network file systems.
+The ledger stores events and recomputes epsilon from their counts. The call of `spend` reserves on disk. The end of the
+`with` marks the reservation committed. After an exception or a kill -9 the reservation stays spent. Check and
+reservation are one SQLite transaction (WAL, synchronous=FULL), so threads and processes of one machine share a file and
+its budgets. Keep the file on a local disk, because SQLite's locks do not hold on most network file systems.
 
-A ledger that lost history is refused: every spend is linked to all before it, and `ledger.sqlite.head` beside the file
-tells how far it has come (`jaxdp.privacy.store`). Move and copy both files together, or use `backup`.
+A ledger that lost history is refused. Every spend is linked to all earlier ones, and `ledger.sqlite.head` beside the
+file records the last spend (`jaxdp.privacy.store`). Move and copy both files together, or use `backup`.
 
-Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly
-(`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
+Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly (`Ledger.epsilon`,
+delta)-DP for the registered adjacency and unit, provided each body's release satisfies its event:
 
-* ``accounting="pld"`` or ``"rdp"``: the sequence of events is fixed in advance. Each mechanism may use all earlier
-  outputs (adaptive inputs: DP-SGD, tuning on released numbers), but neither the events - noise, sampling, number of
-  steps - nor the moment to stop may be chosen by looking at outputs. If a run stops early because of what it saw,
-  quote the planned total (the budget), not the smaller number spent.
-* ``accounting="renyi_filter"``: events may be chosen fully adaptively. One Renyi order is fixed at registration, and
-  spending stops before the sum of Renyi losses at that order passes the bound that converts to (epsilon, delta)
-  (Feldman and Zrnic 2021, arXiv 2008.11193; Lecuyer 2021, arXiv 2103.01379). A sum of adaptively chosen losses is not
-  itself a bound, so `Ledger.epsilon` reports the registered budget once anything was spent.
-* Partitions. `spend(..., partition="a")` says that the release reads only part "a" of a fixed division of the
-  dataset into disjoint parts; the dataset's epsilon is then the maximum over parts of (releases on everything plus
-  releases on that part). This needs that a record's part does not depend on other records (its content, its
-  identity or its arrival time decide, not a rank or a cluster). Under "replace_one" it also needs that a record and
-  its replacement lie in the same part: assign parts by something public that stays (slot, arrival time, hospital), and
-  read the guarantee as hiding a record's content, not its part. Otherwise a replacement changes two parts at once;
-  spend with `partition=None`, which composes with everything.
+* ``accounting="pld"`` or ``"rdp"``: The sequence of events is fixed in advance. Each mechanism may use all earlier
+  outputs (adaptive inputs: DP-SGD, tuning on released numbers). Outputs must not influence the events (noise, sampling,
+  number of steps) or the moment to stop. If outputs stop a run early, quote the planned total (the budget), not the
+  smaller number spent.
+* ``accounting="renyi_filter"``: Events may be chosen fully adaptively. One Renyi order is fixed at registration.
+  Spending stops before the sum of Renyi losses at that order passes the bound that converts to (epsilon, delta)
+  (Feldman and Zrnic 2021, arXiv 2008.11193, and Lecuyer 2021, arXiv 2103.01379). A sum of adaptively chosen losses is
+  not itself a bound. So `Ledger.epsilon` reports the registered budget once anything was spent.
+* Partitions. `spend(..., partition="a")` says that the release reads only part "a" of a fixed division of the dataset
+  into disjoint parts. The dataset's epsilon is then the maximum over parts of (releases on everything plus releases on
+  that part). A record's part must not depend on other records. Its content, identity or arrival time may decide, but
+  not a rank or a cluster. Under "replace_one", a record and its replacement must also lie in the same part. Assign
+  parts by a stable public attribute (slot, arrival time, hospital). The guarantee then hides a record's content, not
+  its part. Otherwise a replacement changes two parts at once. Then spend with `partition=None`, which composes with
+  everything.
 * Holds. `Ledger.hold` keeps room for a plan and changes no epsilon. `Hold` says when unused room may go back.
-* One record in several datasets. `Ledger.epsilon` speaks for one dataset, `Ledger.total` for several.
+* One record in several datasets. `Ledger.epsilon` covers one dataset, and `Ledger.total` covers several.
 """
 
 import contextlib
@@ -77,10 +77,10 @@ class Spend:
     """One charge.
 
     Attributes:
-        id: number of the reservation in this ledger.
-        dataset: the dataset's name.
-        event: the canonical event that is charged.
-        replay: True if the token was already paid for, so nothing new was charged.
+        id: The number of the reservation in this ledger.
+        dataset: The dataset's name.
+        event: The canonical event that is charged.
+        replay: True if the token was already paid for, so that nothing new was charged.
     """
 
     id: int
@@ -93,13 +93,13 @@ Charged = TypeVar("Charged", Spend, tuple[Spend, ...])
 
 
 class Reservation(Generic[Charged]):
-    """A charge that is on disk already; `Ledger.spend` and `Ledger.spend_all` return it.
+    """A charge on disk, as `Ledger.spend` and `Ledger.spend_all` return it.
 
-    `with reservation as spend:` runs the body that the charge pays for and marks the charge committed, or failed if
-    the body raises. A reservation that is never entered stays charged, with status "reserved".
+    `with reservation as spend:` runs the body that the charge pays for. It marks the charge committed, or failed if the
+    body raises. A reservation that is never entered stays charged, with status "reserved".
 
     Attributes:
-        charged: the `Spend`, or a tuple of them: what `with` yields.
+        charged: The `Spend`, or a tuple of them, that `with` yields.
     """
 
     def __init__(self, ledger: "Ledger", charged: Charged):
@@ -110,31 +110,31 @@ class Reservation(Generic[Charged]):
     def __enter__(self) -> Charged:
         if self._entered:
             raise RuntimeError(
-                f"the reservation of {self.charged!r} was entered before, and a charge pays for one body; call spend "
-                "again, with the same token if it is the same release"
+                f"the reservation of {self.charged!r} was entered before, and a charge pays for one body. Call spend "
+                "again, with the same token if it is the same release."
             )
         self._entered = True
         return self.charged
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         spends = (self.charged,) if isinstance(self.charged, Spend) else self.charged
-        # If the mark cannot be written, what the body raised matters more, and the charge counts anyway.
+        # The error of the body hides a failure to write the mark. The charge counts in any case.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
             self._ledger._finish(spends, "committed" if kind is None else "failed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """One dataset of a ledger, to be spent from; `Ledger.account` and `Hold.account` return it.
+    """One dataset of a ledger to spend from, as `Ledger.account` and `Hold.account` return it.
 
     Attributes:
-        ledger: the ledger.
-        name: a dataset that is registered in it.
-        label: who spends, for the report; it comes before the labels of single spends. Never put data in it.
-        held: the hold whose room the spends take, or None.
+        ledger: The ledger.
+        name: A dataset that is registered in it.
+        label: Who spends, for the report. It precedes the labels of single spends. Never put data in it.
+        held: The hold whose room the spends use, or None.
 
     Raises:
-        ValueError: the dataset is not registered, or `label` is not a string.
+        ValueError: The dataset is not registered, or `label` is not a string.
     """
 
     ledger: "Ledger"
@@ -157,37 +157,37 @@ class Account:
         return self.ledger.delta(self.name)
 
     def labelled(self, label: str | None) -> str:
-        """Returns the label of one spend: "account's label: spend's label", or the one of them that is not empty."""
+        """Returns the label of one spend: "account's label: spend's label", or the only non-empty one."""
         return ": ".join(part for part in (self.label, label) if part)
 
     def spend(
         self, event: DpEvent, *, label: str | None = None, partition: str | None = None, token: str | None = None
     ) -> Reservation[Spend]:
-        """Charges `event`; see `Ledger.spend`. The report shows `labelled(label)`."""
+        """Charges `event` as `Ledger.spend` does. The report shows `labelled(label)`."""
         return self.ledger.spend(self, event, label=label or "", partition=partition, token=token)
 
     def epsilon(self, *, delta: float | None = None) -> float:
-        """Returns epsilon of everything reserved so far; see `Ledger.epsilon`."""
+        """Returns `Ledger.epsilon` of this dataset."""
         return self.ledger.epsilon(self.name, delta=delta)
 
     def remaining(self) -> float:
-        """Returns the budget's epsilon less what is spent; see `Ledger.remaining`."""
+        """Returns `Ledger.remaining` of this dataset."""
         return self.ledger.remaining(self.name)
 
     def paid(self, token: str) -> bool:
-        """Returns whether a spend with this token was charged; see `Ledger.paid`."""
+        """Returns whether a spend with this token was charged (`Ledger.paid`)."""
         return self.ledger.paid(self.name, token)
 
     def would_cost(self, event: DpEvent, *, delta: float | None = None) -> float:
-        """Returns what `epsilon` would be after spending `event`; see `Ledger.would_cost`."""
+        """Returns `epsilon` as it would be after spending `event` (`Ledger.would_cost`)."""
         return self.ledger.would_cost(self.name, event, delta=delta)
 
     def check(self, event: DpEvent) -> None:
-        """Raises what spending `event` would raise; see `Ledger.check`."""
+        """Raises the errors that spending `event` would raise (`Ledger.check`)."""
         self.ledger.check([(self, event)])
 
     def hold(self, event: DpEvent, *, key: str | None = None, label: str | None = None, seconds: float = DAY) -> "Hold":
-        """Keeps room for `event`; see `Ledger.hold`. `hold.account(account)` spends from the room."""
+        """Keeps room for `event` (`Ledger.hold`). `hold.account(account)` spends from the room."""
         return self.ledger.hold([(self, event)], key=key, label=label or "", seconds=seconds)
 
 
@@ -195,19 +195,19 @@ Requests = Sequence[tuple[str | Account, DpEvent]]
 
 
 class Hold:
-    """Room that nobody else can take, for events to be spent later; `Ledger.hold` returns it.
+    """Room for later events that only this hold can spend, as `Ledger.hold` returns it.
 
     `with hold:` closes it at the end. A hold that is not closed lapses by itself. Others can then spend its room. The
     accounting decides whether the proof allows that (early stopping, see the module's text):
 
     * ``accounting="renyi_filter"``: always.
-    * ``accounting="pld"`` or ``"rdp"``: only if the reason to stop was not read off what was released, as a crash, an
-      error or a full disk, since the proof needs the number of releases fixed in advance. Otherwise spend the whole
-      plan, or quote the plan or the budget and not the smaller number spent.
+    * ``accounting="pld"`` or ``"rdp"``: only if no released output was the reason to stop, as after a crash, an error
+      or a full disk. The proof needs the number of releases fixed in advance. Otherwise spend the whole plan, or quote
+      the plan or the budget and not the smaller number spent.
 
     Attributes:
-        ledger: the ledger.
-        names: the datasets on which it holds room.
+        ledger: The ledger.
+        names: The datasets on which it holds room.
     """
 
     def __init__(self, ledger: "Ledger", id: str, added: Mapping[str, Counts], *, nested: bool):
@@ -215,30 +215,30 @@ class Hold:
         self._id, self._added, self._closed = id, added if nested else None, False
 
     def account(self, account: str | Account, *, label: str = "") -> Account:
-        """Returns an account whose spends come out of this hold.
+        """Returns an account whose spends use the room of this hold.
 
-        A spend takes the events that it shares with the hold out of the hold. What it has beyond them must fit beside
-        what is spent and held. A replayed token takes nothing. Under a hold that was closed, taken over or has lapsed,
-        spends are ordinary ones.
+        A spend takes the events that it shares with the hold out of the hold. Its other events must fit beside
+        everything that is spent and held. A replayed token takes nothing. If the hold was closed or taken over or has
+        lapsed, spends are ordinary.
 
         Args:
-            account: a dataset's name, or an account.
-            label: the new account's label; "" keeps the one of `account`.
+            account: A dataset's name, or an account.
+            label: The new account's label. "" keeps the label of `account`.
 
         Raises:
-            ValueError: the hold has no room on that dataset.
+            ValueError: The hold has no room on that dataset.
         """
         name, kept = (account.name, account.label) if isinstance(account, Account) else (account, "")
         if name not in self.names:
-            raise ValueError(f"the hold is on {list(self.names)}, not on {name!r}; name {name!r} in ledger.hold")
+            raise ValueError(f"the hold is on {list(self.names)}, not on {name!r}. Name {name!r} in ledger.hold.")
         return Account(self.ledger, name, label or kept, self)
 
     def left(self, name: str) -> DpEvent:
-        """Returns the events that the hold, with one that it extends, still keeps room for; else a `NoOpDpEvent`."""
+        """Returns the events for which the hold, with any hold that it extends, keeps room, or a `NoOpDpEvent`."""
         return self.ledger._held_left(self._id, name)
 
     def close(self) -> None:
-        """Returns what was never spent, once; a hold that was made under another one returns what it added to that."""
+        """Returns the unspent room, once. A hold that extends another one returns only the room that it added."""
         with self.ledger._lock:
             if not self._closed:
                 self.ledger._release(self._id, self._added)
@@ -248,25 +248,26 @@ class Hold:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # A hold that cannot be closed lapses; what the body raised matters more.
+        # A hold that cannot be closed lapses. The error of the body hides that failure.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
             self.close()
 
 
 class Ledger:
-    """The account of all releases about the datasets registered in it; see the module's text for its guarantees.
+    """The account of all releases about the datasets registered in it.
 
-    Threads may share it; processes open the same path.
+    The module's text states its guarantees. Threads may share a ledger. Processes open the same path. All methods raise
+    ValueError for a dataset that is not registered.
 
     Args:
-        path: the SQLite file, made if it does not exist in an existing directory. A file of the first release is
+        path: The SQLite file, made if it does not exist. Its directory must exist. A file of the first release is
             migrated once, and `path.version1` keeps a copy of it.
-        run: an identifier of this run, stored with every spend; random by default.
-        read_only: nothing is written, so that copies on read-only storage can be opened.
+        run: An identifier of this run, stored with every spend. It is random by default.
+        read_only: Whether to write nothing, so that copies on read-only storage can be opened.
 
     Raises:
-        LedgerDamaged: the file lost history, or does not fit itself; it is a ValueError.
-        ValueError: the file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
+        LedgerDamaged: The file lost history or is inconsistent. The error is a ValueError.
+        ValueError: The file is not a ledger, cannot be opened or made, or a newer jaxdp wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, run: str | None = None, read_only: bool = False):
@@ -280,11 +281,11 @@ class Ledger:
 
     @classmethod
     def in_memory(cls, *, run: str | None = None) -> "Ledger":
-        """Returns a ledger that lives and dies with this process, for notebooks and tests."""
+        """Returns a ledger that exists only in this process, for notebooks and tests."""
         return cls(":memory:", run=run)
 
     def close(self) -> None:
-        """Closes the file; the ledger cannot be used afterwards."""
+        """Closes the file. The ledger cannot be used afterwards."""
         with self._lock:
             self._store.close()
 
@@ -309,58 +310,58 @@ class Ledger:
         renyi_order: float | None = None,
         allow_unproven: bool = False,
     ) -> None:
-        """Registers a private dataset; registering it again with the same terms does nothing.
+        """Registers a private dataset. Registering it again with the same terms does nothing.
 
         Args:
-            name: the dataset's name in this ledger.
-            adjacency: which datasets are neighbours: "add_remove" one unit, "replace_one" by another, or "zero_out"
-                one (replace it by the zero or null record).
-            unit: what one neighbour differs in, in words: "example", "user", "patient".
-            records: the public number of units; it may be declared later, once. A delta of 1 / records or more gives a
-                warning: it allows one record to be published.
-            epsilon: the budget; None records spends without limiting them.
-            delta: the budget's delta, and the default delta of queries. 0 allows pure releases only.
-            accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp", or "renyi_filter" for a budget that
-                holds under fully adaptive choice of events; see the module's text.
-            renyi_order: for "renyi_filter", the order > 1 fixed for this dataset's life. By default the order that
-                admits most of a mechanism whose Renyi loss is proportional to the order, as the Gaussian's is.
-            allow_unproven: whether a budget lets `privacy.unproven(...)` releases through. The headline epsilon is then
+            name: The dataset's name in this ledger.
+            adjacency: The neighbouring relation: "add_remove" one unit, "replace_one" by another, or "zero_out" one
+                (replace it by the zero or null record).
+            unit: The unit of privacy in words: "example", "user", "patient".
+            records: The public number of units. It may be declared later, once. A delta of 1 / records or more gives a
+                warning, because it allows one record to be published.
+            epsilon: The budget. None records spends without limiting them.
+            delta: The budget's delta, and the default delta of queries. 0 allows pure releases only.
+            accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp" or "renyi_filter". The filter's budget
+                holds under fully adaptive choice of events (see the module's text).
+            renyi_order: For "renyi_filter", the order > 1, which never changes. The default admits most of a mechanism
+                whose Renyi loss is proportional to the order, such as the Gaussian's.
+            allow_unproven: Whether a budget allows `privacy.unproven(...)` releases. The headline epsilon is then
                 infinite, and the budget limits the proven part.
 
         Raises:
-            ValueError: an argument is impossible, or the dataset is registered on other terms.
+            ValueError: An argument is impossible, or the dataset is registered with other terms.
         """
         if not name or not isinstance(name, str):
-            raise ValueError(f"name must be a non-empty string, got {name!r}")
+            raise ValueError(f"name must be a non-empty string, got {name!r}.")
         if not unit or not isinstance(unit, str):
-            raise ValueError(f"unit must be a non-empty string such as 'example' or 'user', got {unit!r}")
+            raise ValueError(f"unit must be a non-empty string such as 'example' or 'user', got {unit!r}.")
         if adjacency not in RELATIONS:
-            raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}")
+            raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
         if accounting not in ("pld", "rdp", "renyi_filter"):
-            raise ValueError(f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {accounting!r}")
+            raise ValueError(f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {accounting!r}.")
         if delta is not None and not 0 <= delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
         if epsilon is not None and (not 0 < epsilon < math.inf or delta is None):
             raise ValueError(
-                f"a budget needs a finite epsilon > 0 and a delta (0.0 for pure releases), got {epsilon=}, {delta=}"
+                f"a budget needs a finite epsilon > 0 and a delta (0.0 for pure releases), got {epsilon=}, {delta=}."
             )
         if accounting == "renyi_filter":
             if epsilon is None or not delta:
-                raise ValueError(f"accounting='renyi_filter' needs a budget with delta > 0, got {epsilon=}, {delta=}")
+                raise ValueError(f"accounting='renyi_filter' needs a budget with delta > 0, got {epsilon=}, {delta=}.")
             renyi_order = default_renyi_order(epsilon, delta) if renyi_order is None else float(renyi_order)
             if not 1 < renyi_order < math.inf or renyi_bound(epsilon, delta, renyi_order) <= 0:
                 raise ValueError(
-                    f"renyi_order={renyi_order!r} leaves nothing to spend of epsilon={epsilon!r} at delta={delta!r}; "
-                    "use a larger order, or leave it out"
+                    f"renyi_order={renyi_order!r} leaves nothing to spend of epsilon={epsilon!r} at delta={delta!r}. "
+                    "Use a larger order, or leave it out."
                 )
         elif renyi_order is not None:
-            raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'")
+            raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'.")
         if records is not None and (type(records) is not int or records < 1):
-            raise ValueError(f"records must be an integer >= 1 or None, got {records!r}")
+            raise ValueError(f"records must be an integer >= 1 or None, got {records!r}.")
         if records is not None and delta is not None and delta * records >= 1:
             warnings.warn(
                 f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
-                "publishes one record in the clear can satisfy it. Use a delta far below 1 / records",
+                "publishes one record in the clear can satisfy it. Use a delta far below 1 / records.",
                 stacklevel=2,
             )
         terms = {
@@ -393,12 +394,12 @@ class Ledger:
             ]
             if different:
                 raise ValueError(
-                    f"dataset {name!r} is already registered with {'; '.join(different)}. Terms never change: what "
-                    "was spent was promised under them. Use the same terms, or another name for other data"
+                    f"dataset {name!r} is already registered with {', '.join(different)}. Terms never change, "
+                    "because earlier guarantees rest on them. Use the same terms, or another name for other data."
                 )
 
     def account(self, name: str, *, label: str = "") -> Account:
-        """Returns a dataset as one value to spend from; see `Account` for the arguments and errors."""
+        """Returns an account of a dataset, with the arguments and errors of `Account`."""
         return Account(self, name, label)
 
     def spend(
@@ -410,30 +411,30 @@ class Ledger:
         label: str = "",
         token: str | None = None,
     ) -> Reservation[Spend]:
-        """Charges `event` to a dataset; `with` runs the body that it pays for, and marks the charge committed.
+        """Charges `event` to a dataset. `with` runs the body that it pays for, and marks the charge committed.
 
         Check and reservation are one transaction, on disk before this returns. If the body raises, the process dies or
         `with` is never entered, the reservation stays spent.
 
         Args:
-            name: a registered dataset, or an account of this ledger.
-            event: what the body releases, in the vocabulary of `jaxdp.privacy.events`.
-            partition: the part that the body reads, of a fixed division into disjoint parts (see the module's text);
-                None for all of the dataset.
-            label: for the report; an account puts its own in front. Never put data in it.
-            token: makes a retry after a crash free. A second spend with the same dataset and token is not charged
-                again and yields `replay=True`, whatever became of the first. The token must therefore determine the
-                released value bit for bit: program, inputs, noise key, hardware. Fresh noise needs a fresh token.
+            name: A registered dataset, or an account of this ledger.
+            event: What the body releases, in the vocabulary of `jaxdp.privacy.events`.
+            partition: The part of a fixed division into disjoint parts that the body reads. None is the whole dataset.
+            label: A label for the report. An account puts its own label in front. Never put data in it.
+            token: A text that makes a retry after a crash free. A second spend with the same dataset and token is not
+                charged again and yields `replay=True`, whatever the status of the first. The token must therefore
+                determine the released value bit for bit: program, inputs, noise key, hardware. Fresh noise needs a
+                fresh token.
 
         Returns:
-            A `Reservation`, to be entered once; `with` yields its `Spend`.
+            A `Reservation`, to be entered once. `with` yields its `Spend`.
 
         Raises:
-            BudgetExceeded: before anything runs or is charged.
-            ValueError: unknown dataset or event; an event without an accounting rule for this dataset's adjacency; a
-                token that was used for another event or partition; an account of another ledger.
-            OSError: the file cannot be written. Before the body: it does not run and nothing is charged. After it: the
-                release counts, but its mark in the report stays "reserved".
+            BudgetExceeded: The budget does not allow the event. Nothing has run or been charged.
+            ValueError: The event is unknown or has no accounting rule for this dataset's adjacency. The token was used
+                for another event or partition. The account is of another ledger.
+            OSError: The file cannot be written. Before the body, nothing runs or is charged. After it, the release
+                counts, but its mark in the report stays "reserved".
         """
         (spend,) = self._reserve([self._request(name, event, label)], partition, token)
         return Reservation(self, spend)
@@ -441,80 +442,77 @@ class Ledger:
     def spend_all(
         self, requests: Requests, *, label: str = "", token: str | None = None
     ) -> Reservation[tuple[Spend, ...]]:
-        """Charges an event to each of several datasets or to none; `with` runs the body that they pay for.
+        """Charges an event to each of several datasets or to none. `with` runs the body that they pay for.
 
         Args:
-            requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice pays
-                twice.
-            label: as in `spend`.
-            token: as in `spend`, one for all; each dataset may then be named once only.
+            requests: Pairs of a registered dataset, or an account of this ledger, and an event. A dataset that is named
+                twice pays twice.
+            label: As in `spend`.
+            token: As in `spend`, one for all. Each dataset may then be named only once.
 
         Returns:
-            A `Reservation`, to be entered once; `with` yields one `Spend` per request.
+            A `Reservation`, to be entered once. `with` yields one `Spend` per request.
 
         Raises:
-            BudgetExceeded, ValueError, OSError: as `spend`, for the first dataset that cannot pay; none is charged.
+            BudgetExceeded, ValueError, OSError: As in `spend`, for the first dataset that cannot pay. None is charged.
         """
         asked = [self._request(account, event, label) for account, event in requests]
         names = [request.name for request in asked]
         if token is not None and len(set(names)) < len(names):
-            raise ValueError(f"with a token each dataset pays once, but requests names {sorted(names)}")
+            raise ValueError(f"with a token each dataset pays once, but requests names {sorted(names)}.")
         return Reservation(self, self._reserve(asked, None, token))
 
     def hold(self, requests: Requests, *, key: str | None = None, label: str = "", seconds: float = DAY) -> Hold:
         """Keeps room for events that will be spent later, on all of several datasets or on none.
 
-        Spends and holds of others, in any process, must fit beside what is held. A hold is no spend: `epsilon`,
-        `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
+        Spends and holds of others, in any process, must fit beside the room that is held. A hold is not a spend:
+        `epsilon`, `remaining` and `events` ignore it, and the report lists it apart. A spend on any part takes from it.
 
-        Under an account that spends from a hold already, this extends that hold: it adds what the event needs beyond
-        what that one keeps. Closing the new one returns what it added. `key` and `seconds` of the other one stay.
+        Under an account that spends from a hold already, this extends that hold by the room that it lacks. Closing the
+        new hold returns what it added. The `key` and `seconds` of the first one stay.
 
         Args:
-            requests: (registered dataset or account of this ledger, event) pairs; a dataset that is named twice gets
-                room for the sum. Accounts that spend from a hold must share it.
-            key: who holds. A hold replaces the one with the same key: a program that died and is started again takes
-                its own over, for what is still to be paid (`paid` tells).
-            label: for the report. Never put data in it.
-            seconds: the hold lapses so long after it was made or last spent from.
+            requests: Pairs of a registered dataset, or an account of this ledger, and an event. A dataset that is named
+                twice gets room for the sum. Accounts that spend from a hold must share it.
+            key: The holder. A hold replaces the one with the same key. A restarted program thus
+                replaces its old hold by one for the events that `paid` shows unpaid.
+            label: A label for the report. Never put data in it.
+            seconds: The time after which the hold lapses, from the moment it was made or last spent from.
 
         Returns:
-            A `Hold`; spend from it through `hold.account(name)`. Its text says when room may be returned.
+            A `Hold`. Spend from it through `hold.account(name)`. Its text says when room may be returned.
 
         Raises:
-            BudgetExceeded: some dataset has no room beside what is spent and what others hold; nothing is held then.
-            ValueError, OSError: as `spend`; an impossible `key` or `seconds`.
+            BudgetExceeded: Some dataset has no room beside everything that is spent and that others hold. Nothing is
+                held.
+            ValueError, OSError: As in `spend`, or `key` or `seconds` is impossible.
         """
         asked = [self._request(account, event, label) for account, event in requests]
         _check_text("key", key)
         if not 0 < seconds < math.inf:
-            raise ValueError(f"seconds must be finite and > 0, got {seconds!r}")
+            raise ValueError(f"seconds must be finite and > 0, got {seconds!r}.")
         outer = {request.hold for request in asked if request.hold is not None}
         if len(outer) > 1:
             raise ValueError(
-                f"requests has accounts that spend from {len(outer)} different holds; hold for the accounts of one at "
-                "a time"
+                f"requests has accounts that spend from {len(outer)} different holds. Hold for the accounts of one at "
+                "a time."
             )
         return self._settled(lambda db: self._make_hold(db, asked, min(outer, default=None), key, float(seconds)))
 
     # --- Questions ----------------------------------------------------------------------------------------------
 
     def adjacency(self, name: str) -> Adjacency:
-        """Returns the neighbouring relation that a dataset was registered with; ValueError if it was not."""
+        """Returns a dataset's neighbouring relation."""
         with self._transaction("DEFERRED") as db:
             return books.dataset_of(db, name).adjacency
 
     def delta(self, name: str) -> float | None:
-        """Returns the delta that a dataset was registered with, or None; ValueError if the dataset was not."""
+        """Returns a dataset's registered delta, or None."""
         with self._transaction("DEFERRED") as db:
             return books.dataset_of(db, name).delta
 
     def paid(self, name: str, token: str) -> bool:
-        """Returns whether a spend with this token was charged to a dataset, so that the next one would be a replay.
-
-        Raises:
-            ValueError: unknown dataset, or an impossible token.
-        """
+        """Returns whether a spend with this token was charged to a dataset, so that the next one would be a replay."""
         _check_text("token", token)
         with self._transaction("DEFERRED") as db:
             return books.paid_for(db, books.dataset_of(db, name), token) is not None
@@ -522,21 +520,21 @@ class Ledger:
     def would_cost(
         self, name: str, event: DpEvent, *, delta: float | None = None, partition: str | None = None
     ) -> float:
-        """Returns what `epsilon(name, delta=, partition=)` would be after spending `event` there; spends nothing.
+        """Returns `epsilon(name, delta=, partition=)` as it would be after spending `event`. It spends nothing.
 
-        The budget does not count: `check` asks it. For a "renyi_filter" dataset the answer is that of its bound, or
-        more where the bound does not allow the event.
+        The budget does not count here, but `check` tests it. For a "renyi_filter" dataset the answer is the epsilon of
+        its bound, or more if the bound does not allow the event.
 
         Raises:
-            ValueError: as `epsilon`; an event that is unknown or has no accounting rule for the dataset's adjacency.
+            ValueError: As in `epsilon`. The event is unknown or has no accounting rule for the dataset's adjacency.
         """
         return self._epsilon(name, delta, partition, step=composition(event))
 
     def check(self, requests: Requests) -> None:
-        """Raises what `spend_all` of the same requests would raise; changes nothing.
+        """Raises the errors that `spend_all` of the same requests would raise. It changes nothing.
 
-        It counts what others hold, and under an account of a hold the room that is there. Somebody else may take the
-        room right afterwards: `hold` keeps it.
+        It counts the room that others hold. Under an account of a hold, it uses the room of that hold. Another process
+        may take the room right afterwards, unless `hold` keeps it.
         """
         asked = [self._request(account, event, "") for account, event in requests]
         self._settled(lambda db: self._admit(db, asked, None, ahead=True), "DEFERRED")
@@ -545,51 +543,50 @@ class Ledger:
         """Returns epsilon of everything reserved so far, as (epsilon, delta)-DP under the dataset's adjacency.
 
         Args:
-            name: a registered dataset.
-            delta: by default the registered one.
-            partition: only for the units of this part; by default the maximum over all parts.
+            name: A registered dataset.
+            delta: The delta, by default the registered one. One of them is needed.
+            partition: A part whose units are meant. The default is the maximum over all parts.
 
         Returns:
-            Epsilon >= 0; `math.inf` if some release is unproven or not private, or delta is 0 and not all are pure.
-
-        Raises:
-            ValueError: unknown dataset, or no delta is given or registered.
+            Epsilon >= 0. It is `math.inf` if a release is unproven or not private, or if delta is 0 and not all are
+            pure.
         """
         return self._epsilon(name, delta, partition)
 
     def proven_epsilon(self, name: str, *, delta: float | None = None, partition: str | None = None) -> float:
-        """Returns `epsilon` of the releases that have a proof, leaving the unproven ones out. Never the headline."""
+        """Returns `epsilon` of the releases that have a proof. It is never the headline."""
         return self._epsilon(name, delta, partition, proven_only=True)
 
     def total(self, names: Sequence[str], *, delta: float) -> float:
         """Returns epsilon, at `delta`, for a record that may be in all of several datasets.
 
-        Changing such a record changes every dataset at once, to a neighbour each. So all releases compose as if they
+        Changing such a record changes every dataset at once, each to a neighbour. So all releases compose as if they
         were made about one dataset: the PLD (or RDP) of the sum of the compositions. In each dataset the record lies in
-        one part; the result is the maximum over all choices of parts. Releases may read the datasets in turn, each with
-        a view of all earlier outputs: adaptive composition does not ask which input a mechanism reads.
+        one part. The result is the maximum over all choices of parts. Releases may read the datasets in turn, each with
+        a view of all earlier outputs. Adaptive composition does not ask which input a mechanism reads.
 
-        A "renyi_filter" dataset, whose events may be chosen adaptively, enters as one interactive mechanism that is
-        (registered epsilon, registered delta)-DP, once anything was spent on it. Epsilons and deltas of concurrent
-        interactive mechanisms add up (Vadhan and Zhang 2023, arXiv 2207.08335; Lyu 2022, arXiv 2207.09397):
-        the result is the sum of the registered epsilons and of the epsilon of the other datasets at `delta` less the
-        registered deltas.
+        Events of a "renyi_filter" dataset may be chosen adaptively. Once anything was spent on it, it counts as one
+        interactive mechanism that is (registered epsilon, registered delta)-DP. Epsilons and deltas of concurrent
+        interactive mechanisms add up (Vadhan and Zhang 2023, arXiv 2207.08335, and Lyu 2022, arXiv 2207.09397). The
+        result is the sum of the registered epsilons and of the other datasets' epsilon at `delta` less the registered
+        deltas.
 
         Args:
-            names: registered datasets of one adjacency and unit; one that is named twice counts once.
-            delta: in [0, 1).
+            names: Registered datasets of one adjacency and unit. A dataset that is named twice counts once.
+            delta: A number in [0, 1).
 
         Returns:
-            Epsilon >= 0; `math.inf` if some release is unproven or not private. With very many parts, an upper bound.
+            Epsilon >= 0. It is `math.inf` if a release is unproven or not private. With very many parts it is an upper
+            bound.
 
         Raises:
-            ValueError: an unknown dataset or no name; adjacencies or units that differ; events without a common
-                accounting rule; a `delta` that leaves nothing beside the registered ones of "renyi_filter" datasets.
+            ValueError: A dataset is unknown, or `names` is empty. Adjacencies or units differ. The events have no
+                common accounting rule. `delta` leaves nothing beside the registered deltas of "renyi_filter" datasets.
         """
         if isinstance(names, str) or not names:
-            raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}")
+            raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}.")
         if not 0 <= delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
         with self._transaction("DEFERRED") as db:
             datasets = [books.dataset_of(db, name) for name in dict.fromkeys(names)]
             accounts = [(dataset, self._spends.compositions(db, dataset, None)) for dataset in datasets]
@@ -598,8 +595,8 @@ class Ledger:
             if (dataset.adjacency, dataset.unit) != (first.adjacency, first.unit):
                 raise ValueError(
                     f"names: dataset {first.name!r} has adjacency {first.adjacency!r} and unit {first.unit!r}, "
-                    f"{dataset.name!r} has {dataset.adjacency!r} and {dataset.unit!r}, so no one change of a record is "
-                    "meant; ask for datasets that share both, and register data of the same people with the same terms"
+                    f"{dataset.name!r} has {dataset.adjacency!r} and {dataset.unit!r}, so no single change is meant. "
+                    "Ask for datasets that share both, and register data of the same people with the same terms."
                 )
         if not all(is_proven(counts) for _, parts in accounts for counts in parts):
             return math.inf
@@ -610,17 +607,18 @@ class Ledger:
         if left < 0 or (filtered and left == 0 and any(together)):
             raise ValueError(
                 f"delta={delta!r} leaves nothing beside the registered deltas of the 'renyi_filter' datasets "
-                f"{[dataset.name for dataset in filtered]}, which add up to {taken:g}; ask for a larger delta"
+                f"{[dataset.name for dataset in filtered]}, which add up to {taken:g}. Ask for a larger delta."
             )
         method: Method = "auto" if any(dataset.accounting == "pld" for dataset in datasets) else "rdp"
         rest = max(pld_epsilon(counts, left, first.adjacency, method) for counts in together)
         return rest + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
 
     def remaining(self, name: str, *, partition: str | None = None) -> float:
-        """Returns the budget's epsilon less what is spent, at the budget's delta; infinite without a budget.
+        """Returns the budget's epsilon minus the spent epsilon, at the budget's delta. It is infinite without a budget.
 
-        The next event may cost less than its own epsilon. What is held counts as free, unproven releases do not count.
-        For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
+        The next event may cost less than its own epsilon. Room that is held counts as free, and unproven releases do
+        not count. For a "renyi_filter" dataset it is the share of the Renyi bound that is left, times the budget's
+        epsilon.
         """
         with self._transaction("DEFERRED") as db:
             dataset = books.dataset_of(db, name)
@@ -630,7 +628,7 @@ class Ledger:
         return max(0.0, dataset.epsilon - max(used(dataset, proven(counts)) for counts in compositions))
 
     def events(self, name: str) -> dict[str | None, DpEvent]:
-        """Returns what was reserved, composed per partition; key None holds the releases on the whole dataset."""
+        """Returns the reserved events, composed per partition. Key None holds the releases on the whole dataset."""
         with self._transaction("DEFERRED") as db:
             parts = self._spends.by_part(db, books.dataset_of(db, name))
         return {part: compose(counts) for part, counts in parts.items()}
@@ -639,18 +637,19 @@ class Ledger:
         """Returns the whole account as plain data for JSON.
 
         Args:
-            delta: used for datasets that have none registered.
+            delta: The delta for datasets that have none registered.
 
         Returns:
-            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, with the declared number
-            of `records` or None; at its `delta` the `headline` (text), `proven_epsilon` and `remaining` (None for
-            infinity); the number of `partitions`; `spends`, one row per partition and event, at most 1000 of `rows`;
-            `runs`, who spent, from where, in which run and version, the latest 1000; `open`, at most 1000 spends that
-            did not commit (running, failed or killed) and count in full; and `holds`, which count in no number.
+            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, its `delta`, the declared
+            number of `records` or None, and the number of `partitions`. At its `delta` it has the `headline` (text),
+            `proven_epsilon` and `remaining` (None for infinity). `spends` has one row per partition and event, at most
+            1000 of `rows`. `runs` lists the latest 1000 runs that spent, with user, host and version. `open` has at
+            most 1000 spends that did not commit (running, failed or killed) and count in full. `holds` count in no
+            number.
         """
         with self._transaction("DEFERRED") as db:
             entries = [readout.entry(db, dataset, delta) for dataset in books.datasets(db)]
-        for entry in entries:  # Outside the transaction: this may compute PLDs.
+        for entry in entries:  # outside the transaction, because PLDs are slow
             epsilon = self.epsilon(entry["name"], delta=entry["delta"])
             entry["headline"] = "inf (empirical only)" if entry.pop("unproven") else f"{epsilon:.6g}"
             entry["proven_epsilon"] = readout.finite(self.proven_epsilon(entry["name"], delta=entry["delta"]))
@@ -659,18 +658,15 @@ class Ledger:
         return {"path": self._path, "schema_version": SCHEMA_VERSION, "head": head, "datasets": entries}
 
     def report_text(self, *, delta: float = 1e-5, timezone: datetime.tzinfo = datetime.UTC) -> str:
-        """Returns `report` for people, with times in a time zone; datasets with equal accounts are shown once."""
+        """Returns `report` as text, with times in a time zone. Datasets with equal accounts are shown once."""
         return readout.text(self.report(delta=delta), timezone)
 
     def history(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Returns every spend, of one dataset or of all, the oldest first.
+        """Returns every spend of one dataset or of all, the oldest first.
 
         Returns:
             Rows with "spend" (its number), "dataset", "partition", "event" (as `describe` writes it), "label",
             "status", "reserved_at", "finished_at" (UTC), "who", "host", "run", "version", "token" and "link".
-
-        Raises:
-            ValueError: unknown dataset.
         """
         with self._transaction("DEFERRED") as db:
             return readout.history(db, None if name is None else books.dataset_of(db, name))
@@ -678,14 +674,11 @@ class Ledger:
     def by_day(
         self, name: str, *, delta: float | None = None, timezone: datetime.tzinfo = datetime.UTC
     ) -> list[dict[str, Any]]:
-        """Returns how epsilon grew: one row per day, in a time zone, on which something was spent on a dataset.
+        """Returns the growth of epsilon: one row for each day, in a time zone, that had spends on a dataset.
 
         Returns:
             Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until its end) and
-            "delta", by default the registered one.
-
-        Raises:
-            ValueError: unknown dataset, or no delta is given or registered.
+            "delta". By default it is the registered one.
         """
         with self._transaction("DEFERRED") as db:
             dataset = books.dataset_of(db, name)
@@ -695,28 +688,28 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """How far the ledger has come: kept elsewhere, it shows later whether the ledger has lost history."""
+        """The position of the ledger's last spend. A copy kept elsewhere shows later whether history was lost."""
         return self._store.head
 
     @property
     def has_head(self) -> bool:
-        """Whether the file's head lies beside it; a copy without one does not tell whether its end is missing."""
+        """Whether the file's head lies beside it. Without a head, missing last spends cannot be detected."""
         return self._store.has_head
 
     def contains(self, head: Head) -> bool | None:
-        """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
+        """Returns whether the ledger's history contains `head`, or None if `head` is of another ledger or branch."""
         return self._store.contains(head)
 
     def damaged(self, what: str) -> LedgerDamaged:
-        """Returns the error for a ledger of which something outside tells that it must not be used."""
+        """Returns the error for a ledger that must not be used, when something outside it shows that."""
         return damaged(self._path, what)
 
     def backup(self, path: str | os.PathLike[str]) -> None:
-        """Copies the ledger to a new file, with its head, durably; others may spend meanwhile.
+        """Copies the ledger durably to a new file, with its head. Others may spend meanwhile.
 
         Raises:
-            ValueError: there is such a file already, or no such directory.
-            OSError: the copy cannot be written.
+            ValueError: There is such a file already, or no such directory.
+            OSError: The copy cannot be written.
         """
         self._store.backup(path)
 
@@ -729,8 +722,8 @@ class Ledger:
             return _Request(account, None, label, step)
         if account.ledger is not self:
             raise ValueError(
-                f"account {account.name!r} belongs to the ledger {account.ledger._path!r}, which was not asked "
-                f"({self._path!r} was); take it from this one: ledger.account({account.name!r})"
+                f"account {account.name!r} belongs to the ledger {account.ledger._path!r}, not to "
+                f"{self._path!r}. Take it from this ledger: ledger.account({account.name!r})."
             )
         hold = None if account.held is None else account.held._id
         return _Request(account.name, hold, account.labelled(label), step)
@@ -738,14 +731,14 @@ class Ledger:
     def _settled(
         self, work: Callable[[sqlite3.Connection], Result], mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE"
     ) -> Result:
-        """Returns `work(db)` of one transaction, which starts again whenever a PLD has to decide something."""
+        """Returns `work(db)` of one transaction, and restarts it whenever a PLD has to decide something."""
         while True:
             try:
                 with self._transaction(mode) as db:
                     return work(db)
             except Unsettled as error:
                 unsettled = error
-            # Slow and without the write lock; counts may move meanwhile, so the loop looks again.
+            # This is slow and runs without the write lock. Counts may change meanwhile, so the loop asks again.
             with self._lock:
                 allowed = unsettled.decide()
             if not allowed:
@@ -754,10 +747,10 @@ class Ledger:
     def _admit(
         self, db: sqlite3.Connection, requests: Sequence["_Request"], partition: str | None, *, ahead: bool
     ) -> None:
-        """Raises unless the sum of the requests to each dataset fits beside what is spent and held.
+        """Raises unless the sum of the requests to each dataset fits beside everything that is spent and held.
 
-        What a hold keeps and a request takes out of it is counted once: while a program spends what it holds, the sum
-        stays the same, and so does the verdict.
+        Events that a request takes out of a hold count once. While a program spends what it holds, the sum and the
+        verdict do not change.
         """
         for name in dict.fromkeys(request.name for request in requests):
             dataset, nothing = books.dataset_of(db, name), Counter[DpEvent]()
@@ -778,12 +771,11 @@ class Ledger:
                 raise question
 
     def _reserve(self, requests: Sequence["_Request"], partition: str | None, token: str | None) -> tuple[Spend, ...]:
-        """Reserves all of the requests or none."""
         _check_text("partition", partition)
         _check_text("token", token)
         for request in requests:
             if not request.step.keys() <= self._met:
-                # The losses of new events, slow and needed once, before others have to wait for them.
+                # Computing the losses of new events is slow. It happens before the write lock makes others wait.
                 with self._transaction("DEFERRED") as db:
                     for tally in self._spends.tallies(db, books.dataset_of(db, request.name), None):
                         tally.plus(request.step).rdp_epsilon(0.5)
@@ -838,7 +830,6 @@ class Ledger:
             return compose(books.held(db, books.dataset_of(db, name)).get(hold, {}))
 
     def _release(self, hold: str, added: Mapping[str, Counts] | None) -> None:
-        """Returns what was added to a hold, or with None the whole hold."""
         with self._transaction() as db:
             if added is None:
                 db.execute("DELETE FROM holds WHERE id = ?", (hold,))
@@ -859,7 +850,7 @@ class Ledger:
         proven_only: bool = False,
         step: Counts | None = None,
     ) -> float:
-        """Returns epsilon of all releases, or of the proven ones, or of all and a next `step`."""
+        """Returns epsilon of all releases, of the proven ones, or of all with a next `step`."""
         with self._transaction("DEFERRED") as db:
             dataset = books.dataset_of(db, name)
             compositions = self._spends.compositions(db, dataset, partition)
@@ -874,8 +865,6 @@ class Ledger:
 
 
 class _Request(NamedTuple):
-    """One event for one dataset."""
-
     name: str
     hold: str | None
     label: str
@@ -884,23 +873,22 @@ class _Request(NamedTuple):
 
 def _check_label(label: object) -> None:
     if not isinstance(label, str):
-        raise ValueError(f"label must be a string, got {label!r}")
+        raise ValueError(f"label must be a string, got {label!r}.")
 
 
 def _check_text(key: str, value: object) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{key} must be a non-empty string or None, got {value!r}")
+        raise ValueError(f"{key} must be a non-empty string or None, got {value!r}.")
 
 
 def _delta_for(dataset: Dataset, delta: float | None) -> float:
     delta = dataset.delta if delta is None else delta
     if delta is None:
-        raise ValueError(f"delta is needed: dataset {dataset.name!r} has none registered; give one")
+        raise ValueError(f"delta is needed: dataset {dataset.name!r} has none registered. Give one.")
     return delta
 
 
 def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, token: str | None) -> Spend | None:
-    """Returns the spend that the token paid for already, or None."""
     paid = None if token is None else books.paid_for(db, books.dataset_of(db, request.name), token)
     if paid is None:
         return None
@@ -908,7 +896,7 @@ def _replayed(db: sqlite3.Connection, request: _Request, partition: str | None, 
     if paid["json"] != to_json(event) or paid["partition"] != (partition or ""):
         raise ValueError(
             f"token {token!r} of dataset {request.name!r} paid for {describe(from_json(paid['json']))} on "
-            f"partition {paid['partition'] or None!r}, not for {describe(event)} on {partition!r}; "
-            "a token stands for one release: use a fresh one"
+            f"partition {paid['partition'] or None!r}, not for {describe(event)} on {partition!r}. "
+            "A token stands for one release. Use a fresh one."
         )
     return Spend(paid["id"], request.name, event, replay=True)

@@ -1,4 +1,4 @@
-"""What a ledger shows to people: the report as data and as text, every spend, and how epsilon grew by the day."""
+"""What a ledger shows to people: the report as data and as text, every spend, and epsilon by the day."""
 
 import datetime
 import itertools
@@ -18,7 +18,7 @@ _OPEN = "status <> 'committed'"
 
 
 def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dict[str, Any]:
-    """Returns one dataset of `Ledger.report`, without what needs a PLD."""
+    """Returns one dataset of `Ledger.report`, without the fields that need a PLD."""
 
     def rows(query: str) -> list[dict[str, Any]]:
         found = [dict(row) for row in db.execute(query, (dataset.id,))]
@@ -70,12 +70,12 @@ def entry(db: sqlite3.Connection, dataset: Dataset, default_delta: float) -> dic
 
 
 def finite(value: float) -> float | None:
-    """Returns a number as JSON has it, None for infinity."""
+    """Returns a number for JSON, with None for infinity."""
     return value if math.isfinite(value) else None
 
 
 def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, Any]]:
-    """Returns `Ledger.history`."""
+    """Returns the rows of `Ledger.history`."""
     rows = db.execute(
         "SELECT spends.id AS spend, name AS dataset, partition, json AS event, label, status, reserved_at, "
         "finished_at, who, host, run, version, token, link FROM spends JOIN datasets ON datasets.id = dataset "
@@ -87,14 +87,14 @@ def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, A
 
 
 def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: datetime.tzinfo) -> list[dict[str, Any]]:
-    """Returns `Ledger.by_day`."""
+    """Returns the rows of `Ledger.by_day`."""
     rows = db.execute(
         "SELECT partition, json, reserved_at FROM spends JOIN events ON events.id = event WHERE dataset = ? "
         "ORDER BY spends.id",
         (dataset.id,),
     ).fetchall()
     days: list[dict[str, Any]] = []
-    spent: dict[str, Counts] = {"": Counter()}  # by part; "" is everything
+    spent: dict[str, Counts] = {"": Counter()}  # by part, where "" is the whole dataset
     for day, found in itertools.groupby(rows, lambda row: local(row["reserved_at"], timezone).date().isoformat()):
         same = list(found)
         for row in same:
@@ -106,7 +106,7 @@ def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: dat
 
 
 def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
-    """Returns a time of the ledger in a time zone."""
+    """Converts a time of the ledger to a time zone."""
     return datetime.datetime.fromisoformat(time).astimezone(timezone)
 
 
@@ -114,7 +114,7 @@ def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
 
 
 def text(report: Mapping[str, Any], timezone: datetime.tzinfo) -> str:
-    """Returns a report for people; datasets with equal accounts are shown once."""
+    """Returns a report as text. Datasets with equal accounts are shown once."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for found in report["datasets"]:
         groups.setdefault(_alike(found), []).append(found)
@@ -128,12 +128,12 @@ def text(report: Mapping[str, Any], timezone: datetime.tzinfo) -> str:
 
 
 def shown(value: str) -> str:
-    """Returns a text from a file with its control characters spelled out: a terminal would obey them."""
+    """Returns a text with its control characters escaped, because a terminal would obey them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in value)
 
 
 def _alike(found: Mapping[str, Any]) -> str:
-    """Returns a text that is equal for datasets whose accounts differ in name and times only."""
+    """Returns a text that is equal for datasets whose accounts differ only in name and times."""
     own = {"name", "runs", "open", "spends"}
     spends = [{key: value for key, value in row.items() if not key.endswith("_at")} for row in found["spends"]]
     runs = sorted([row["who"], row["host"], row["run"], row["version"], row["spends"]] for row in found["runs"])
@@ -142,7 +142,6 @@ def _alike(found: Mapping[str, Any]) -> str:
 
 
 def _render(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> list[str]:
-    """Returns the lines of datasets whose accounts are alike."""
     first = group[0]
     budget = "none" if first["budget"] is None else f"epsilon {first['budget']:g} at delta {first['delta']:g}"
     order = "" if first["renyi_order"] is None else f" at order {first['renyi_order']:g}"

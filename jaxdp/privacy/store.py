@@ -1,18 +1,18 @@
 """The ledger's file: how it is made, locked, read, copied and checked.
 
-`ledger.sqlite` is an SQLite database: the datasets, the events, and one row per spend. `ledger.sqlite.head` beside it
-is one line: how many spends there are and the link of the last one.
+`ledger.sqlite` is an SQLite database with the datasets, the events, and one row per spend. `ledger.sqlite.head` beside
+it is one line with the number of spends and the link of the last one.
 
-* Every spend carries a link, SHA-256 of the link before it, of everything in its row that never changes, and of the
-  terms of its dataset. So each row authenticates all rows before it.
-* The head is written after the commit and before `spend` returns. No body runs before both are done, so a head that
-  is behind tells of a crash in between, and a head that is ahead tells that the database lost spends.
-* `totals` holds sums over `spends`, so that questions take time independent of the number of spends. Opening the file
+* Every spend carries a link: SHA-256 of the previous link, the fields of its row that never change, and the terms of
+  its dataset. So each row authenticates all rows before it.
+* The head is written after the commit and before `spend` returns. No body runs before both are done. So a head that is
+  behind shows a crash in between, and a head that is ahead shows that the database lost spends.
+* `totals` holds sums over `spends`, so that queries take time independent of the number of spends. Opening the file
   compares them with `spends`.
-* Whoever writes holds an exclusive lock on the head. The system queues those who wait.
+* A writer holds an exclusive lock on the head. The system queues waiting writers.
 
-A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on purpose; the heads in
-the notes of workdirs and in backups do, as far as they are out of reach.
+A hash without a key shows damage and loss. It does not stop somebody who rewrites both files on purpose. The heads in
+the notes of workdirs and in backups do, if that person cannot change them.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ from jaxdp.version import __version__
 
 SCHEMA_VERSION = 2
 BUSY_SECONDS = 60.0
-_APPLICATION_ID = 0x6A647031  # "jdp1", so that `file` and we can tell a ledger from another SQLite file.
+_APPLICATION_ID = 0x6A647031  # "jdp1" distinguishes a ledger from other SQLite files.
 _HEAD_BYTES = 256
 
 _SCHEMA = """
@@ -106,7 +106,7 @@ CREATE TABLE IF NOT EXISTS holds (
     PRIMARY KEY (id, dataset)
 ) WITHOUT ROWID;
 """
-# Version 1 has no links: a program that opened the file before its migration must not write any more.
+# Version 1 has no links. A program that opened the file before its migration must stop writing.
 _GUARD = """
 CREATE TRIGGER spends_linked BEFORE INSERT ON spends WHEN NEW.link IS NULL
 BEGIN SELECT RAISE(ABORT, 'a newer jaxdp migrated this ledger; start this program again with that version'); END;
@@ -124,17 +124,17 @@ _TERMS = "name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_
 
 
 class LedgerDamaged(ValueError):
-    """A ledger that does not hold everything that was spent; nothing was charged, and nothing may run on it."""
+    """A ledger that does not hold everything that was spent. Nothing was charged, and no run may use it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """How far a ledger has come.
+    """The position of a ledger's last spend.
 
     Attributes:
-        ledger: which ledger it is of, and which branch of its history.
-        spend: number of the last spend; 0 if there is none.
-        link: of that spend, SHA-256 as hexadecimal digits.
+        ledger: The ledger and the branch of its history.
+        spend: The number of the last spend, or 0.
+        link: The link of that spend, SHA-256 as hexadecimal digits.
     """
 
     ledger: str
@@ -143,21 +143,21 @@ class Head:
 
 
 def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> LedgerDamaged:
-    """Returns the error for a ledger that must not be used; `gone` if nothing of it is left."""
+    """Returns the error for a ledger that must not be used. `gone` means that nothing of it is left."""
     path = os.fspath(path)
     older = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
     last = "delete both, and a new ledger is made" if gone else older
     return LedgerDamaged(
-        f"ledger {path!r} {what}. It would under-count, so it is not used. Restore `{path}` and `{path}.head` from a "
-        f"backup. If no better copy exists, {last}; runs that were charged since then charge it again when they are "
-        "resumed in their workdirs"
+        f"ledger {path!r} {what.removesuffix('.')}. It would under-count, so it is not used. Restore `{path}` and "
+        f"`{path}.head` from a backup. If no better copy exists, {last}. Runs that were charged since then charge it "
+        "again when they are resumed in their workdirs."
     )
 
 
 class Store:
-    """One open ledger file, or ":memory:", shared by the threads of a process; errors as of `Ledger`.
+    """One open ledger file, or ":memory:", shared by the threads of a process. Its errors are the errors of `Ledger`.
 
-    With `read_only` nothing is written, neither to the file nor beside it, and no lock is taken.
+    With `read_only` it writes nothing to the file or beside it, and takes no lock.
     """
 
     def __init__(self, path: str, *, read_only: bool = False):
@@ -165,7 +165,7 @@ class Store:
         self._in_memory = path == ":memory:"
         self._head_path, self._head_file = pathlib.Path(f"{path}.head"), -1
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"path {path!r} lies in a directory that does not exist; create the directory first")
+            raise ValueError(f"path {path!r} lies in a directory that does not exist. Create the directory first.")
         self._open()
 
     # --- Opening ------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Store:
             except sqlite3.Error as error:
                 if _is_damage(error) and (self._head_path.exists() or "not a database" not in str(error)):
                     raise damaged(self.path, f"is damaged: {error}") from error
-                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {error}") from error
+                raise ValueError(f"path {self.path!r} cannot be opened as a ledger: {error}.") from error
             self.close = weakref.finalize(self, files.pop_all().close)
 
     def _connect(self, files: contextlib.ExitStack, path: str) -> None:
@@ -196,10 +196,10 @@ class Store:
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
         path, wal = pathlib.Path(self.path), pathlib.Path(f"{self.path}-wal")
-        in_use = self._head_path.exists()  # asked first: a process that makes both makes the head last
+        in_use = self._head_path.exists()  # first, because a process that makes both makes the head last
         if not path.exists():
             if in_use:
-                raise damaged(path, "is gone: only its head is there, so it was in use", gone=True)
+                raise damaged(path, "is missing: only its head exists, so it was in use", gone=True)
             _create(path)
         _check_size(path)
         log = b""
@@ -215,21 +215,21 @@ class Store:
                     self._migrate()
                 self._check(self._read_head(), new=old)
                 self._write_head()
-                for left in path.parent.glob(f".{path.name}.new-*"):  # of processes that died while they made it
+                for left in path.parent.glob(f".{path.name}.new-*"):  # from processes that died while making it
                     left.unlink(missing_ok=True)
         except (LedgerDamaged, sqlite3.Error):
-            # SQLite deletes a log when it closes the file; what of it was not read may be wanted.
+            # SQLite deletes a log when it closes the file. Its unread part may be needed.
             if log and not (kept := pathlib.Path(f"{wal}.kept")).exists():
                 kept.write_bytes(log)
             raise
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
         path = _existing(self.path)
-        seen = self._read_head()  # before the database, which may grow meanwhile
+        seen = self._read_head()  # first, because the database may grow meanwhile
         try:
             self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
             _pragma(self.db, "schema_version")
-        except sqlite3.OperationalError:  # SQLite wants to write beside the file, and the place is read-only
+        except sqlite3.OperationalError:  # SQLite must write beside the file, but the folder is read-only
             if os.access(path.absolute().parent, os.W_OK):
                 raise
             folder = files.enter_context(tempfile.TemporaryDirectory())
@@ -245,7 +245,7 @@ class Store:
         self._check(seen, new=True)
 
     def _migrate(self) -> None:
-        """Brings a file of version 1 to this version; a copy of it as it was is kept beside it."""
+        """Migrates a file of version 1 to this version. An unchanged copy stays beside it."""
         kept = pathlib.Path(f"{self.path}.version1")
         if not kept.exists():
             _copy(self.db, kept)
@@ -254,9 +254,9 @@ class Store:
             _migrate(self.db, self.path)
 
     def _check(self, head: Head | None, *, new: bool) -> None:
-        """Raises LedgerDamaged unless the file fits itself and its head; a `new` one may have none."""
+        """Raises LedgerDamaged unless the file agrees with itself and its head. A `new` one may have no head."""
         with self.db:
-            self.db.execute("BEGIN")  # all questions are about one instant
+            self.db.execute("BEGIN")  # all queries see one instant
             if (problem := find_problem(self.db)) is None:
                 meta = dict(self.db.execute("SELECT key, value FROM meta").fetchall())
                 self.identity, self._name = meta["id"], f"{meta['id']}.{meta['branch']}"
@@ -264,7 +264,7 @@ class Store:
                 if head is not None:
                     problem = self._compared(head)
                 elif not new and self._last().spend:
-                    problem = "has no head beside it, which would tell whether its last spends are missing"
+                    problem = "has no head beside it, which would show whether its last spends are missing"
         if problem is not None:
             raise damaged(self.path, problem)
 
@@ -272,7 +272,7 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self, mode: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Yields the connection inside one transaction; IMMEDIATE waits for its turn to write."""
+        """Yields the connection inside one transaction. IMMEDIATE waits for the write lock."""
         with self.lock:
             if self._pid != os.getpid():
                 self._after_fork()
@@ -293,30 +293,29 @@ class Store:
                 if isinstance(error, sqlite3.OperationalError):
                     raise OSError(
                         f"ledger {self.path!r} cannot be read or written: {error}. Everything that was reserved in "
-                        "it still counts. Mend this (free space on its disk, or wait for the process that holds it), "
-                        "and go on"
+                        "it still counts. Free space on its disk, or wait for the process that holds it, and try "
+                        "again."
                     ) from error
                 raise
 
     def _after_fork(self) -> None:
         if self._in_memory:
-            raise RuntimeError("an in-memory ledger cannot be shared with a forked process; open a file instead")
-        self.close.detach()  # The parent owns the inherited connection: SQLite forbids touching it here.
+            raise RuntimeError("an in-memory ledger cannot be shared with a forked process. Open a file instead.")
+        self.close.detach()  # SQLite forbids use of the inherited connection, which the parent owns.
         self._inherited = self.db
         self._open()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Waits for the turn to write."""
         if self.read_only:
-            raise ValueError(f"ledger {self.path!r} was opened with read_only=True; open it without to write")
+            raise ValueError(f"ledger {self.path!r} was opened with read_only=True. Open it without to write.")
         if self._in_memory:
             yield
             return
         try:
             self._head_file = _acquire(self._head_path)
         except FileNotFoundError as error:
-            raise damaged(self.path, "has lost its head, the file that tells how much was spent") from error
+            raise damaged(self.path, "has lost its head, the file that records its last spend") from error
         try:
             yield
         finally:
@@ -327,7 +326,7 @@ class Store:
 
     @property
     def head(self) -> Head:
-        """How far the ledger has come."""
+        """The position of the ledger's last spend."""
         with self.transaction("DEFERRED"):
             return self._last()
 
@@ -337,7 +336,7 @@ class Store:
         return self._head_path.exists()
 
     def contains(self, head: Head) -> bool | None:
-        """Returns whether the ledger's history goes through `head`; None if that is of another ledger or branch."""
+        """Returns whether the ledger's history contains `head`, or None if `head` is of another ledger or branch."""
         with self.transaction("DEFERRED"):
             return None if head.ledger != self._name else self._link_at(head.spend) == head.link
 
@@ -347,7 +346,7 @@ class Store:
         self.db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, self.identity), row["id"]))
 
     def append(self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str) -> int:
-        """Writes a reservation, its link and its running total, in the caller's transaction; returns its number."""
+        """Writes a reservation, its link and its total, in the caller's transaction. Returns its number."""
         self.db.execute("INSERT INTO events (json) VALUES (?) ON CONFLICT DO NOTHING", (json,))
         (event,) = self.db.execute("SELECT id FROM events WHERE json = ?", (json,)).fetchone()
         terms = self.db.execute("SELECT * FROM datasets WHERE id = ?", (dataset,)).fetchone()
@@ -377,7 +376,7 @@ class Store:
         return row["link"] if row else self._origin if spend == 0 else None
 
     def _compared(self, head: Head) -> str | None:
-        """Returns what tells that the database is not the one that went through `head`, or None."""
+        """Returns why the database's history does not contain `head`, or None."""
         last = self._last()
         if head.ledger != self._name:
             return "does not belong to the head beside it"
@@ -388,18 +387,18 @@ class Store:
         return None
 
     def _check_head(self) -> None:
-        """Raises LedgerDamaged if the head knows of spends that the database does not, as after a lost -wal file."""
+        """Raises LedgerDamaged if the database lacks spends that the head has seen, as after a lost -wal file."""
         if self._in_memory:
             return
         head = self._read_head()
         if head is None:
-            raise damaged(self.path, "has lost its head, the file that tells how much was spent")
+            raise damaged(self.path, "has lost its head, the file that records its last spend")
         if head != self._last() and (problem := self._compared(head)) is not None:
             raise damaged(self.path, problem)
         self._seen = head
 
     def _read_head(self) -> Head | None:
-        """The head beside the database; None if it is missing or empty."""
+        """Returns the head beside the database, or None if it is missing or empty."""
         try:
             file = self._head_file if not self.read_only else os.open(self._head_path, os.O_RDONLY)
         except FileNotFoundError:
@@ -412,7 +411,7 @@ class Store:
         return _head_of(text, self.path) if text else None
 
     def _write_head(self) -> None:
-        """Writes how far the database has come; a head that stays behind because the process dies is legal."""
+        """Writes the position of the last spend. A head that stays behind because the process dies is legal."""
         last = self._last()
         if last == self._seen or self._in_memory:
             return
@@ -420,22 +419,22 @@ class Store:
             os.pwrite(self._head_file, _head_text(last), 0)
         except OSError as error:
             raise OSError(
-                f"the head of ledger {self.path!r} cannot be written: {error}. What was reserved counts, and its body "
-                "does not run. Mend the disk, and go on"
+                f"the head of ledger {self.path!r} cannot be written: {error}. The reservation counts, but its body "
+                "does not run. Repair the disk, and try again."
             ) from error
-        # A copy of the database without its -wal file is then complete.
+        # After the checkpoint, a copy of the database without its -wal file is complete.
         self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._seen = last
 
     def backup(self, path: str | os.PathLike[str]) -> None:
-        """Copies the ledger with its head, durably and at one instant; others may spend meanwhile."""
+        """Copies the ledger with its head, durably and at one instant. Others may spend meanwhile."""
         target = pathlib.Path(path)
         if target.exists() or pathlib.Path(f"{target}.head").exists():
-            raise ValueError(f"path {os.fspath(path)!r} exists already; a backup replaces nothing: choose another path")
+            raise ValueError(f"path {os.fspath(path)!r} exists. A backup replaces nothing. Choose another path.")
         if not target.absolute().parent.is_dir():
-            raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist; create it first")
+            raise ValueError(f"path {os.fspath(path)!r} lies in a directory that does not exist. Create it first.")
         with self.transaction("DEFERRED") as db:
-            head = self._last()  # first: the copy is of this instant
+            head = self._last()  # first, so that the copy is of this instant
             _copy(db, target)
         write_durably(pathlib.Path(f"{target}.head"), _head_text(head))
 
@@ -444,24 +443,24 @@ class Store:
 
 
 def find_problem(db: sqlite3.Connection) -> str | None:
-    """Returns why a database does not fit itself, in words that follow its path; None if it does."""
+    """Returns why a database is inconsistent, in words that follow its path, or None."""
     try:
         if (torn := _torn_page(db)) is not None:
             return torn
         if db.execute("PRAGMA foreign_key_check").fetchone() is not None:
-            return "is damaged: a spend is of no dataset or event that it knows"
+            return "is damaged: a spend has an unknown dataset or event"
         meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
         if not {"id", "branch"} <= meta.keys():
-            return "is damaged: it does not say which ledger it is"
+            return "is damaged: it has no ledger identity"
         if meta.get("schema") != _schema(db):
-            return "is damaged: its tables are not as they were made"
+            return "is damaged: its tables differ from the original schema"
         for row in db.execute(f"SELECT {_TERMS}, records, seal FROM datasets"):
             if row["seal"] != _seal(row, meta["id"]):
-                return f"is damaged: the terms of dataset {row['name']!r} are not those that were registered"
+                return f"is damaged: the terms of dataset {row['name']!r} differ from the registered ones"
         for row in db.execute("SELECT json FROM holds"):
             from_json(row["json"])
         return _broken_link(db, meta["id"]) or _unequal_total(db)
-    except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of another type than was written
+    except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of the wrong type
         return f"is damaged: {type(error).__name__}, {error}"
 
 
@@ -471,7 +470,6 @@ def _torn_page(db: sqlite3.Connection) -> str | None:
 
 
 def _relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row, str]]:
-    """Yields every spend with the link that it should have."""
     terms = {row["id"]: terms_of(row) for row in db.execute(f"SELECT id, {_TERMS} FROM datasets")}
     link = _origin(ledger)
     for row in db.execute(
@@ -487,7 +485,7 @@ def _broken_link(db: sqlite3.Connection, ledger: str) -> str | None:
         if row["id"] != expected:
             return f"has lost history: spend {expected} is missing"
         if row["link"] != link:
-            return f"is damaged: spend {row['id']} is not what was written, or a spend before it"
+            return f"is damaged: spend {row['id']} or an earlier one was changed"
     return None
 
 
@@ -511,14 +509,14 @@ JOIN spends AS old ON old.id = first JOIN spends AS new ON new.id = last
 
 
 def accept(path: str | os.PathLike[str]) -> Head:
-    """Makes an intact database valid whose head is missing or has seen more; returns the head of this new branch.
+    """Makes an intact database valid whose head is missing or ahead. Returns the head of this new branch.
 
-    Nothing is undone. Workdirs that spent more find that the branch is not the one that they noted, and charge what is
-    missing when they are resumed.
+    Nothing is undone. A workdir that spent more sees that the branch is not the one in its notes. It charges the
+    missing spends when it is resumed.
 
     Raises:
-        LedgerDamaged: the database does not fit itself.
-        ValueError: it is not a ledger.
+        LedgerDamaged: The database is inconsistent.
+        ValueError: The file is not a ledger.
     """
     path = os.fspath(_existing(path))
     head_path = pathlib.Path(f"{path}.head")
@@ -527,7 +525,7 @@ def accept(path: str | os.PathLike[str]) -> Head:
     try:
         with contextlib.closing(_connection(path)) as db:
             if _version(db, path) < SCHEMA_VERSION:
-                raise ValueError(f"ledger {path!r} is of version 1 and needs no accepting: open it, and it is migrated")
+                raise ValueError(f"ledger {path!r} is of version 1. Open it to migrate it, instead of accepting it.")
             if (problem := find_problem(db)) is not None:
                 raise damaged(path, problem)
             branch = secrets.token_hex(4)
@@ -560,33 +558,31 @@ def _connection(path: str) -> sqlite3.Connection:
 
 def _existing(path: str | os.PathLike[str]) -> pathlib.Path:
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"path {os.fspath(path)!r} is not a file; give the ledger that a run was given or wrote")
+        raise ValueError(f"path {os.fspath(path)!r} is not a file. Give the ledger of a run.")
     _check_size(pathlib.Path(path))
     return pathlib.Path(path)
 
 
 def _check_size(path: pathlib.Path) -> None:
-    """Refuses an empty file, which SQLite would take for a new database.
+    """Refuses an empty file, which SQLite would open as a new database.
 
-    A ledger is never opened but by SQLite: closing it would drop the locks of all connections of this process.
+    Only SQLite may open a ledger. Closing it otherwise would drop the locks of all connections of this process.
     """
     if path.stat().st_size == 0:
         raise damaged(path, "is empty", gone=True)
 
 
 def _version(db: sqlite3.Connection, path: str) -> int:
-    """Returns the schema version of a ledger; ValueError for another file."""
+    """Returns the schema version of a ledger. Raises ValueError for another file."""
     application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
     if not application and not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        raise damaged(
-            path, "has no tables: a ledger whose `-wal` file is missing, or another program's file", gone=True
-        )
+        raise damaged(path, "has no tables: its `-wal` file is missing, or it is another program's file", gone=True)
     if application != _APPLICATION_ID:
-        raise ValueError(f"path {path!r} is an SQLite file, but not a ledger; choose another path")
+        raise ValueError(f"path {path!r} is an SQLite file, but not a ledger. Choose another path.")
     if version > SCHEMA_VERSION:
         raise ValueError(
-            f"ledger {path!r} has schema version {version}, this jaxdp {__version__} knows up to {SCHEMA_VERSION}; "
-            "upgrade jaxdp to use it"
+            f"ledger {path!r} has schema version {version}, but jaxdp {__version__} knows up to {SCHEMA_VERSION}. "
+            "Upgrade jaxdp to use it."
         )
     return version
 
@@ -597,25 +593,25 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 
 def _create(path: pathlib.Path) -> None:
-    """Makes a new ledger, which appears whole; another process may have been faster."""
+    """Makes a new ledger, which appears whole. Another process may have made it first."""
     try:
         with _appearing(path) as temporary, contextlib.closing(_connection(os.fspath(temporary))) as db:
             db.execute("PRAGMA journal_mode = WAL")
             _fill(db)
     except (OSError, sqlite3.Error):
-        if not path.exists():  # else another process was faster, and has cleared away what is not needed any more
+        if not path.exists():  # otherwise another process made it first and removed the temporary file
             raise
 
 
 def _copy(db: sqlite3.Connection, path: pathlib.Path) -> None:
-    """Copies a database to a new file, which appears whole and durable."""
+    """Copies a database durably to a new file, which appears whole."""
     with _appearing(path) as temporary, contextlib.closing(sqlite3.connect(temporary)) as copy:
         db.backup(copy)
 
 
 @contextlib.contextmanager
 def _appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary path, which gets the name `path` when its file is whole; FileExistsError if that is taken."""
+    """Yields a temporary path and renames its finished file to `path`. Raises FileExistsError if `path` exists."""
     temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
     try:
         yield temporary
@@ -649,7 +645,7 @@ def _describe(db: sqlite3.Connection, ledger: str, **origin: str) -> None:
 
 
 def _migrate(db: sqlite3.Connection, path: str) -> None:
-    """Adds what version 2 has to a database of version 1, in the caller's transaction; LedgerDamaged if unsound."""
+    """Adds version 2 to a database of version 1, in the caller's transaction. Raises LedgerDamaged if unsound."""
     problem = _torn_page(db) or _unequal_total(db)
     if problem is not None:
         raise damaged(path, problem)
@@ -659,14 +655,14 @@ def _migrate(db: sqlite3.Connection, path: str) -> None:
     _describe(db, ledger, migrated_at=now(), migrated_by=f"jaxdp {__version__}")
     for row in db.execute(f"SELECT id, {_TERMS}, records FROM datasets").fetchall():
         db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (_seal(row, ledger), row["id"]))
-    # Spends of version 1 have numbers without gaps: they were never deleted, and a failed insert takes none.
+    # Spends of version 1 have numbers without gaps, because none was deleted and a failed insert takes no number.
     for row, link in list(_relinked(db, ledger)):
         db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _acquire(path: pathlib.Path) -> int:
-    """Opens a file and waits until this process alone holds it; the system queues those who wait."""
+    """Opens a file and waits until this process alone holds it. The system queues waiting processes."""
     file = os.open(path, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -677,9 +673,9 @@ def _acquire(path: pathlib.Path) -> int:
         os.close(file)
         raise OSError(
             f"{os.fspath(path)!r} cannot be locked: {error}. Two programs could then spend one budget twice. Keep the "
-            "ledger on a local disk"
+            "ledger on a local disk."
         ) from error
-    # The wait has no deadline of its own, so that another thread does it. It lets go of what it gets too late.
+    # flock has no timeout, so another thread waits. It closes a lock that arrives too late.
     waiting: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def wait() -> None:
@@ -695,8 +691,8 @@ def _acquire(path: pathlib.Path) -> int:
         if not isinstance(error, TimeoutError):
             raise
     raise OSError(
-        f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds: the ledger beside it cannot be "
-        "written. Everything that was reserved in it still counts. Wait for that process, and go on"
+        f"{os.fspath(path)!r} is held by another process for {BUSY_SECONDS:g} seconds, so its ledger cannot be "
+        "written. Everything that was reserved in it still counts. Wait for that process, and try again."
     )
 
 
@@ -709,13 +705,12 @@ def utc(seconds: float) -> str:
 
 
 def now() -> str:
-    """Returns the present time as `utc` writes it."""
+    """Returns the present time in the format of `utc`."""
     return utc(time.time())
 
 
 @functools.cache
 def _author() -> tuple[str, str]:
-    """Returns the user's name and that of the host; "" for what the system does not tell."""
     try:
         who = getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -729,7 +724,6 @@ def terms_of(row: Mapping[str, Any]) -> str:
 
 
 def _seal(row: Mapping[str, Any], ledger: str) -> str:
-    """Returns what tells that a dataset's row is as it was written."""
     return _digest([ledger, terms_of(row), row["records"]])
 
 
@@ -743,7 +737,6 @@ def _origin(ledger: str) -> str:
 
 
 def _link(last: str, row: Mapping[str, Any], terms: str) -> str:
-    """Returns the link of a spend: a hash of the one before it and of all that never changes in its row."""
     names = ("id", "partition", "json", "label", "token", "run", "version", "reserved_at", "who", "host")
     return _digest([last, terms, *(row[name] for name in names)])
 
@@ -757,7 +750,7 @@ def _head_of(text: bytes, path: str) -> Head:
     try:
         fields, check = json.loads(text)
         if check != _digest(fields):
-            raise ValueError("its check does not fit")
+            raise ValueError("its check differs.")
         return Head(*fields)
     except (ValueError, TypeError) as error:
         raise damaged(path, f"has a damaged head, `{path}.head`") from error

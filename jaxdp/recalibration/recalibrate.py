@@ -47,12 +47,12 @@ Workdir = str | os.PathLike[str] | None
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recalibration:
-    """What the calibrator found; made of with_noise answers alone, so free to publish unless `event` is not private.
+    """The calibrator's result. It depends on noisy answers only, so it is free to publish if `event` is private.
 
     Attributes:
-      method: the algorithm with its public constants.
-      parameters: what it found, a pytree of NumPy arrays.
-      event: what every source paid for one of its records.
+      method: The algorithm with its public constants.
+      parameters: The result of `method.finish`, a pytree of NumPy arrays.
+      event: The charge of every source, for one of its records.
     """
 
     method: Method
@@ -60,7 +60,7 @@ class Recalibration:
     event: DpEvent
 
     def apply(self, logits: Any) -> np.ndarray:
-        """The recalibrated confidence in the largest logit of [n, m], float32 [n]; NaN where a logit is not finite."""
+        """Returns the confidence in the largest of logits [n, m], float32 [n], NaN for logits that are not finite."""
         logits = jnp.asarray(logits, jnp.float32)
         if logits.ndim != 2:
             raise ValueError(f"logits must have shape [n, m], got {logits.shape}.")
@@ -68,18 +68,18 @@ class Recalibration:
 
     @property
     def temperature(self) -> float:
-        """T, of the methods that look for a temperature; AttributeError for the others."""
+        """T of a temperature method. Other methods raise AttributeError."""
         return float(self._of(isinstance(self.parameters, Found), "temperature").temperature)
 
     @property
     def at_end(self) -> Literal["low", "high"] | None:
-        """The end of the bracket that a search for T has not left: the best T may be beyond it."""
+        """The end of the bracket that the search for T still has. The best T may be beyond it."""
         found = self._of(isinstance(self.parameters, Found), "temperature")
         return "low" if found.low else "high" if found.high else None
 
     @property
     def bins(self) -> np.ndarray:
-        """The confidence in each bin, float32 [bins], of histogram binning; AttributeError for the others."""
+        """The confidence in each bin of histogram binning, float32 [bins]. Other methods raise AttributeError."""
         return self._of(isinstance(self.method, HistogramBinning), "confidences of bins")
 
     def _of(self, known: bool, what: str) -> Any:
@@ -97,36 +97,33 @@ def recalibrate(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Runs a method over private sources; `acc_t` and its siblings do the same by name.
+    """Runs a method over private sources. `acc_t` and the other functions here do so by name.
 
     Args:
-      method: of `jaxdp.recalibration.METHODS`, or one of your own.
-      sources: of each source (logits floating point [n_i, m], labels integer [n_i]), or a `Party`. They may differ in
-        size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m), adds zero
-        to every answer. All sources have an account of one ledger, and all pay or none does and nothing is computed; or
-        no source has one, and nothing is recorded.
-      epsilon: of each source, pure; `math.inf` is the algorithm without noise.
-      key: typed key, from which the noise is derived, for tests and for secrets of your own; by default the operating
-        system's entropy. Who knows it can subtract the noise. The same call under the same key is the same release, and
-        is charged once.
-      adjacency: which data sets of a source are neighbours. Under "replace_one" the sizes of the sources are public.
-      workdir: a folder for the result of this call. The same call with the same workdir returns what is kept and
-        charges nothing. A call that was interrupted is not charged again. None keeps nothing.
-
-    Returns:
-      A `Recalibration`.
+      method: A method of `jaxdp.recalibration.METHODS`, or one of your own.
+      sources: For each source a pair (logits floating point [n_i, m], labels integer [n_i]) or a `Party`. Sources may
+        differ in size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m),
+        adds zero to every answer. Either no source has an account and nothing is recorded, or all have accounts of one
+        ledger. Then all sources pay, or none pays and nothing is computed.
+      epsilon: epsilon of each source, pure. `math.inf` runs the algorithm without noise.
+      key: Typed key of the noise, for tests and for your own secrets, by default operating-system entropy. Anyone who
+        knows it can subtract the noise. The same call under the same key is the same release and is charged once.
+      adjacency: The neighbouring relation of a source's data sets. Under "replace_one" the sizes of sources are public.
+      workdir: A folder for the result of this call. The same call with it returns the kept result and charges nothing.
+        An interrupted call is not charged again. None keeps nothing.
 
     Formal guarantees:
-      A source's answers together are epsilon-DP for one of its records, whoever sees them and however the calibrator
-      chooses its questions; the calibrator and the other sources may collude. Sources with disjoint people compose in
-      parallel: each person loses epsilon, not epsilon times the number of sources. Sums are exact integers with
-      discrete Laplace noise, so that the guarantee holds in floating point. Noise is repeated only with everything that
-      determines the answers: records, settings, the method's compiled program and the machine. A method that calls back
-      to Python is not repeated. Without accounts nothing is recorded. The running time is not protected.
+      A source's answers together are epsilon-DP for one of its records. That holds for every observer and for every way
+      in which the calibrator chooses its questions. The calibrator and the other sources may collude. Sources with
+      disjoint people compose in parallel: each person loses epsilon, not epsilon times the number of sources. Sums are
+      exact integers with discrete Laplace noise, so the guarantee holds in floating point. Noise is repeated only if
+      everything that determines the answers is the same: records, settings, the method's compiled program and the
+      machine. A method that calls back to Python is not repeated. Without accounts nothing is recorded. The running
+      time is not protected.
 
     Raises:
-      ValueError, TypeError: for arguments that are impossible, before anything is spent.
-      BudgetExceeded: a source cannot pay; nothing was computed or charged anywhere.
+      ValueError, TypeError: An argument is impossible. Nothing is spent.
+      BudgetExceeded: A source cannot pay. Nothing is computed or charged anywhere.
     """
     parties = _parties(sources)
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=parties[0].logits.shape[1])
@@ -146,7 +143,7 @@ def recalibrate(
         label=type(method).__name__,
         charges=_charges(parties, paid),
         facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ())],
-        programs=lambda: [program(_play, *inputs)],  # all of the method that a result can show
+        programs=lambda: [program(_play, *inputs)],  # a result depends on the method only through this
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:
@@ -164,7 +161,7 @@ def _parties(sources: Sources) -> list[Party]:
         except (TypeError, ValueError) as error:
             raise type(error)(f"sources[{i}]: {error}") from None
     if not parties:
-        raise ValueError("sources is empty; give at least one pair (logits, labels).")
+        raise ValueError("sources is empty. Give at least one pair (logits, labels).")
     classes = {party.logits.shape[1] for party in parties}
     if len(classes) > 1:
         raise ValueError(f"sources must have the same number of classes, got logits with {sorted(classes)} columns.")
@@ -172,11 +169,11 @@ def _parties(sources: Sources) -> list[Party]:
 
 
 def _charges(parties: Sequence[Party], paid: DpEvent) -> list[tuple[Account, DpEvent]]:
-    """Each account once; one of several sources pays for each of them."""
+    """Returns each account once. An account of several sources pays for each of them."""
     accounts = [party.account for party in parties if party.account is not None]
     if len(accounts) not in (0, len(parties)):
         without = [i for i, party in enumerate(parties) if party.account is None]
-        raise ValueError(f"sources {without} have no account and others have; give every source an account, or none.")
+        raise ValueError(f"sources {without} have no account but others do. Give every source an account, or none.")
     each = {(id(account.ledger), account.name): account for account in accounts}
     times = Counter((id(account.ledger), account.name) for account in accounts)
     return [(each[name], paid if count == 1 else SelfComposedDpEvent(paid, count)) for name, count in times.items()]
@@ -187,7 +184,7 @@ def _seed(key: jax.Array) -> bytes:
 
 
 def _inputs(method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None) -> tuple[Any, ...]:
-    """The arguments of `_play`."""
+    """Returns the arguments of `_play`."""
     logits, labels = (np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels"))
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
     owner = np.repeat(np.arange(len(parties), dtype=np.int32), [len(p.labels) for p in parties])
@@ -195,7 +192,7 @@ def _inputs(method: Method, parties: Sequence[Party], key: jax.Array, scale: Sca
 
 
 def converse(method: Method, parties: Sequence[Party], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
-    """Returns the parameters that a method finds, without a payment: what `recalibrate` releases and audits attack."""
+    """Returns the parameters that `recalibrate` releases and audits attack. It charges nothing."""
     num_classes = parties[0].logits.shape[1]
     scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes)
     return _play(*_inputs(method, parties, key, scale))
@@ -231,16 +228,16 @@ def acc_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm 1).
+    """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4, Algorithm 1).
 
     Args:
-      sources, epsilon, key, adjacency, workdir: as in `recalibrate`.
-      iterations: K, reductions of the bracket; K + 1 releases with golden-section search, K with bisection.
-      bracket: public range of temperatures. Badly over-confident models need one beyond the published (0.5, 3).
-      spacing: search over log T, or over T as published.
-      search: "golden" is Algorithm 1; "bisection" needs less noise for a finer answer, see `AccBisection`.
-      split: ask for the accuracy once and for the confidence in the other rounds; by default under "replace_one", where
-        that needs much less noise (see `AccT`).
+      sources, epsilon, key, adjacency, workdir: As in `recalibrate`.
+      iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with bisection.
+      bracket: Public range of temperatures. Very over-confident models need more than the published (0.5, 3).
+      spacing: "log" searches over log T, "linear" over T as published.
+      search: "golden" is Algorithm 1. "bisection" needs less noise for a finer answer (`AccBisection`).
+      split: Whether to ask for accuracy once and for confidence in the other rounds. The default is True under
+        "replace_one", where that needs much less noise (`AccT`).
     """
     if search not in ("golden", "bisection"):
         raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")
@@ -262,9 +259,9 @@ def nll_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """NLL-T: the temperature of least negative log likelihood, each record's clipped to `bound` (Section 3.3, C.2.1).
+    """Runs NLL-T: the temperature of least negative log likelihood, clipped per record to `bound` (Section 3.3, C.2.1).
 
-    Args are those of `acc_t`; `bound`, in nats, must not depend on the sources.
+    Other arguments are as in `acc_t`. `bound`, in nats, must not depend on the sources.
     """
     method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
@@ -282,7 +279,7 @@ def ece_t(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """ECE-T: the temperature of least calibration error in equally wide bins (Section 3.3, C.2.2); see `acc_t`."""
+    """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2). See `acc_t`."""
     method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -297,7 +294,7 @@ def histogram_binning(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Histogram binning: each bin's confidence becomes its accuracy (Section 3.3, C.2.3); see `HistogramBinning`."""
+    """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3)."""
     method = HistogramBinning(bins=bins, form=form)
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
@@ -311,13 +308,13 @@ def logistic_binning(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """Beyond the paper: two numbers fitted to all with_noise bins at once, see `LogisticBinning`."""
+    """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`."""
     method = LogisticBinning(edges=tuple(edges))
     return recalibrate(method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir)
 
 
 def none() -> Recalibration:
-    """The baseline without recalibration: T = 1, nothing is asked."""
+    """Returns the baseline without recalibration: T = 1, no question."""
     unchanged = Found(jnp.float32(1), jnp.bool_(False), jnp.bool_(False))
     return Recalibration(AccT(), jax.tree.map(np.asarray, unchanged), NoOpDpEvent())
 
@@ -329,7 +326,7 @@ def one_source(
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
-    """The baseline of one source that recalibrates for itself: by default `NllT()`, temperature scaling as usual.
+    """Runs the baseline of one source that recalibrates for itself, by default with temperature scaling, `NllT()`.
 
     NOT private: without noise, its event makes the epsilon of the source's account infinite (Guo et al. 2017).
     """

@@ -1,4 +1,4 @@
-"""The till: one protocol by which everything private is released, and what it rests on."""
+"""The till: one protocol for every private release, with its notes, secrets, locks and checkpoints."""
 
 from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim

@@ -1,9 +1,10 @@
 """Numbered states of a run on disk, each with digests that show damage.
 
-`checkpoints.json` beside the folder has two digests of each checkpoint: of its files, compared before Orbax reads them,
-and of the state, compared after. It is written after the checkpoint. A checkpoint that it does not name was interrupted
-by a crash: its steps are repeated. A checkpoint that it names and that is gone or differs is damaged. The run does not
-go on from an older one: the secrets of the steps since are deleted, so these steps would be made and charged once more.
+`checkpoints.json` beside the folder has two digests of each checkpoint. The digest of its files is compared before
+Orbax reads them, and the digest of the state is compared after. The file is written after the checkpoint. A checkpoint
+that it does not name was interrupted by a crash, and its steps are repeated. A checkpoint that it names and that is
+missing or differs is damaged. The run does not continue from an older one. The secrets of the later steps are deleted,
+so these steps would be computed and charged once more.
 """
 
 import hashlib
@@ -16,32 +17,32 @@ import jax
 from jaxdp.files import read_json, sync_tree, write_json
 from jaxdp.release.identity import digest
 
-_REMEDY = "Restore the workdir from a copy, or begin again in a new one. What was charged stays charged."
+_REMEDY = "Restore the workdir from a copy, or begin again in a new one. Charges stay charged."
 
 
 class Checkpoints:
     """The newest `keep` checkpoints of one run, by Orbax, in its workdir.
 
     Raises:
-      ValueError: the newest checkpoint is damaged or gone; the message has its path.
+      ValueError: The newest checkpoint is damaged or missing. The message has its path.
     """
 
     def __init__(self, workdir: pathlib.Path, *, keep: int):
         import orbax.checkpoint as ocp
 
         self._folder, self._list = (workdir / "checkpoints").absolute(), workdir / "checkpoints.json"
-        old = not self._list.exists()  # a run that is new, or of an earlier release
+        old = not self._list.exists()  # a new run, or one of an earlier release
         self._digests = {} if old else self._listed()
         for newest in sorted(self._digests)[-1:]:
             path = self._folder / str(newest)
             if not path.is_dir():
-                raise ValueError(f"{path} is gone, which {self._list.name} names as the newest checkpoint. {_REMEDY}")
+                raise ValueError(f"{path} is missing, but {self._list.name} names it as the newest one. {_REMEDY}")
             if self._digests[newest][0] != _digest_of_files(path):
-                raise ValueError(f"{path} is damaged: its files are not those that were written. {_REMEDY}")
+                raise ValueError(f"{path} is damaged: its files differ from the written ones. {_REMEDY}")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager, self._args = ocp.CheckpointManager(self._folder, options=options), ocp.args
         if old:
-            for newest in sorted(self._manager.all_steps())[-1:]:  # taken as it is
+            for newest in sorted(self._manager.all_steps())[-1:]:  # accepted without digests
                 self._digests[newest] = _digest_of_files(self._folder / str(newest)), ""
             self._write(self._digests)
 
@@ -50,10 +51,10 @@ class Checkpoints:
         self._manager.close()
 
     def restore(self, like: Any) -> tuple[Any, int]:
-        """Returns the newest state, on the host, and its number; `like`, a pytree of its kind, and 0 without any.
+        """Returns the newest state on the host and its number, or `like` (a similar pytree) and 0 without any.
 
         Raises:
-          ValueError: the newest one is damaged or of another structure; the message has its path.
+          ValueError: The newest checkpoint is damaged or has another structure. The message has its path.
         """
         step = max(self._digests, default=0)
         for unfinished in [other for other in self._manager.all_steps() if other > step]:
@@ -63,25 +64,24 @@ class Checkpoints:
         path = self._folder / str(step)
         try:
             state = jax.device_get(self._manager.restore(step, args=self._args.StandardRestore(like)))
-        except Exception as error:  # Orbax has errors of many kinds
-            what = " ".join(str(error).split())[:200]
+        except Exception as error:  # Orbax raises many kinds
+            what = " ".join(str(error).split())[:200].removesuffix(".")
             raise ValueError(f"{path} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
         if self._digests[step][1] not in (digest(state), ""):
-            raise ValueError(f"{path} is damaged: it does not hold the state that was saved. {_REMEDY}")
+            raise ValueError(f"{path} is damaged: its state differs from the saved one. {_REMEDY}")
         return state, step
 
     def save(self, step: int, state: Any) -> None:
-        """Makes a state durable."""
+        """Saves a state durably."""
         self._manager.save(step, args=self._args.StandardSave(state))
         sync_tree(self._folder)
         self._digests[step] = _digest_of_files(self._folder / str(step)), digest(state)
         self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
 
     def _listed(self) -> dict[int, tuple[str, str]]:
-        """Digests of files and state by step."""
         found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
         if found["sum"] != _sum(found["digests"]):
-            raise ValueError(f"{self._list} is damaged: it does not have the sum that it states. {_REMEDY}")
+            raise ValueError(f"{self._list} is damaged: its content differs from its sum. {_REMEDY}")
         return {int(step): tuple(both) for step, both in found["digests"].items()}
 
     def _write(self, digests: dict[int, tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""What a ledger claims for a release: the bound that an audit holds against an attack."""
+"""The bound that a ledger claims for a release, for comparison with an audit."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,9 @@ from jaxdp.privacy.accounting import Adjacency
 
 
 def claim(charge: DpEvent | Callable[[Account], None], *, adjacency: Adjacency, delta: float) -> float:
-    """Returns epsilon at `delta`, in [0, 1), of a data set that was charged for one release and nothing else.
+    """Returns epsilon at `delta`, in [0, 1), of a data set that was charged for one release only.
 
-    `charge` is the event; or `charge(account)`, which charges an account as the stage itself does.
+    `charge` is the event, or a function `charge(account)` that charges an account as the stage does.
     """
     with Ledger.in_memory() as ledger:
         ledger.register("audited", adjacency=adjacency, unit="record")

@@ -1,8 +1,8 @@
-"""What determines the bits of a computation: programs, arrays, versions, flags, devices and the host.
+"""The facts that determine the bits of a computation: programs, arrays, versions, flags, devices and the host.
 
-A release that is repeated under the same secret must repeat the same bits, or the difference of the two values would
-have no noise in it. So the token of a release is a hash of everything here. A false difference costs a charge, a false
-agreement would cost the guarantee: facts that seldom matter are included.
+A release that is repeated under the same secret must repeat the same bits. Otherwise the difference of the two values
+would have no noise. So the token of a release is a hash of all these facts. A false difference costs a charge, but a
+false agreement would break the guarantee. Facts that seldom matter are therefore included.
 """
 
 import functools
@@ -19,16 +19,16 @@ import numpy as np
 
 from jaxdp.version import __version__
 
-# Packages whose version can move the last bits of a result, or decide which examples are drawn.
+# Packages whose version can change the last bits of a result or the drawn examples.
 PACKAGES = ("jax", "jaxlib", "numpy", "scipy", "flax", "optax", "jax-privacy")
-# Environment variables by which XLA, its runtimes and BLAS libraries compute in another way.
+# Environment variables that change how XLA, its runtimes and BLAS libraries compute.
 PREFIXES = (
     *("XLA_", "JAX_", "LIBTPU_", "PJRT_", "TF_", "NPROC"),
     *("NVIDIA_", "CUDA_", "CUBLAS_", "CUDNN_", "ROCM_", "OMP_", "MKL_", "OPENBLAS_"),
 )
-# Where compiled programs are kept, and how memory is reserved: nothing that moves a bit.
+# These set where compiled programs are kept and how memory is reserved. They change no bit.
 _HARMLESS = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_", "XLA_PYTHON_CLIENT_", "JAX_TRACEBACK_", "JAX_LOG_")
-# How calls back to Python appear in StableHLO: a custom call on CPU and GPU, a transfer to the host on TPU.
+# A call back to Python is a custom call on CPU and GPU, and a transfer to the host on TPU.
 _HOST_CALL = re.compile(r"custom_call\s*@\w*callback|is_host_transfer\s*=\s*true")
 
 
@@ -36,48 +36,45 @@ def digest(tree: Any) -> str:
     """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes and dtypes.
 
     Raises:
-      TypeError: a leaf has no value that a hash could stand for, such as a function or a typed key.
+      TypeError: A leaf has no value to hash, such as a function or a typed key.
     """
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if is_array and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             if array.dtype.hasobject:
-                raise TypeError(f"a fact at {name!r} is an array of Python objects; give arrays of numbers.")
+                raise TypeError(f"a fact at {name!r} is an array of Python objects. Give arrays of numbers.")
             found.update(f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes())
         elif isinstance(leaf, bool | int | float | complex | str | bytes):
             text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
             found.update(f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text)
         else:
             raise TypeError(
-                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash; give arrays or text."
+                f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give arrays or text."
             )
     return found.hexdigest()
 
 
-def program(function: Any, *args: Any, **kwargs: Any) -> str:
-    """Returns the text of a `jax.jit` function compiled for arrays or `jax.ShapeDtypeStruct`s; static arguments as is.
-
-    Equal texts compute the same.
-    """
+def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
+    """Returns the text of a `jax.jit` function for arrays or `jax.ShapeDtypeStruct`s. Equal texts compute the same."""
     return function.lower(*args, **kwargs).as_text()
 
 
 @functools.lru_cache(maxsize=64)
 def calls_host(text: str) -> bool:
-    """Returns whether a program calls back to Python, where there is state that no hash of the program sees."""
+    """Returns whether a program calls back to Python, whose state no hash of the program covers."""
     return _HOST_CALL.search(text) is not None
 
 
 def deterministic() -> bool:
-    """Returns whether another process computes the same bits: XLA chooses the algorithms of a GPU by their speed."""
+    """Returns whether another process computes the same bits. XLA chooses GPU algorithms by their speed."""
     return jax.default_backend() != "gpu" or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
 
 
 def environment() -> dict[str, Any]:
-    """Returns everything but program and data that decides on the last bits of a result."""
+    """Returns the facts, other than program and data, that determine the last bits of a result."""
     devices = jax.devices()
     return {
         "library": [__version__, _library()],
@@ -91,7 +88,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> list[Any]:
-    """Returns what XLA compiles for on the host: instructions, and the cores that share its sums."""
+    """Returns the host's instructions and cores, for which XLA compiles."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not (linux := pathlib.Path("/proc/cpuinfo")).exists():
         return [cores, platform.machine(), platform.processor()]
@@ -101,7 +98,6 @@ def processor() -> list[Any]:
 
 @functools.cache
 def _library() -> str:
-    """A hash of the source text of this library."""
     found = hashlib.sha256()
     for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())

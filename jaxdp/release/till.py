@@ -3,17 +3,18 @@
     with Till(workdir) as till:
         answers = till.release(Release(label="answers", charges=[(account, event)], facts=..., compute=...))
 
-A `Release` says what it charges, what determines its bits, and how to compute its value from 16 secret bytes. The till
+A `Release` states its charges, the facts that determine its bits, and how to compute its value from 16 secret bytes.
+These are the till's steps:
 
-1. makes one token, a hash of the facts, the programs and the environment, keyed by the secret seed of the run;
-2. reserves all accounts or none, under the token;
-3. notes the charge in the workdir, with the head of the ledger;
-4. derives all randomness of the release from the seed and the token;
-5. hands the value to `keep`, which makes it durable;
-6. deletes the seed.
+1. Make one token, a hash of the facts, the programs and the environment, keyed by the secret seed of the run.
+2. Reserve all accounts or none, under the token.
+3. Note the charge in the workdir, with the head of the ledger.
+4. Derive all randomness of the release from the seed and the token.
+5. Pass the value to `keep`, which makes it durable.
+6. Delete the seed.
 
-A release that was interrupted after step 2 has the same token when the same program runs again: it is not charged a
-second time, and its value is the same bit for bit. If anything is different, so is the token: the noise is fresh and
+A release that was interrupted after step 2 has the same token when the same program runs again. It is not charged a
+second time, and its value is the same bit for bit. If anything differs, so does the token. The noise is then fresh, and
 the ledger charges again. So no two values share noise, and the ledger never shows less than was released.
 """
 
@@ -45,16 +46,14 @@ Requests = Sequence[tuple[Account, DpEvent]]
 
 _NOTES = "charges.jsonl"
 _KEPT = "released.safetensors"
-_DAMAGED = (
-    "Restore it from a copy. Without one, delete it: the release is then made with fresh noise, and charged, once more."
-)
+_DAMAGED = "Restore it from a copy, or delete it. The release is then computed with fresh noise and charged once more."
 
 
 class Payment(Protocol):
-    """What a release charges, where only the reservation knows it, as for a stream of visits."""
+    """Charges that are known only at the reservation, such as for a stream of visits."""
 
     def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
-        """Reserves everything or nothing; yields what was charged, and commits when the body ends."""
+        """Reserves everything or nothing. Yields the charges, and commits them when the body ends."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,20 +61,20 @@ class Release(Generic[T]):
     """One release.
 
     Attributes:
-      label: for people who read the ledger. Never put data in it.
-      charges: (account, event) pairs of one ledger, each account once; or a `Payment`. Empty for public data.
-      compute: `compute(secret) -> value`, from 16 secret bytes. Nothing else may touch private data. The value depends
-        on the secret, `facts` and `programs` only.
-      facts: `facts() -> pytree` of arrays, numbers and text that determine the value; called only where the release
-        might be repeated: with a workdir, or with a given seed.
-      programs: `programs() -> texts` of what is compiled (`identity.program`). A program that calls back to Python
-        cannot be repeated: its release is charged again after a crash, with fresh noise.
-      keep: `keep(value)` makes the value durable, before the seed is deleted.
-      note: further fields for the row in the workdir's notes, which `Till.notes` reads.
-      deterministic: whether all programs give the same bits on every run, by default what the backend promises
-        (`identity.deterministic`). Otherwise the release cannot be repeated.
-      once_in: the name of what the payment counts in, where a charge depends on what was counted before it. The same
-        release is then free a second time in that count only.
+      label: A label for people who read the ledger. Never put data in it.
+      charges: (account, event) pairs of one ledger, with each account once, or a `Payment`. Empty for public data.
+      compute: A function `compute(secret) -> value` of 16 secret bytes. Nothing else may touch private data. The value
+          depends on the secret, `facts` and `programs` only.
+      facts: A function `facts() -> pytree` of arrays, numbers and text that determine the value. It is called only if
+          the release might be repeated: with a workdir, or with a given seed.
+      programs: A function `programs() -> texts` of the compiled programs (`identity.program`). A program that calls
+          back to Python cannot be repeated. Its release is charged again after a crash, with fresh noise.
+      keep: A function `keep(value)` that makes the value durable, before the seed is deleted.
+      note: Further fields for the row in the workdir's notes, which `Till.notes` reads.
+      deterministic: Whether all programs give the same bits on every run. The default is `identity.deterministic`. If
+          False, the release cannot be repeated.
+      once_in: The name of the count in which a payment counts, if a charge depends on earlier counts. The same release
+          is then free a second time in that count only.
     """
 
     label: str
@@ -104,14 +103,14 @@ class Till:
     """The secret, the notes and the lock of one run.
 
     Args:
-      workdir: the run's own folder, made if needed, for the notes and for the secret seed while a paid release is
-        unfinished. None keeps the seed in memory: what is interrupted is paid again.
-      seed: 16 secret bytes, to reproduce a run in a test, where the same release is paid once; random by default.
-      forget: when the seed is deleted: after each "release"; or at the end of the "run", where several releases share
-        a secret (`stream`). An unfinished release keeps it.
+      workdir: The run's folder for the notes, and for the secret seed while a paid release is unfinished. It is made if
+          needed. None keeps the seed in memory, so that an interrupted release is paid again.
+      seed: 16 secret bytes, to reproduce a run in a test. The same release is then paid once. The default is random.
+      forget: When the seed is deleted: after each "release", or at the end of the "run" if several releases share a
+          secret (`stream`). An unfinished release keeps it.
 
     Raises:
-      TypeError, ValueError: the seed is not 16 bytes, or another process runs in the workdir.
+      TypeError, ValueError: The seed is not 16 bytes, or another process runs in the workdir.
     """
 
     def __init__(
@@ -131,10 +130,10 @@ class Till:
         if self.workdir is None:
             return
         self._secret, self._kept = self.workdir / secrets.FILE, self.workdir / _KEPT
-        with contextlib.ExitStack() as opened:  # closes what is open if the rest fails
+        with contextlib.ExitStack() as opened:  # closes open files if a later step fails
             opened.enter_context(alone(self.workdir))
             if self._secret.exists() or seed is not None:
-                secrets.stored(self._secret, seed)  # raises now for a damaged one, or another one
+                secrets.stored(self._secret, seed)  # raises if the file is damaged or holds another seed
             self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
             self._files = opened.pop_all()
 
@@ -145,24 +144,24 @@ class Till:
         self.close(failed=kind is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Deletes the seed unless a paid release needs it, or the "run" failed; lets go of the workdir."""
+        """Deletes the seed unless a paid release needs it or the "run" failed. Releases the workdir."""
         if not self._unfinished and not (failed and self._forget == "run"):
             self._delete_seed()
         self._files.close()
 
     @property
     def name(self) -> str | None:
-        """A name of the run that a resumed run has, too; None without a workdir."""
+        """A name of the run that a resumed run shares, or None without a workdir."""
         return None if self.workdir is None else hashlib.sha256(os.fspath(self.workdir.resolve()).encode()).hexdigest()
 
     # --- The protocol -------------------------------------------------------------------------------------------------
 
     def release(self, what: Release[T]) -> T:
-        """Pays for a release, computes it and keeps it; see the module's text.
+        """Pays for a release, computes it and keeps it, as the module's text says.
 
         Raises:
-          BudgetExceeded: nothing is computed or charged.
-          ValueError: the accounts are of several ledgers, or one is named twice; before anything is charged.
+          BudgetExceeded: A budget does not allow a charge. Nothing is computed or charged.
+          ValueError: The accounts are of several ledgers, or one is named twice. Nothing is charged.
         """
         with self.paying(what) as secret:
             value = what.compute(secret)
@@ -171,7 +170,7 @@ class Till:
 
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
-        """Does `release` for a value that comes bit by bit: pays, yields the secret, and ends with the body."""
+        """Pays for a value that comes bit by bit, yields the secret, and ends the release with the body."""
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         token = self.token(what)
@@ -188,8 +187,8 @@ class Till:
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Returns a hash of all that determines a release, keyed by the seed: it tells nothing about private data."""
-        used_once = self.workdir is None and self._given is None  # the seed
+        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing about private data."""
+        used_once = self.workdir is None and self._given is None
         if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
         if self._environment is None:
@@ -199,7 +198,7 @@ class Till:
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "rbg") -> jax.Array:
-        """Returns a key that several releases of the run share; ValueError if each release deletes the seed."""
+        """Returns a key that several releases of the run share. Raises ValueError if each release deletes the seed."""
         if self._forget != "run":
             raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")
         return secrets.stream(self._seed(), purpose, impl=impl)
@@ -207,24 +206,24 @@ class Till:
     # --- A single release, kept by the till ---------------------------------------------------------------------------
 
     def once(self, what: Release[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the NumPy arrays of a release, a flat dict; those that the workdir keeps are not made or paid again.
+        """Returns the NumPy arrays of a release, a flat dict. Kept arrays are not computed or paid again.
 
         Raises:
-          ValueError: the workdir keeps another release: of other data, settings or programs.
-          BudgetExceeded: the accounts are of another ledger, which has no room for what is kept.
+          ValueError: The workdir keeps another release: of other data, settings or programs.
+          BudgetExceeded: The accounts are of another ledger, which has no room for the kept release.
         """
         kept = self.kept(what)
         if kept is None:
             keep = self.keeper(what)
             with self.paying(what) as secret:
-                made = jax.tree.map(np.asarray, what.compute(secret))
+                made: dict[str, Any] = jax.tree.map(np.asarray, what.compute(secret))
                 keep(made)
             return made
-        self._delete_seed()  # it may have outlived a crash between the two
+        self._delete_seed()  # a crash between keeping and deleting leaves it
         return kept
 
     def kept(self, what: Release[Any]) -> dict[str, np.ndarray] | None:
-        """Returns the arrays of a release that the workdir keeps, None without any; raises as `once`."""
+        """Returns the arrays of a release that the workdir keeps, or None. Raises the errors of `once`."""
         from safetensors import safe_open
 
         if self.workdir is None or not self._kept.exists():
@@ -235,14 +234,14 @@ class Till:
         if _check(salt, what) != found["check"]:
             raise ValueError(
                 f"{self.workdir} keeps another release: of other data, settings or programs. Its values are in "
-                f"{_KEPT}; use a new workdir for a new release."
+                f"{_KEPT}. Use a new workdir for a new release."
             )
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         return load_arrays(self._kept)
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
-        """Returns a function that makes arrays of a release durable, in place of those that it was given before."""
+        """Returns a function that makes arrays of a release durable. Each call replaces the earlier arrays."""
         if self.workdir is None:
             return lambda arrays: None
         salt = secrets.new_seed()
@@ -256,20 +255,20 @@ class Till:
         return [] if self.workdir is None else notes(self.workdir)
 
     def settle(self, accounts: Sequence[Account]) -> None:
-        """Charges the accounts what the workdir was ever charged and their ledger does not know.
+        """Charges the accounts for noted charges that their ledger lacks.
 
-        Another ledger, or one restored from an older copy, is charged in full. So is a single account under a name that
-        the workdir does not know.
+        Another ledger, or one restored from an older copy, is charged in full. The same holds for a single account
+        under a name that the workdir does not know.
 
         Raises:
-          BudgetExceeded: a ledger has no room for what was released.
-          LedgerDamaged: a ledger has lost history that the notes know of.
+          BudgetExceeded: A ledger has no room for the noted charges.
+          LedgerDamaged: A ledger has lost history that the notes know of.
         """
         fresh = {account.name: account for account in accounts if account.name not in self._settled}
         if fresh:
             rows, only = self.notes(), accounts[0] if len(accounts) == 1 else None
             noted = {name for row in rows for name, _ in row["charges"]}
-            # Charges under other names are those of a renamed data set, or of another account of the same run.
+            # Charges under other names belong to a renamed data set, or to another account of the same run.
             renamed = only if not self._settled and noted.isdisjoint(fresh) else None
             settle(rows, lambda name: fresh.get(name, renamed if name else only))
             self._settled |= set(fresh)
@@ -290,20 +289,20 @@ class Till:
 
 
 def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the notes of a workdir: rows with "token" and "charges", (account, event) pairs."""
+    """Returns the notes of a workdir: rows with "token" and "charges", which are (account, event) pairs."""
     rows = read_metrics(workdir / _NOTES) if (workdir / _NOTES).exists() else []
-    # The first release noted one event a row, and no account where there was only one.
+    # The first release of jaxdp noted one event a row, and no name for a single account.
     return [row if "charges" in row else {**row, "charges": [[row.get("dataset", ""), row["event"]]]} for row in rows]
 
 
 def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
-    """Charges rows of `notes` to accounts that do not know of them; a last one that was only reserved is committed.
+    """Charges accounts for rows of `notes` that they lack. A last row that was only reserved is committed.
 
-    `account_of` returns the account for a noted name, "" for a charge of the first release; None leaves the charge out.
+    `account_of` returns the account for a noted name, with "" for a charge of the first release. None omits the charge.
 
     Raises:
-      BudgetExceeded: an account has no room.
-      LedgerDamaged: a ledger that the notes know has lost history.
+      BudgetExceeded: An account has no room.
+      LedgerDamaged: A ledger that the notes know has lost history.
     """
     accounts = [account_of(name) for row in rows for name, _ in row["charges"]]
     for ledger in {id(account.ledger): account.ledger for account in accounts if account is not None}.values():
@@ -317,27 +316,24 @@ def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Accoun
 
 
 def check_history(rows: Sequence[Mapping[str, Any]], ledger: Ledger) -> None:
-    """Raises LedgerDamaged if a ledger does not go through the newest of its heads in `notes`."""
+    """Raises LedgerDamaged if a ledger's history lacks the newest of its heads in `notes`."""
     for row in reversed(rows):
         known = ledger.contains(Head(*row["head"])) if "head" in row else None
         if known is False:
-            raise ledger.damaged(
-                f"has lost history: a run was charged as spend {row['head'][1]}, which it does not have"
-            )
+            raise ledger.damaged(f"has lost history: a run was charged as spend {row['head'][1]}, which it lacks.")
         if known:
             return
 
 
 @contextlib.contextmanager
 def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
-    """Reserves all that a release charges or nothing; yields it, and commits when the body ends."""
     if not isinstance(what.charges, Sequence):
         with what.charges.reserve(label=what.label, token=token) as charged:
             yield charged
         return
     ledgers = {account.ledger for account, _ in what.charges}
     if len(ledgers) > 1:
-        raise ValueError("the accounts of one release must be of one ledger: two files cannot pay all or none.")
+        raise ValueError("the accounts of one release must be of one ledger. Two files cannot pay all or none.")
     with contextlib.ExitStack() as paid:
         for ledger in ledgers:
             paid.enter_context(ledger.spend_all(what.charges, label=what.label, token=token))
@@ -345,7 +341,7 @@ def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
 
 
 def _check(salt: bytes, what: Release[Any]) -> str:
-    """Returns a salted hash: one of private data alone would let anybody try guesses."""
+    """Returns a salted hash. Without the salt, a reader could test guesses of private data."""
     return hmac.digest(salt, what.digest.encode(), "sha256").hex()
 
 

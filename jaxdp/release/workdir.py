@@ -1,4 +1,4 @@
-"""Locks of folders: one process at a time."""
+"""Locks of folders for one process at a time."""
 
 import contextlib
 import fcntl
@@ -10,14 +10,14 @@ _LOCK = "lock"
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
-    """Holds a file that only one process can hold; the system lets go of it when the process dies.
+    """Holds a file that only one process can hold. The system releases it when the process dies.
 
     Args:
-        path: the file, made if needed, as is its folder; it stays behind, empty.
-        wait: until another process lets go of it.
+        path: The file. It is made if needed, with its folder, and stays behind, empty.
+        wait: Whether to wait until another process releases it.
 
     Raises:
-        BlockingIOError: another process holds it, without `wait`.
+        BlockingIOError: Another process holds it, and `wait` is False.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -27,14 +27,14 @@ def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone(workdir: pathlib.Path) -> Iterator[None]:
-    """Refuses a workdir, made if needed, in which another process is running.
+    """Refuses a workdir in which another process is running. The workdir is made if needed.
 
     Raises:
-        ValueError: there is one.
+        ValueError: Another process is running there.
     """
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(workdir / _LOCK))
         except BlockingIOError as error:
-            raise ValueError(f"another process is running in {workdir}; wait for it or use a new workdir.") from error
+            raise ValueError(f"another process is running in {workdir}. Wait for it or use a new workdir.") from error
         yield

@@ -1,8 +1,10 @@
-"""The two augmentations of Split Adaptation: Hilbert transform of the server's images (section 3.3.1), patch retrieval
-among the client's representations (section 3.5).
+"""The two augmentations of Split Adaptation.
 
-Neither is private by itself. A retrieved patch is another image's token: a representation that is augmented BEFORE
-noise tells about several images. Augmentation AFTER noise is post-processing.
+`hilbert_augment` transforms the server's images (section 3.3.1). `retrieve_neighbors` and `augmented_batch` exchange
+patches among the client's representations (section 3.5).
+
+Neither is private. A retrieved patch is a token of another image, so a representation that is augmented BEFORE noise
+depends on several images. Augmentation AFTER noise is post-processing.
 """
 
 import functools
@@ -25,43 +27,43 @@ def hilbert_augment(
     output: Literal["abs", "real"] = "abs",
     clip: tuple[float, float] | None = (0.0, 1.0),
 ) -> jax.Array:
-    """Images out of the distribution that keep their edges: phases of a Hilbert transform, amplitudes of the original.
+    """Makes images outside the distribution that keep their edges, by exchange of phases with a Hilbert transform.
 
-    For every image and channel: a one-dimensional Hilbert transform along an axis, then the two-dimensional phases of
-    the result with the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
+    It takes a one-dimensional Hilbert transform of every channel along an axis. The result has the two-dimensional
+    phases of the transform and the two-dimensional amplitudes of the original. With sgn(0) = sgn(Nyquist) = 0,
 
-    - "eq5" takes Eq. 5 by the letter. It has the amplitudes of the original wherever sgn is not 0, so the exchange only
-      adds back the frequencies that the transform removed, with phase 0;
+    - "eq5" follows Eq. 5 literally. The transform has the amplitudes of the original wherever sgn is not 0. So the
+      exchange only adds back the frequencies that the transform removed, with phase 0.
     - "figure" takes the magnitude of the positive frequencies, the envelope of the image. The paper does not say so,
-      but it reproduces the pictures in its Fig. 3 (along the height).
+      but this reproduces the pictures in its Fig. 3 (along the height).
 
-    A frequency gets phase 0 if its amplitude in the transform may be rounding error: below 1e-5 of the channel's
-    largest there (1e-8 in float64), or below 8 units of rounding of the original's largest.
+    A frequency gets phase 0 if its amplitude in the transform may be a rounding error. That is an amplitude below 1e-5
+    of the channel's largest one there (1e-8 in float64), or below 8 units of rounding of the original's largest one.
 
     Args:
-      images: floating point [n, H, W, C] in [0, 1], before any normalisation.
-      axis: the axis of the Hilbert transform, -3 (height) or -2 (width).
-      mode: which transform.
-      output: the magnitude of the result, or its real part.
-      clip: the range of the result; None leaves it as it is.
+      images: Floating point [n, H, W, C] in [0, 1], before any normalisation.
+      axis: The axis of the Hilbert transform, -3 (height) or -2 (width).
+      mode: The transform, "figure" or "eq5".
+      output: "abs" returns the magnitude of the result, "real" its real part.
+      clip: The range to which the result is clipped. None does not clip.
 
     Returns:
-      [n, H, W, C] of the same dtype; computed in float32, in float64 for float64.
+      [n, H, W, C] of the same dtype. The computation is in float32, or in float64 for float64.
 
     Raises:
-      TypeError: images are not floating point.
-      ValueError: images are not [n, H, W, C], another axis, or unknown mode or output.
+      TypeError: Images are not floating point.
+      ValueError: Images are not [n, H, W, C], the axis is another one, or mode or output is unknown.
     """
     if images.ndim != 4:
-        raise ValueError(f"images must be [n, H, W, C], got shape {images.shape}; give one image as images[None]")
+        raise ValueError(f"images must be [n, H, W, C], got shape {images.shape}. Give one image as images[None].")
     if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}; divide uint8 by 255")
+        raise TypeError(f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255.")
     if axis not in (-3, -2, 1, 2):
-        raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}")
+        raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}.")
     one_of(("figure", "eq5"), mode=mode)
     one_of(("abs", "real"), output=output)
     pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
-    positive = np.fft.fftfreq(pixels.shape[axis]) > 0  # without Nyquist, which NumPy counts as negative
+    positive = np.fft.fftfreq(pixels.shape[axis]) > 0  # Nyquist is not in it: NumPy counts it as negative
     kept = np.expand_dims(positive, [k for k in range(4) if k != axis % 4])
     half = jnp.fft.ifft(jnp.where(kept, jnp.fft.fft(pixels, axis=axis), 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
@@ -70,7 +72,7 @@ def hilbert_augment(
     spectrum = jnp.fft.rfft2(transformed, axes=(1, 2))
     magnitude = jnp.abs(spectrum)
     largest = functools.partial(jnp.max, axis=(1, 2), keepdims=True)
-    rounding = 8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)  # of the transform of an image without edges
+    rounding = 8 * jnp.finfo(pixels.dtype).eps * largest(amplitude)  # level of the transform of an image without edges
     present = magnitude > jnp.maximum((1e-8 if pixels.dtype == jnp.float64 else 1e-5) * largest(magnitude), rounding)
     phase = jnp.where(present, spectrum / jnp.where(present, magnitude, 1), 1)
     result = jnp.fft.irfft2(amplitude * phase, s=pixels.shape[1:3], axes=(1, 2))
@@ -80,16 +82,17 @@ def hilbert_augment(
 
 @jax.jit
 def retrieve_neighbors(representations: jax.Array) -> jax.Array:
-    """For every token, the other image whose token at the same position is most similar to it (Eq. 13).
+    """Finds for every token the other image whose token at the same position is most similar (Eq. 13).
 
-    Similarity is the cosine, so that a common factor of the real representations [n, tokens, d] does not matter; of
-    equal ones the first image counts. A token of zeros has similarity 0 with every other. Takes memory for n x n.
+    The representations are real [n, tokens, d]. The cosine measures similarity, so a common factor does not matter. The
+    first of equally similar images wins. A token of zeros has similarity 0 with every other token. The function
+    needs memory for n x n numbers.
 
     Returns:
-      int32 [tokens, n], indices of images; never the image itself, unless it is the only one.
+      int32 [tokens, n], indices of images. No image is its own neighbour, unless it is the only one.
 
     Raises:
-      ValueError: representations are not [n, tokens, d], or there is no image.
+      ValueError: Representations are not [n, tokens, d], or there is no image.
     """
     n, tokens, _ = _shape(representations)
     itself = np.eye(n, dtype=bool)
@@ -98,7 +101,7 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
         token = representations[:, position]
         token = token.astype(jnp.promote_types(token.dtype, jnp.float32))
         largest = jnp.abs(token).max(1, keepdims=True, initial=0)
-        token = token / jnp.where(largest > 0, largest, 1)  # so that squares neither overflow nor vanish
+        token = token / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
         norm = jnp.linalg.norm(token, axis=1, keepdims=True)
         token = token / jnp.where(norm > 0, norm, 1)
         cosine = jnp.matmul(token, token.T, precision="highest")
@@ -118,52 +121,52 @@ def augmented_batch(
     n_patches: int,
     prefix_tokens: int = 1,
 ) -> jax.Array:
-    """Some of the augmented copies of section 3.5, each the same in whichever batch it is asked for.
+    """Makes some of the augmented copies of section 3.5. A copy is the same in every batch.
 
-    Copy 0 of an image is its representation. In every other copy, `n_patches` patches at positions that are drawn
-    uniformly without replacement are replaced by those of their neighbours. The positions depend on the key, the image
-    and the copy only, so that a sum over all copies (Eq. 14) needs one batch of them in memory.
+    Copy 0 of an image is its representation. In every other copy, tokens of neighbours replace `n_patches` patches. The
+    positions are drawn uniformly without replacement. They depend only on the key, the image and the copy, so a sum
+    over all copies (Eq. 14) needs only one batch of copies in memory.
 
     Args:
-      key: typed PRNG key; the same one for all batches.
-      representations: [n, tokens, d], of any dtype.
+      key: Typed PRNG key. All batches take the same one.
+      representations: [n, tokens, d] of any dtype.
       neighbors: int32 [tokens, n] from `retrieve_neighbors`.
-      rows, copies: integers [B], images in [0, n) and numbers of copies, at least 0 (not checked).
-      n_patches: N_P; the paper replaces 50 of 196. 0 replaces none.
-      prefix_tokens: how many leading tokens are no patches (a class token), and are never replaced.
+      rows, copies: Integers [B]: images in [0, n), and numbers of copies, at least 0. The values are not checked.
+      n_patches: N_P. The paper replaces 50 of 196 patches. 0 replaces none.
+      prefix_tokens: The number of leading tokens that are no patches (a class token). They are never replaced.
 
     Returns:
       [B, tokens, d] of the same dtype.
 
     Raises:
-      TypeError: an old-style key, or neighbours, rows or copies that are not integers.
-      ValueError: other shapes; n_patches or prefix_tokens out of range; patches of one image, which has no neighbours.
+      TypeError: The key is of the old style, or neighbours, rows or copies are not integers.
+      ValueError: A shape differs, n_patches or prefix_tokens is out of range, or a single image has no neighbour.
     """
     check_key(key)
     n, tokens, _ = _shape(representations)
     for name, value in (("neighbors", neighbors), ("rows", rows), ("copies", copies)):
         if not jnp.issubdtype(value.dtype, jnp.integer):
-            raise TypeError(f"{name} must be integers, got {value.dtype}")
+            raise TypeError(f"{name} must be integers, got {value.dtype}.")
     if neighbors.shape != (tokens, n):
         raise ValueError(
             f"neighbors has shape {neighbors.shape}, but representations of shape {representations.shape} need"
-            f" [tokens, n] = {(tokens, n)}; use retrieve_neighbors(representations)"
+            f" [tokens, n] = {(tokens, n)}. Use retrieve_neighbors(representations)."
         )
     if rows.ndim != 1 or copies.shape != rows.shape:
-        raise ValueError(f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}")
+        raise ValueError(f"rows and copies must both be [B], got shapes {rows.shape} and {copies.shape}.")
     if not 0 <= prefix_tokens <= tokens:
-        raise ValueError(f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}")
+        raise ValueError(f"prefix_tokens must be in [0, {tokens}] for {tokens} tokens, got {prefix_tokens!r}.")
     patches = tokens - prefix_tokens
     if not isinstance(n_patches, int | np.integer) or n_patches < 0:
-        raise ValueError(f"n_patches must be an integer of at least 0, got {n_patches!r}; 0 replaces no patch")
+        raise ValueError(f"n_patches must be an integer of at least 0, got {n_patches!r}. 0 replaces no patch.")
     if n_patches > patches:
         raise ValueError(
             f"n_patches={n_patches} is more than the {patches} patch positions of {tokens} tokens with"
-            f" prefix_tokens={prefix_tokens}; use at most {patches} (the paper replaces about a quarter of them)"
+            f" prefix_tokens={prefix_tokens}. Use at most {patches}. The paper replaces about a quarter of the patches."
         )
     if n == 1 and n_patches > 0:
         raise ValueError(
-            f"n_patches={n_patches} needs a neighbour, but there is one image only; use n_patches=0, or more images"
+            f"n_patches={n_patches} needs a neighbour, but there is only one image. Use n_patches=0, or more images."
         )
     key = batchable(key)
 
@@ -178,21 +181,21 @@ def augmented_batch(
 def patch_augment(
     key: jax.Array, representations: jax.Array, neighbors: jax.Array, n_patches: int, *, prefix_tokens: int = 1
 ) -> jax.Array:
-    """One augmented copy of every image, copy 1 of `augmented_batch`; another key makes another copy."""
+    """Makes one augmented copy of every image: copy 1 of `augmented_batch`. Another key makes another copy."""
     rows = jnp.arange(_shape(representations)[0])
     options = {"n_patches": n_patches, "prefix_tokens": prefix_tokens}
     return augmented_batch(key, representations, neighbors, rows, jnp.ones_like(rows), **options)
 
 
 def batchable(key: jax.Array) -> jax.Array:
-    """A Threefry key drawn from `key`: what it draws under `jax.vmap` does not depend on the batch, unlike RBG."""
+    """Returns a Threefry key drawn from `key`. Unlike RBG, its bits under `jax.vmap` do not depend on the batch."""
     return jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
 
 
 def _shape(representations: jax.Array) -> tuple[int, int, int]:
     if representations.ndim != 3:
-        raise ValueError(f"representations must be [n, tokens, d], got shape {representations.shape}")
+        raise ValueError(f"representations must be [n, tokens, d], got shape {representations.shape}.")
     if len(representations) == 0:
-        raise ValueError(f"representations of shape {representations.shape} have no image; give at least one")
+        raise ValueError(f"representations of shape {representations.shape} have no image. Give at least one.")
     n, tokens, width = representations.shape
     return n, tokens, width

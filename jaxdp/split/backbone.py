@@ -1,4 +1,4 @@
-"""A pre-trained transformer cut in two: a frontend for the client, a backend that the server keeps (section 3.3)."""
+"""A pre-trained transformer cut in two: a frontend for the client and a backend for the server (section 3.3)."""
 
 import dataclasses
 import functools
@@ -18,13 +18,13 @@ Params = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Backbone:
-    """A model and where it is cut; its parameters are arguments of the functions.
+    """A model and the position of its cut. Parameters are arguments of the methods.
 
     Attributes:
-      model: a `ViT` (a DeiT is one) or a `Swin`, with `num_blocks`, `prefix_tokens` and `__call__(x, start, stop)`.
-      preprocessing: of its images.
-      cut: how many blocks K the frontend has, in [1, num_blocks - 1].
-      head_hidden: width of a hidden layer in the heads of `with_head`; 0 is none, and the head one linear map.
+      model: A `ViT` (a DeiT is one) or a `Swin`, with `num_blocks`, `prefix_tokens` and `__call__(x, start, stop)`.
+      preprocessing: The preprocessing of the model's images.
+      cut: K, the number of blocks of the frontend, in [1, num_blocks - 1].
+      head_hidden: Width of the hidden layer in the heads of `with_head`. 0 makes the head one linear map.
     """
 
     model: Any
@@ -34,22 +34,22 @@ class Backbone:
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "num_blocks"):
-            raise ValueError(f"model must be a ViT, DeiT or Swin, which can be cut, got {type(self.model).__name__}")
+            raise ValueError(f"model must be a ViT, DeiT or Swin, got {type(self.model).__name__}.")
         blocks = self.model.num_blocks
         if not (isinstance(self.cut, int) and 1 <= self.cut < blocks):
             raise ValueError(
-                f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got {self.cut!r}; "
-                f"the paper cuts after two thirds, here {two_thirds(self.model)}"
+                f"cut must be in [1, {blocks - 1}] for a model of {blocks} blocks, got {self.cut!r}. "
+                f"The paper cuts after two thirds of the blocks, here {two_thirds(self.model)}."
             )
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens in front of the patches."""
+        """The number of tokens in front of the patches."""
         return self.model.prefix_tokens
 
     @property
     def num_classes(self) -> int:
-        """Of the head."""
+        """The number of classes of the head."""
         return self.model.num_classes
 
     @property
@@ -60,33 +60,33 @@ class Backbone:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Shape [T, D] of the representation of one image at the cut."""
+        """The shape [T, D] of the representation of one image at the cut."""
         return jax.eval_shape(self.front, jax.eval_shape(self._init_front), self.images).shape[1:]
 
     def front(self, params: Params, images: jax.Array) -> jax.Array:
-        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]; needs the frontend's parameters."""
+        """Maps images [B, S, S, C] in [0, 1] to representations [B, T, D]. It needs the parameters of the frontend."""
         normalised = self.preprocessing.normalise(images)
         representations: Any = self.model.apply({"params": params}, normalised, 0, self.cut)
         return representations
 
     def back(self, params: Params, representations: jax.Array) -> jax.Array:
-        """Maps representations [B, T, D] to float32 logits [B, num_classes]; needs the backend's parameters."""
+        """Maps representations [B, T, D] to float32 logits [B, num_classes]. It needs the parameters of the backend."""
         logits: Any = self.model.apply({"params": params}, representations, self.cut)
         return logits
 
     def divide(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Cuts the parameters of the whole model into those of frontend and backend, the head included.
+        """Divides the parameters of the model. The first result is for the frontend, the second for backend and head.
 
         Raises:
-          ValueError: parameters of the frontend are missing.
+          ValueError: Parameters of the frontend are missing.
         """
         names = jax.eval_shape(self._init_front).keys()
         if missing := sorted(set(names) - set(params)):
-            raise ValueError(f"params have no {', '.join(missing)}; are they those of this model?")
+            raise ValueError(f"params have no {', '.join(missing)}. Give the parameters of this model.")
         return {name: params[name] for name in names}, {k: v for k, v in params.items() if k not in names}
 
     def with_head(self, key: jax.Array, back: Params, num_classes: int) -> tuple["Backbone", dict[str, Any]]:
-        """The backbone for another task, and `back`, parameters of the backend, with a freshly drawn head.
+        """Returns the backbone for another task, and the backend's parameters `back` with a new random head.
 
         Raises:
           ValueError: `num_classes` is less than 2.
@@ -97,39 +97,39 @@ class Backbone:
         return cut, {**kept, **_draw_head(cut, key)}
 
     def check_images(self, images: Any) -> None:
-        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1], n >= 1; shows none of them."""
+        """Raises ValueError unless images are floating point [n, S, S, C] in [0, 1] with n >= 1. It shows no pixel."""
         images, expected = np.asarray(images), self.images.shape[1:]
         if images.ndim != 4 or images.shape[1:] != expected or not len(images):
             raise ValueError(
-                f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got {list(images.shape)}"
+                f"images must be [n, {', '.join(map(str, expected))}] with n >= 1, got {list(images.shape)}."
             )
         if not np.issubdtype(images.dtype, np.floating):
             raise ValueError(
-                f"images must be floating point in [0, 1], got {images.dtype}; divide by the largest value"
+                f"images must be floating point in [0, 1], got {images.dtype}. Divide by the largest possible value."
             )
         if not (images.min() >= 0 and images.max() <= 1):
-            raise ValueError("images must be in [0, 1], and some are not; divide by the largest possible value")
+            raise ValueError("images must be in [0, 1]. Some are outside. Divide by the largest possible value.")
 
     def _init_front(self) -> Params:
         images = jnp.zeros(self.images.shape)
         return nn.Module.init(self.model, jax.random.key(0), images, 0, self.cut)["params"]
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that nothing but the head is drawn
+@functools.partial(jax.jit, static_argnums=0)  # under jit only the head is drawn
 def _draw_head(backbone: Backbone, key: jax.Array) -> dict[str, Any]:
     fresh = backbone.model.init(key, jnp.zeros((1, *backbone.tokens)), backbone.cut)["params"]
     return {name: value for name, value in fresh.items() if name.startswith("head")}
 
 
 def two_thirds(model: Any) -> int:
-    """After how many blocks the paper cuts: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1 to 3 of Swin-L."""
+    """Returns how many blocks precede the paper's cut: 16 of 24 in ViT-L, 8 of 12 in DeiT-B, stages 1-3 of Swin-L."""
     if hasattr(model, "depths"):
         return sum(model.depths[:-1]) or round(2 * model.depths[0] / 3)
     return round(2 * model.num_blocks / 3)
 
 
 def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.Array:
-    """Applies `run` to float32 rows [n, ...] batch by batch; zeros pad the last one, so that `run` compiles once.
+    """Applies `run` to float32 rows [n, ...] batch by batch. Zeros pad the last batch, so that `run` compiles once.
 
     Raises:
       ValueError: `batch_size` is less than 1.

@@ -1,13 +1,13 @@
-"""What else a few labelled images are good for: the methods that Split Adaptation is compared with (sections 4.1 and
-A.2), and what a client can make of the frontend that it was given (section 4.3, Table 3).
+"""The methods that Split Adaptation is compared with (sections 4.1 and A.2), and attacks by a client on its frontend.
 
     adapted = adapt(BASELINES["lp"], backbone, params, images, labels, num_classes=5, learning_rate=1e-3, key=key)
     accuracy(adapted, test_images, test_labels)
 
-A `Baseline` makes a `Recipe`: which blocks are run, and which parameters are trained. All draw a fresh linear head and
-take Adam at a constant learning rate, to be tuned per baseline on another task. None has a guarantee, for images or
-model: linear probing, full fine-tuning and LN-TUNE need both in one place, split learning uploads exact representations
-in every step, offsite tuning hands out more than half of the model.
+The attacks measure the use of the frontend alone (section 4.3, Table 3). A `Baseline` makes a `Recipe`: the blocks that
+run, and the parameters that are trained. All baselines draw a new linear head and use Adam at a constant learning rate.
+Tune that rate per baseline on another task. None protects images or model. Linear probing, full fine-tuning and LN-TUNE
+need both in one place. Split learning uploads exact representations in every step. Offsite tuning hands out more than
+half of the model.
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ from jaxdp.split.checks import check_labels, one_of
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import losses
 
-# --- Pieces of a network: hashable functions of all parameters and what the piece before returned ---------------------
+# --- Pieces of a network: hashable functions of all parameters and the result of the previous piece -------------------
 
 Piece = Callable[[Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks start, ..., stop - 1 of a model; from 0 on images [B, S, S, C] in [0, 1], without stop to the logits."""
+    """Blocks start, ..., stop - 1 of a model. Block 0 takes images [B, S, S, C] in [0, 1]. stop=None ends at logits."""
 
     backbone: Backbone
     start: int
     stop: int | None
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """Runs them."""
+        """Runs the blocks."""
         x = x if self.start else self.backbone.preprocessing.normalise(x)
         y: Any = self.backbone.model.apply({"params": params}, x, self.start, self.stop)
         return y
@@ -49,18 +49,18 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The quantised frontend that params["frontend"] holds, activations quantised too: images to [B, T, D]."""
+    """The quantised frontend in params["frontend"], with quantised activations: from images to [B, T, D]."""
 
     backbone: Backbone
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """Runs it."""
+        """Runs the frontend."""
         return quantized_front(self.backbone, params["frontend"], x)
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The tokens that the head of a model reads: those in front of the patches, or all if there are none."""
+    """The tokens that the head of a model reads: the tokens before the patches, or all if there are none."""
 
     prefix_tokens: int
 
@@ -71,7 +71,7 @@ class FirstTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The first token, or the mean of all, after a LayerNorm without parameters, which a linear head does not miss."""
+    """The first token, or the mean of all, after a LayerNorm without parameters, which suffices for a linear head."""
 
     prefix_tokens: int
 
@@ -98,14 +98,14 @@ class Linear:
 
 
 class Recipe(NamedTuple):
-    """What a baseline runs and trains. Hashable, so that equal recipes share compiled programs.
+    """The pieces that a baseline runs and trains. Hashable, so that equal recipes share compiled programs.
 
     Attributes:
-      features: pieces in front of everything that is trained: run once per image.
-      training: pieces from there to the logits, as they are trained.
-      evaluation: pieces from there to the logits, as they are used.
-      trained: paths of the parameters that are trained, such as "block_0/norm_0/scale".
-      client: paths of the parameters that the client holds.
+      features: Pieces before everything that is trained. They run once per image.
+      training: Pieces from there to the logits in training.
+      evaluation: Pieces from there to the logits in use.
+      trained: Paths of the trained parameters, such as "block_0/norm_0/scale".
+      client: Paths of the parameters that the client holds.
     """
 
     features: tuple[Piece, ...]
@@ -116,12 +116,12 @@ class Recipe(NamedTuple):
 
 
 Begun = tuple[Recipe, dict[str, Any]]
-# `baseline(backbone, params, num_classes=, key=)`: a recipe, and the parameters that it starts from.
+# `baseline(backbone, params, num_classes=, key=)` returns a recipe and its initial parameters.
 Baseline = Callable[..., Begun]
 
 
 def linear_probing(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains the head alone; the frozen transformer sees every image once."""
+    """Trains only the head. The frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
     features = (Blocks(backbone, 0, last), FirstTokens(backbone.prefix_tokens))
@@ -129,24 +129,24 @@ def linear_probing(backbone: Backbone, params: Params, *, num_classes: int, key:
 
 
 def full_fine_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains everything."""
+    """Trains all parameters."""
     backbone, params = backbone.with_head(key, params, num_classes)
     return _begin(params, (Blocks(backbone, 0, None),), lambda path: True)
 
 
 def layer_norm_tuning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """LN-TUNE (Basu et al. 2024, arXiv:2304.01917): trains scales and biases of all LayerNorms, and the head."""
+    """Trains scales and biases of all LayerNorms, and the head: LN-TUNE (Basu et al. 2024, arXiv:2304.01917)."""
     backbone, params = backbone.with_head(key, params, num_classes)
-    # Of the layers of a transformer, LayerNorm alone has a scale.
+    # Only LayerNorms have a scale in a transformer.
     norms = {path.removesuffix("/scale") for path in flatten_dict(params, sep="/") if path.endswith("/scale")}
     return _begin(params, (Blocks(backbone, 0, None),), lambda p: _is_head(p) or p.rpartition("/")[0] in norms)
 
 
 def split_learning(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains frontend and head at the client, through the server's frozen backend, as section A.2 has it.
+    """Trains frontend and head at the client, through the server's frozen backend, as in section A.2.
 
-    Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. What the two exchange is cut out
-    of one backward pass, so that it may run in one process.
+    Vanilla split learning (Vepakomma et al. 2018, arXiv:1812.00564) trains both sides. The exchange of the two parties
+    is part of one backward pass, so this may run in one process.
     """
     backbone, params = backbone.with_head(key, params, num_classes)
     front, _ = backbone.divide(params)
@@ -166,21 +166,21 @@ def offsite_tuning(
     drop: Literal["uniform", "random"] = "uniform",
     seed: int = 0,
 ) -> Begun:
-    """Offsite tuning (Xiao et al. 2023, arXiv:2302.04870): trains adapters around an emulator of the middle.
+    """Trains adapters around an emulator of the middle: offsite tuning (Xiao et al. 2023, arXiv:2302.04870).
 
-    The adapters are the first two and the last two blocks, one and one of fewer than 6. The emulator is the middle with
-    half of its blocks dropped, one more if they are odd. Blocks of a Swin that merge patches cannot be dropped and do
-    not count. Adapters and head are trained with embedding, emulator and last LayerNorm frozen, then plugged into the
-    full model. Its authors distil the emulator on public images beforehand; the paper mentions no distillation, and
-    there is none here.
+    The adapters are the first two and the last two blocks, or one and one of fewer than 6 blocks. The emulator is the
+    middle without half of its blocks, rounded up. Blocks of a Swin that merge patches always stay and do not count.
+    Adapters and head are trained with embedding, emulator and last LayerNorm frozen. Then they go back into the full
+    model. The authors first distil the emulator on public images. The paper mentions no distillation, and this function
+    does none.
 
     Args:
-      backbone, params, num_classes, key: as any `Baseline`; the cut is not used.
-      drop: "uniform" keeps evenly spaced blocks, as the authors do, "random" keeps any, as the paper does.
-      seed: of the random choice, the server's, who makes one emulator for everybody.
+      backbone, params, num_classes, key: As in any `Baseline`. The cut has no effect.
+      drop: "uniform" keeps evenly spaced blocks, as the authors do. "random" keeps random ones, as the paper does.
+      seed: Seed of the random choice. The server chooses it and makes one emulator for all clients.
 
     Raises:
-      ValueError: no block between the adapters can be dropped, or `drop` is unknown.
+      ValueError: No block between the adapters can be dropped, or `drop` is unknown.
     """
     one_of(("uniform", "random"), drop=drop)
     backbone, params = backbone.with_head(key, params, num_classes)
@@ -190,8 +190,8 @@ def offsite_tuning(
     candidates = [k for k in middle if blocks[k][1]]
     if not candidates:
         raise ValueError(
-            f"offsite tuning needs a block to drop between {ends} first and {ends} last ones; the model has only "
-            f"{len(blocks)} blocks"
+            f"offsite tuning needs a block to drop between {ends} first and {ends} last ones. The model has only "
+            f"{len(blocks)} blocks."
         )
     dropped = set(candidates) - set(_half(candidates, drop, seed))
     kept = tuple(Blocks(backbone, k, k + 1) for k in middle if k not in dropped)
@@ -217,7 +217,7 @@ BASELINES: Mapping[str, Baseline] = {
 }
 
 
-# --- What a client can make of the frontend alone ---------------------------------------------------------------------
+# --- Attacks by a client that has the frontend only -------------------------------------------------------------------
 
 
 def probe_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
@@ -228,16 +228,16 @@ def probe_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: 
 
 
 def probe_original_frontend(backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array) -> Begun:
-    """The same with the frontend of `params`, which no client has: "Original Frontend" of Table 3."""
+    """Trains a head on the frontend of `params`, which no client has: "Original Frontend" of Table 3."""
     params = {**backbone.divide(params)[0], "head": _linear_head(backbone, num_classes, key)}
     features = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens))
     return _begin(params, (Linear(num_classes),), _is_head, features=features)
 
 
 def tune_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
-    """Trains a head and all weights of the frontend, dequantised: stronger than what the paper tests.
+    """Trains a head and all weights of the dequantised frontend. This is stronger than the paper's test.
 
-    Rounding of activations protects nothing against a client who need not do it, so there is none.
+    Activations are not rounded here, since a client need not round them.
     """
     params = {**_checked(frontend).params, "head": _linear_head(backbone, num_classes, key)}
     pieces = (Blocks(backbone, 0, backbone.cut), Pool(backbone.prefix_tokens), Linear(num_classes))
@@ -245,10 +245,11 @@ def tune_quantized_frontend(backbone: Backbone, frontend: Any, *, num_classes: i
 
 
 def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Baseline:
-    """Trains the head of another public model, whose last blocks go behind the quantised frontend: "Auxiliary Backend".
+    """Trains the head of another public model behind the quantised frontend: "Auxiliary Backend" of Table 3.
 
-    The other model is cut where its backend begins; the paper takes the last third of DINOv2-L. Its parameters are of
-    the whole model. The baseline raises ValueError if the two models' tokens do not fit together.
+    The last blocks of the other model follow the frontend. Its cut is where its backend begins. The paper takes the
+    last third of DINOv2-L. `auxiliary_params` belong to the whole model. The baseline raises ValueError if the
+    tokens of the two models do not fit together.
     """
 
     def baseline(backbone: Backbone, frontend: Any, *, num_classes: int, key: jax.Array) -> Begun:
@@ -256,7 +257,7 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
         if ours != theirs:
             raise ValueError(
                 f"auxiliary must take tokens of width {ours[0]} with {ours[1]} in front of the patches, as the "
-                f"frontend returns, got width {theirs[0]} with {theirs[1]}; choose another model or another cut"
+                f"frontend returns, got width {theirs[0]} with {theirs[1]}. Choose another model or another cut."
             )
         other, back = auxiliary.with_head(key, auxiliary.divide(auxiliary_params)[1], num_classes)
         last = other.model.num_blocks
@@ -272,7 +273,7 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapted:
-    """A model for the client's task: what is run, and the parameters of all of it, trained or not."""
+    """A model for the client's task: its pieces, and all their parameters, trained or not."""
 
     recipe: Recipe
     params: dict[str, Any] = dataclasses.field(repr=False)
@@ -298,21 +299,21 @@ def adapt(
 ) -> Adapted:
     """Adapts a public model to a client's task.
 
-    Calls that differ in data, learning rate or key only compile once.
+    Calls that differ only in data, learning rate or key compile once.
 
     Args:
-      baseline: of `BASELINES`, or one of the functions for a frontend.
-      backbone: the public model.
-      params: what the baseline starts from: the parameters of the whole model, or a `QuantizedFrontend`.
-      images: float32 [n, S, S, C] in [0, 1], the client's.
-      labels: int [n] in [0, num_classes), num_classes at least 2.
-      learning_rate, batch_size: as in `fit_in_memory`.
-      epochs: passes over the images; the paper has 100, and 50 for offsite tuning.
-      key: typed PRNG key, of the head and the order of the images.
+      baseline: An entry of `BASELINES`, or one of the functions for a frontend.
+      backbone: The public model.
+      params: The initial parameters of the whole model, or a `QuantizedFrontend`.
+      images: The client's images, float32 [n, S, S, C] in [0, 1].
+      labels: int [n] in [0, num_classes), with num_classes at least 2.
+      learning_rate, batch_size: As in `fit_in_memory`.
+      epochs: Passes over the images. The paper has 100, and 50 for offsite tuning.
+      key: Typed PRNG key of the head and the order of the images.
 
     Raises:
-      ValueError: images of another shape, outside [0, 1] or none; labels of another number or type or outside
-        [0, num_classes); a number that is not positive; as the baseline.
+      ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or [0, num_classes), a
+        number is not positive, or as the baseline.
     """
     backbone.check_images(images)
     check_labels(labels, len(images), num_classes)
@@ -336,19 +337,19 @@ def adapt(
 
 
 def accuracy(adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128) -> float:
-    """The share of images [n, S, S, C] whose largest logit is that of the label, int [n].
+    """Returns the share of images [n, S, S, C] whose largest logit belongs to the label, int [n].
 
     Raises:
-      ValueError: no images, images of another shape, or labels of another number.
+      ValueError: There are no images, images have another shape, or the number of labels differs.
     """
     if not len(images) or np.shape(labels) != (len(images),):
-        raise ValueError(f"labels must be one per image, at least one, got {list(np.shape(labels))} of {len(images)}")
+        raise ValueError(f"labels must be one per image, at least one, got {list(np.shape(labels))} of {len(images)}.")
     predicted = np.asarray(adapted.logits(images, batch_size=batch_size)).argmax(1)
     return float(np.mean(predicted == np.asarray(labels)))
 
 
 def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters by path: those that are trained, and the others."""
+    """Divides parameters by path into trained ones and others."""
     flat = flatten_dict(params, sep="/")
     trained = {path: leaf for path, leaf in flat.items() if path in recipe.trained}
     return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
@@ -356,7 +357,7 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """The cross-entropy of (inputs, labels) behind `pieces`, for `fit_in_memory`; one object for equal pieces."""
+    """Returns the cross-entropy of (inputs, labels) behind `pieces` for `fit_in_memory`, cached for equal pieces."""
 
     def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         inputs, labels = batch
@@ -367,7 +368,7 @@ def training_loss(pieces: tuple[Piece, ...]) -> Loss:
 
 
 def run(pieces: Iterable[Piece], params: Params, x: jax.Array) -> jax.Array:
-    """What comes out of the last of the pieces if x goes into the first."""
+    """Applies the pieces to x, one after the other."""
     for piece in pieces:
         x = piece(params, x)
     return x
@@ -388,7 +389,7 @@ def _begin(
     evaluation: tuple[Piece, ...] | None = None,
     client: Callable[[str], bool] = lambda path: True,
 ) -> Begun:
-    """A recipe that is evaluated as it is trained, unless it says how, and the parameters."""
+    """Returns a recipe and parameters. `evaluation` is `training` by default."""
     chosen = (frozenset(filter(choose, flatten_dict(params, sep="/"))) for choose in (trained, client))
     return Recipe(features, training, evaluation or training, *chosen), dict(params)
 
@@ -407,13 +408,13 @@ def _linear_head(backbone: Backbone, num_classes: int, key: jax.Array) -> Any:
 
 def _checked(frontend: Any) -> QuantizedFrontend:
     if not isinstance(frontend, QuantizedFrontend):
-        raise ValueError(f"params must be a QuantizedFrontend, what a client is given, got {type(frontend).__name__}")
+        raise ValueError(f"params must be the client's QuantizedFrontend, got {type(frontend).__name__}.")
     return frontend
 
 
 @functools.lru_cache
 def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], ...]:
-    """Of every block of a model, the names of its parameters, and whether its output has the shape of its input."""
+    """Returns for each block the names of its parameters, and whether its output has the shape of its input."""
     found = []
 
     def describe() -> None:
@@ -429,7 +430,6 @@ def _describe_blocks(backbone: Backbone) -> tuple[tuple[frozenset[str], bool], .
 
 
 def _half(candidates: list[int], drop: str, seed: int) -> list[int]:
-    """Half of the candidates, rounded down."""
     count = len(candidates) // 2
     if drop == "random":
         # RandomState: its stream is the same in every version of NumPy.

@@ -4,9 +4,9 @@
     params = perturb_params(model_key, frontend.params)                # section 3.4: Eq. 12
     x = represent(backbone, frontend, params, images)
     copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
-    copies = noise_then_augment(key, x, laplace_scale=0.8)             # what we advise: one noisy copy, augmented
+    copies = noise_then_augment(key, x, laplace_scale=0.8)             # our advice: one noisy copy, augmented
 
-Neither has a privacy guarantee (BUILD_NOTES.md, "Split adaptation"); `jaxdp.split.noisy_upload` has one.
+Neither order has a privacy guarantee (BUILD_NOTES.md, "Split adaptation"). `jaxdp.split.noisy_upload` has one.
 """
 
 import functools
@@ -25,22 +25,23 @@ NoiseMode = Literal["rel", "abs", "var", "rms"]
 
 
 def perturb_params(key: jax.Array, params: Params, *, alpha: float = 0.01, mode: NoiseMode = "rel") -> Any:
-    """theta' = n_x theta + n_+ with n_x ~ N(1, s), n_+ ~ N(0, s), drawn once for every parameter (Eq. 12).
+    """Returns theta' = n_x theta + n_+ with n_x ~ N(1, s) and n_+ ~ N(0, s), drawn once for every parameter (Eq. 12).
 
-    The paper writes s = alpha theta, which no variance and no standard deviation can be; `mode` is what we read.
+    The paper writes s = alpha theta, which can be neither a variance nor a standard deviation. `mode` selects a
+    reading.
 
     Args:
-      key: typed PRNG key of shape (), of the client's secret seed; not batched by `jax.vmap`.
-      params: dequantised parameters of the frontend, a pytree of floating-point arrays.
-      alpha: degree of the noise, finite and >= 0.
-      mode: the standard deviation is "rel" alpha |theta|, "abs" alpha, "var" sqrt(alpha |theta|), "rms" alpha times the
-        root mean square of the tensor.
+      key: Typed PRNG key of shape (), from the client's secret seed. `jax.vmap` must not batch it.
+      params: Dequantised parameters of the frontend, a pytree of floating-point arrays.
+      alpha: Degree of the noise, finite and >= 0.
+      mode: The standard deviation: "rel" is alpha |theta|, "abs" is alpha, "var" is sqrt(alpha |theta|). "rms" is alpha
+        times the root mean square of the tensor.
 
     Returns:
-      float32 pytree like `params`. No guarantee: one draw is shared by all uploads and its distribution is known.
+      float32 pytree like `params`. It has no guarantee: all uploads share one draw, and its distribution is known.
 
     Raises:
-      ValueError: alpha is negative or not finite, or the mode unknown.
+      ValueError: alpha is negative or not finite, or the mode is unknown.
     """
     one_of(get_args(NoiseMode), mode=mode)
     not_negative(alpha=alpha)
@@ -65,20 +66,17 @@ def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) ->
 def represent(
     backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array, *, batch_size: int = 128
 ) -> jax.Array:
-    """The representations of images under a frontend, batch by batch.
+    """Computes the representations of images under a frontend, float32 [n, T, D], batch by batch.
 
     Args:
-      backbone: the model and where it is cut.
-      frontend: as shipped, for the scales of its activations.
-      params: of the frontend: `perturb_params(key, frontend.params)`, or `frontend.params` as they are.
+      backbone: The model and the position of its cut.
+      frontend: The frontend as shipped. It gives the scales of the activations.
+      params: Parameters of the frontend: `perturb_params(key, frontend.params)`, or `frontend.params` without noise.
       images: float32 [n, S, S, C] in [0, 1].
-      batch_size: images per call of the compiled program.
-
-    Returns:
-      float32 [n, T, D].
+      batch_size: Images per call of the compiled program.
 
     Raises:
-      ValueError: images of another shape, outside [0, 1] or none at all; batches without images.
+      ValueError: Images are empty, of another shape or outside [0, 1], or batch_size is less than 1.
     """
     backbone.check_images(images)
     return in_batches(functools.partial(_represent, backbone, frontend, params), images, batch_size)

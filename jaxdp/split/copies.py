@@ -1,4 +1,4 @@
-"""What a client uploads: every representation, and copies of it with patches of other images (sections 3.4 and 3.5)."""
+"""The client's uploads: every representation, and copies with patches of other images (sections 3.4 and 3.5)."""
 
 import dataclasses
 
@@ -16,18 +16,18 @@ from jaxdp.transforms import noise
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Augmented copies of n representations, made when they are asked for: all of them are never in memory.
+    """Augmented copies of n representations. A batch of copies is made on demand, so memory never holds all of them.
 
-    The client's secret: `representations` are exact before `augment_then_noise`. What leaves the client is `batch`.
+    An object is the client's secret: `representations` are exact before `augment_then_noise`. The client sends `batch`.
 
     Attributes:
       representations: float32 [n, T, D].
       neighbors: int32 [T, n] of `retrieve_neighbors`.
-      key: of the choice of patches, and of the Laplace noise.
-      laplace_scale: b of the noise on every entry of every copy, [] float32; 0 for none.
-      copies: N_Aug copies besides the original one.
-      n_patches: patches replaced in each copy; with 0 the copies differ by their noise only.
-      prefix_tokens: tokens that are never replaced.
+      key: The key of the choice of patches and of the Laplace noise.
+      laplace_scale: b of the noise on every entry of every copy, float32 []. 0 adds no noise.
+      copies: N_Aug, the number of copies besides the original.
+      n_patches: The number of patches replaced in each copy. With 0 the copies differ only by their noise.
+      prefix_tokens: The number of leading tokens that are never replaced.
     """
 
     representations: jax.Array
@@ -39,11 +39,11 @@ class Copies:
     prefix_tokens: int
 
     def index(self) -> tuple[jax.Array, jax.Array]:
-        """Image and number of every copy, int32 [n (1 + copies)] each."""
+        """Returns image and number of every copy, int32 [n (1 + copies)] each."""
         return index_of_copies(len(self.representations), 1 + self.copies)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`, the same values whenever it is asked for."""
+        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`. Every call gives the same values."""
         patch_key, noise_key = jax.random.split(self.key)
         noise_key = batchable(noise_key)
         options = {"n_patches": self.n_patches, "prefix_tokens": self.prefix_tokens}
@@ -60,7 +60,7 @@ class Copies:
         )
 
     def materialized(self) -> np.ndarray:
-        """All copies [1 + copies, n, T, D] in the memory of the host, made one number after the other."""
+        """Returns all copies [1 + copies, n, T, D] in host memory. It makes one number of all images at a time."""
         images = jnp.arange(len(self.representations), dtype=jnp.int32)
         numbers = range(1 + self.copies)
         return np.stack([np.asarray(_batch(self, images, jnp.full_like(images, number))) for number in numbers])
@@ -75,7 +75,7 @@ _batch = jax.jit(Copies.batch)
 
 
 def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
-    """Image and number of every copy if there are `each` of every image, int32 [images * each] both."""
+    """Returns image and number of every copy for `each` copies of every image, int32 [images * each] both."""
     found, numbers = jnp.divmod(jnp.arange(images * each, dtype=jnp.int32), each)
     return found, numbers
 
@@ -89,25 +89,25 @@ def augment_then_noise(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """The published order: retrieve on exact representations, then Laplace(0, b) on the original and on every copy.
+    """Makes copies in the published order: retrieval on exact representations, then Laplace(0, b) on every copy.
 
-    Each image is sent 1 + copies times with fresh noise: whoever takes the median of its copies removes most of it.
+    The original counts as a copy. Each image is sent 1 + copies times with fresh noise, so the median of its copies
+    removes most of the noise.
 
     Args:
-      key: typed PRNG key of shape (), of the client's secret seed.
-      representations: float32 [n, T, D], of `represent`.
-      laplace_scale, copies, n_patches, prefix_tokens: as in `Copies`; b in units of the representation.
+      key: Typed PRNG key of shape (), from the client's secret seed.
+      representations: float32 [n, T, D] of `represent`.
+      laplace_scale, copies, n_patches, prefix_tokens: As in `Copies`. b is in units of the representation.
 
     Raises:
-      ValueError: a negative scale or number, more patches than there are, or patches of one image, which has no
-        neighbours.
+      ValueError: A scale or number is negative, n_patches exceeds the patches, or a single image has no neighbour.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
     neighbors = retrieve_neighbors(representations)  # Eq. 13
     made = Copies(representations, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     first = jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(made.batch, first, first)  # raises now what would be raised later
+    jax.eval_shape(made.batch, first, first)  # raises errors of arguments now
     return made
 
 
@@ -120,10 +120,10 @@ def noise_then_augment(
     n_patches: int,
     prefix_tokens: int,
 ) -> Copies:
-    """One noisy representation of every image; retrieval and augmentation follow, as the server could do them.
+    """Makes one noisy representation of every image, then retrieves and augments as the server could do.
 
-    65 times less is uploaded, the noise cannot be averaged away, and what one image does to the copies of others is
-    post-processing. Arguments and errors as in `augment_then_noise`.
+    The upload is 65 times smaller, and averaging cannot remove the noise. The effect of an image on copies of other
+    images is post-processing. Arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     noise_key, patch_key = jax.random.split(key)
@@ -146,18 +146,15 @@ def plan_copies(
     prefix_tokens: int,
     label: str,
 ) -> Release[np.ndarray]:
-    """Returns the upload of `augment_then_noise` for a till (`jaxdp.release.Till`); spends nothing.
+    """Returns all copies of `augment_then_noise`, float32 [1 + copies, n, T, D], as a release for a till.
 
-    The account pays `published_event`: nothing about this upload is proven. People read `label` in the ledger, so it
-    must not hold data. Other arguments and errors as in `augment_then_noise`.
-
-    Returns:
-      A release of all copies, float32 [1 + copies, n, T, D].
+    It spends nothing. The account pays `published_event`: nothing about this upload is proven. The ledger shows
+    `label` to people, so it must not hold data. Other arguments and errors are as in `augment_then_noise`.
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
     x, images = jnp.asarray(representations), jax.ShapeDtypeStruct(np.shape(representations)[:1], jnp.int32)
-    # Traced now: what cannot run costs nothing.
+    # Tracing comes before the payment, so that a program that cannot run costs nothing.
     neighbors, key = jax.eval_shape(retrieve_neighbors, x), stream(bytes(16), "copies", impl="threefry2x32")
     traced = Copies(x, neighbors, key, jnp.float32(laplace_scale), copies, n_patches, prefix_tokens)
     texts = [program(retrieve_neighbors, x), program(_batch, traced, images, images)]
@@ -176,9 +173,9 @@ def plan_copies(
 
 
 def plan_noisy(account: Account, *, representations: jax.Array, laplace_scale: float, label: str) -> Release[jax.Array]:
-    """Returns one noisy copy of every representation, float32 [n, T, D], for a till; spends nothing.
+    """Returns one noisy copy of every representation, float32 [n, T, D], as a release for a till. It spends nothing.
 
-    Arguments and errors as in `plan_copies`.
+    Arguments and errors are as in `plan_copies`.
     """
     x, event = jnp.asarray(representations), published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)

@@ -1,8 +1,8 @@
-"""What an adaptation costs one client: Table 2, and what is uploaded and downloaded, which the paper leaves out.
+"""The cost of an adaptation for one client: Table 2, and uploads and downloads, which the paper omits.
 
     cost("sa", backbone, images=500, num_classes=100).upload
 
-The numbers are counted from shapes, so that a ViT-L takes seconds and no memory. The server's work is not in them.
+All numbers are counted from shapes, so a ViT-L takes seconds and no memory. The server's work is not counted.
 """
 
 import math
@@ -24,7 +24,7 @@ from jaxdp.split.copies import augment_then_noise, noise_then_augment
 from jaxdp.split.noisy_upload import Projection, project, release_privately
 from jaxdp.split.quantization import describe_frontend
 
-# By name: a baseline, or what the client of Split Adaptation does with its representations.
+# By name: a baseline, or the client's treatment of representations in Split Adaptation.
 METHODS: Mapping[str, Callable[..., Any]] = {
     **BASELINES,
     "sa": augment_then_noise,
@@ -36,7 +36,7 @@ _FLOAT = 4  # bytes, as of the int32 labels
 
 
 class Program(NamedTuple):
-    """A program of the client, the shapes of its arguments, images per call, and how often each image goes through."""
+    """A program of the client, shapes of its arguments, images per call, and how often each image passes through it."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,15 +45,16 @@ class Program(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What an adaptation costs one client. FLOPs are those of matrix products and convolutions, two per multiplication.
+    """The cost of an adaptation for one client. FLOPs count matrix products and convolutions, two per multiplication.
 
     Attributes:
-      parameters: how many the client holds.
-      parameter_bytes: as it holds them: float32, or the int8 codes of Split Adaptation without their scales.
-      forward_flops: per image, of one forward pass through what the client holds.
-      training_flops: per image, of one step of training, forward and backward; 0 if the client trains nothing.
-      total_flops, upload, download: of the whole adaptation, the last two in bytes.
-      programs: what the client runs, by name, to be measured on a device. The frontend of Split Adaptation has no noise
+      parameters: The number of parameters that the client holds.
+      parameter_bytes: Their bytes: float32, or int8 codes without scales in Split Adaptation.
+      forward_flops: FLOPs per image of one forward pass through the parameters that the client holds.
+      training_flops: FLOPs per image of one training step, forward and backward. 0 if the client trains nothing.
+      total_flops: FLOPs of the whole adaptation.
+      upload, download: Bytes of the whole adaptation.
+      programs: The client's programs by name, to measure on a device. The frontend of Split Adaptation has no noise
         there and does not round activations.
     """
 
@@ -78,27 +79,27 @@ def cost(
     copies: int = 64,
     directions: int = 32,
 ) -> Cost:
-    """Counts what a method costs a client.
+    """Counts the cost of a method for a client.
 
-    The client of "lp", "ft" and "ln" downloads the model and uploads nothing; that of "lp" computes its features once.
-    In split learning ("sl") representations and, for the head, their gradients cross in every step. In offsite tuning
-    ("ot") the emulator comes down, adapters and head go up. In Split Adaptation the frontend comes down and
-    representations go up: all copies of every image ("sa", as published, with their retrieval), one of every image
-    ("sa_noise_once"), or a few coordinates and a label ("sa_private"). In the first two, where the client keeps the
-    labels, logits of all copies come down in every epoch and their gradients go up.
+    - "lp", "ft", "ln": The client downloads the model and uploads nothing. With "lp" it computes its features once.
+    - "sl" (split learning): Representations and, for the head, their gradients cross in every step.
+    - "ot" (offsite tuning): The client downloads the emulator, and uploads adapters and head.
+    - "sa...": The client downloads the frontend and uploads representations. "sa" (published) uploads and retrieves all
+      copies of every image, "sa_noise_once" one copy. In both the client keeps the labels. So in every epoch it
+      downloads logits of all copies and uploads their gradients. "sa_private" uploads a few coordinates and a label.
 
     Args:
-      method: one of `METHODS`.
-      backbone: the model and where it is cut; its parameters are not needed.
+      method: One of `METHODS`.
+      backbone: The model and its cut, without parameters.
       images, num_classes: n and K of the client.
-      epochs, batch_size: passes over the images, of whoever trains, and images per step or call.
+      epochs, batch_size: Passes over the images by the training party, and images per step or call.
       copies, directions: N_Aug of Split Adaptation, besides the original, and k numbers per image in "sa_private".
 
     Raises:
-      ValueError: an unknown method, a number that is not positive (copies: negative), or as the baseline.
+      ValueError: The method is unknown, a number is not positive (copies: negative), or as the baseline.
     """
     if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     at_least(1, images=images, epochs=epochs, batch_size=batch_size, directions=directions)
     at_least(2, num_classes=num_classes)
     at_least(0, copies=copies)
@@ -120,9 +121,9 @@ def cost(
 
 
 def count_macs(fn: Callable[..., Any], *args: Any) -> int:
-    """Multiplications with an addition in all products and convolutions of a function of `args`, arrays or shapes.
+    """Counts multiplications with an addition in all products and convolutions of a function of arrays or shapes.
 
-    Of branches the costliest counts. A `while_loop` with a product in it is a ValueError.
+    Of branches the costliest counts. A `while_loop` with a product raises ValueError.
     """
     return _macs(jax.make_jaxpr(fn)(*args).jaxpr)
 
@@ -142,13 +143,13 @@ def _macs(jaxpr: Any) -> int:
             kernel = shapes[1].shape
             total += math.prod(out.shape) * math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
         elif name == "while" and any(inner):
-            raise ValueError("the products in a while_loop cannot be counted: nobody knows how often it runs; use scan")
+            raise ValueError("a while_loop has an unknown number of steps, so its products are not counted. Use scan.")
         else:
             total += max(inner) if name == "cond" else sum(inner) * (params["length"] if name == "scan" else 1)
     return total
 
 
-# --- What the clients of the methods do -------------------------------------------------------------------------------
+# --- The clients of the methods ---------------------------------------------------------------------------------------
 
 
 class _Job(NamedTuple):
@@ -160,7 +161,7 @@ class _Job(NamedTuple):
     directions: int
 
 
-# Parameters by path, programs by name, bytes that go up and that come down.
+# Parameters by path, programs by name, bytes of the upload and of the download.
 _Client = tuple[Mapping[str, Any], Mapping[str, Program], int, int]
 
 
@@ -199,13 +200,13 @@ def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
     forward = _forward(Blocks(model, 0, backbone.cut))
     read = _forward(Blocks(model, 0, last), FirstTokens(backbone.prefix_tokens))
     cut, tokens = jax.eval_shape(forward, held, images), jax.eval_shape(read, params, images)
-    # The last LayerNorm, the server's, is left in: it has no product.
+    # The last LayerNorm belongs to the server. It may stay here, since it has no product.
     norm = {path: leaf for path, leaf in params.items() if path.startswith("norm/")}
     loss = training_loss((Blocks(model, last, None),))
 
     def step(held: Any, state: Any, norm: Any, images: Any, received: Any, tokens: Any, labels: Any) -> Any:
         def surrogate(held: Any, tokens: Any) -> tuple[jax.Array, jax.Array]:
-            """Has the gradients of the loss, of which the server sends those by the representations."""
+            """Has the same gradients as the loss. The server sends the gradients with respect to representations."""
             sent = forward(held, images)
             return (sent * received).sum() + loss(held, norm, (tokens, labels), jax.random.key(0)).mean(), sent
 
@@ -218,7 +219,7 @@ def _split_learning(method: str, backbone: Backbone, job: _Job) -> _Client:
         "forward": Program(forward, (front, images), job.batch, 0),
         "training": Program(step, args, job.batch, job.epochs),
     }
-    # Up go representations and gradients by what the head reads; down come gradients by representations, what it reads.
+    # The head's inputs and the representations cross once in each direction, as values or as gradients.
     numbers = math.prod(cut.shape[1:]) + (backbone.prefix_tokens or 1) * tokens.shape[2]
     exchanged = _FLOAT * job.epochs * job.images * numbers
     return held, programs, exchanged, _FLOAT * _size(front) + exchanged
@@ -233,19 +234,19 @@ def _split_adaptation(method: str, backbone: Backbone, job: _Job) -> _Client:
     if method == "sa_private":
         projection = Projection(_floats(tokens, width), _floats(tokens * width, job.directions))
         programs["projection"] = Program(project, (projection, _floats(job.batch, tokens, width)), job.batch, 1)
-        # Up go k numbers and an int32 label.
+        # The upload is k numbers and an int32 label.
         return held, programs, _FLOAT * job.images * (job.directions + 1), package + _FLOAT * _size(projection)
     upload = _FLOAT * job.images * tokens * width
     if method == "sa":
         programs["retrieval"] = Program(retrieve_neighbors, (_floats(job.images, tokens, width),), job.images, 1)
         upload *= 1 + job.copies
-    # Logits come down, and gradients of the loss by them go up (section 3.5, Eq. 14).
+    # The client downloads logits and uploads gradients of the loss (section 3.5, Eq. 14).
     exchanged = _FLOAT * job.epochs * job.images * (1 + job.copies) * job.num_classes
     return held, programs, upload + exchanged, package + exchanged
 
 
 def _begin(method: str, backbone: Backbone, job: _Job) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
-    """The recipe of a baseline; by path, the shapes of all parameters and of those that the client holds."""
+    """Returns the recipe of a baseline, and by path the shapes of all parameters and of the client's parameters."""
     shapes = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)["params"]
     recipe, params = BASELINES[method](backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0))
     flat = {path: _floats(*leaf.shape) for path, leaf in flatten_dict(params, sep="/").items()}

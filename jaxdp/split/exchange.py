@@ -1,19 +1,19 @@
-"""What the two parties of Split Adaptation tell each other, as packages (`jaxdp.split.package`), and nothing else.
+"""The exchange between the two parties of Split Adaptation, in packages (`jaxdp.split.package`).
 
-    frontend   server to client   the first blocks as integers and their scales, public directions, how copies are made
+    frontend   server to client   first blocks as integers and scales, public directions, settings of the copies
     queries    client to server   representations of images to classify
-    upload     client to server   representations to adapt to, of one of three kinds; the server starts when it comes
-    loss/      both ways          logits of a step and the client's gradients by them, if labels stay with the client
-    adapted    server to client   the backend is adapted; nothing of it is sent
+    upload     client to server   representations to adapt to, of one of three kinds. The server waits for it.
+    loss/      both ways          logits of a step and the client's gradients, if labels stay with the client
+    adapted    server to client   a sign that the backend is adapted. It holds nothing of the backend.
     answers    server to client   logits of the queries
 
-Every package is checked before it is written and again after it is read, by the same functions. A party that reads one
-runs no code of the other: models and activations are looked up in a table. Parties without a common folder may carry
-packages by any means that puts each in its place whole, for example by renaming it.
+The same functions check every package before it is written and after it is read. A reader runs no code of the other
+party: it looks up models and activations in a table. Parties without a common folder may carry packages by any means
+that makes each package appear whole, for example by renaming it.
 
-Every `send_...` raises FileExistsError if its folder exists, and ValueError for what nobody would receive. Every
-`receive_...` raises FileNotFoundError if a file is missing, and ValueError if the package is damaged, does not fit, or
-exceeds `limits`, which are `Limits()` by default.
+Every `send_...` raises FileExistsError if its folder exists, and ValueError for content that a receiver would refuse.
+Every `receive_...` raises FileNotFoundError if a file is missing, and ValueError if the package is damaged, does not
+fit, or exceeds `limits`, by default `Limits()`.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ from jaxdp.split.server import Gradients
 
 _MODELS: Mapping[str, type[nn.Module]] = {"ViT": ViT, "Swin": Swin}
 _ACTIVATIONS: Mapping[str, Any] = {"gelu": gelu, "gelu_tanh": nn.gelu, "relu": nn.relu, "silu": nn.silu}
-# Of the head, of which the client has no part, or always the same.
+# Attributes that are not sent: they describe the head, which stays with the server, or never differ.
 _UNTOLD = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
 _POLL_SECONDS = 0.01
 _Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
@@ -58,7 +58,7 @@ _Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of ever
 def _send(
     folder: Folder, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
 ) -> None:
-    """Writes a package, once `understand` has found nothing wrong with it."""
+    """Writes a package if `understand` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     understand(Package(dict(fields), arrays))
     write_package(folder, kind, fields=fields, arrays=arrays)
@@ -67,26 +67,26 @@ def _send(
 def _receive(
     folder: Folder, kind: str, fields: Iterable[str], understand: Callable[[Package], Any], limits: Limits | None
 ) -> Any:
-    """What `understand` makes of a package that must have these fields."""
+    """Reads a package that must have these fields and returns the result of `understand`."""
     package = read_package(folder, kind, fields=fields, limits=limits)
     try:
         return understand(package)
-    except Exception as error:  # whatever a model with such attributes raises when it is traced
-        raise ValueError(f"{folder} is whole but of no use; its sender must make another one: {error}") from error
+    except Exception as error:  # a model with wrong attributes may raise anything when it is traced
+        raise ValueError(f"{folder} is whole but of no use. Its sender must make another one: {error}") from error
 
 
 # --- The frontend -----------------------------------------------------------------------------------------------------
 
 
 class Shipment(NamedTuple):
-    """What a client gets from the server.
+    """The server's package for the client.
 
     Attributes:
-      backbone: the architecture and where it is cut, with 2 classes: those of the server's head are not told.
-      frontend: integers and scales.
+      backbone: The architecture and its cut. Its head has 2 classes, since the server's number is not sent.
+      frontend: Integers and scales.
       copies, n_patches: N_Aug augmented copies of every representation, and N_P, the patches replaced in each.
-      projection: public directions for private uploads; None for none.
-      clip_norm: norm to which coordinates in these directions are clipped, a function of public data.
+      projection: Public directions for private uploads, or None.
+      clip_norm: The clip norm of coordinates in these directions, a function of public data.
     """
 
     backbone: Backbone
@@ -98,35 +98,35 @@ class Shipment(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of its numbers, by which a server knows what was made with its own frontend."""
+        """SHA-256 of its numbers. It shows the server which packages were made with its own frontend."""
         digest = hashlib.sha256(repr((self.copies, self.n_patches, self.clip_norm)).encode())
         for leaf in jax.tree.leaves((self.frontend, self.projection)):
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()
 
     def check_count(self, count: int) -> None:
-        """ValueError if so many images of a client cannot be augmented."""
+        """Raises ValueError if the client cannot augment this number of images."""
         if count < 1:
-            raise ValueError("the client has no image; it needs at least one")
+            raise ValueError("the client has no image. It needs at least one.")
         if count == 1 and self.copies and self.n_patches:
             raise ValueError(
-                f"one image has no neighbours, from which {self.n_patches} patches of its copies could come; take more "
-                "images, or ask the server for a frontend with n_patches=0"
+                f"one image has no neighbours, which must give {self.n_patches} patches of its copies. Take more "
+                "images, or ask the server for a frontend with n_patches=0."
             )
 
 
 def send_frontend(folder: Folder, shipment: Shipment) -> None:
     """Writes the package "frontend".
 
-    It holds no floating-point weight: int8 codes, one scale per tensor (per channel in the patch embedding), those of
-    activations, and the projection. That hides little of these blocks, since 8 bits are nearly as good as the original
-    (Table 3). The backend is protected: nothing of it is in the package. The model must be a ViT or Swin without a
-    dtype, whose activation has a name here.
+    It holds no floating-point weight, only int8 codes, their scales, the scales of activations, and the projection.
+    There is one scale per tensor, and per channel in the patch embedding. That hides little of these blocks, since 8
+    bits are nearly as good as the original (Table 3). The backend is protected: the package holds nothing of it. The
+    model must be a ViT or Swin without a dtype, and its activation must be in the table.
     """
     backbone, frontend = shipment.backbone, shipment.frontend
     first, second, output = frontend.scales
     if (shipment.projection is None) != (shipment.clip_norm is None):
-        raise ValueError("projection and clip_norm must be given both or neither: one clips what the other projects")
+        raise ValueError("projection and clip_norm go together. Give both or neither.")
     arrays: dict[str, Any] = {f"codes/{path}": codes for path, codes in frontend.codes.items()}
     arrays |= {f"units/{path}": unit for path, unit in frontend.units.items()}
     arrays |= {f"first/{site}": scale for site, scale in first.items()}
@@ -148,7 +148,7 @@ def send_frontend(folder: Folder, shipment: Shipment) -> None:
 
 
 def receive_frontend(folder: Folder, *, limits: Limits | None = None) -> Shipment:
-    """Reads what `send_frontend` wrote. Nothing of the model is traced before its numbers are checked."""
+    """Reads a package of `send_frontend`. It checks all numbers before it traces the model."""
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
     return _receive(folder, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits)
 
@@ -160,13 +160,13 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     _check_declared(backbone, arrays, limits)
     bits, copies, n_patches, clip_norm = (fields[name] for name in ("bits", "copies", "n_patches", "clip_norm"))
     if type(bits) is not int or not 2 <= bits <= 8:
-        raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}")
+        raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}.")
     limits.check("copies", copies if type(copies) is int else 0, "the frontend")
     (tokens, width), shapes, sites = describe_frontend(backbone)
     check_augmentation(backbone, copies=copies, n_patches=n_patches)
     expected: dict[str, tuple[tuple[int, ...], Any]] = {"output": ((), np.float32)}
     for path, shape in shapes.items():
-        # Of the kernels, that of the patch embedding alone is a convolution, with a scale per channel.
+        # Only the kernel of the patch embedding is a convolution. It has a scale per channel.
         channels = shape[3:] if path.endswith("/kernel") else ()
         expected |= {f"codes/{path}": (shape, np.int8), f"units/{path}": (channels, np.float32)}
     for path, site in sites.items():
@@ -183,7 +183,7 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     _check_arrays(arrays, expected)
     for name in scales:
         if not (arrays[name] > 0).all():
-            raise ValueError(f"scale {name!r} must be positive, and is not")
+            raise ValueError(f"scale {name!r} must be positive.")
 
     def under(prefix: str) -> dict[str, jax.Array]:
         return {name.removeprefix(prefix): jnp.asarray(x) for name, x in arrays.items() if name.startswith(prefix)}
@@ -197,29 +197,29 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
 
 
 def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
-    """Refuses numbers that the arrays do not bear out, before the model is traced: that takes time for every block."""
+    """Refuses numbers that the arrays contradict, before a trace of the model, which takes time for every block."""
     limits.check("blocks", backbone.model.num_blocks, "the frontend")
     codes = sum(name.startswith("codes/") for name in arrays)
     if backbone.cut > codes:
-        raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes")
+        raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes.")
     size, resize = backbone.preprocessing.size, backbone.preprocessing.resize or backbone.preprocessing.size
     pixels = math.prod(resize) if isinstance(resize, tuple) else resize**2
     limits.check("pixels", pixels, "the preprocessing of the frontend")
-    if isinstance(backbone.model, Swin):  # its masks are arrays of every token and the tokens of its window
+    if isinstance(backbone.model, Swin):  # a mask has an entry per token and token of its window
         side = size // backbone.model.patch_size
         limits.check("pixels", (side * min(backbone.model.window, side)) ** 2, "the windows of the frontend")
 
 
 def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> None:
-    """ValueError if representations of this backbone cannot be augmented like that."""
+    """Raises ValueError if these settings cannot augment representations of this backbone."""
     patches = describe_frontend(backbone).tokens[0] - backbone.prefix_tokens
     for name, value in (("copies", copies), ("n_patches", n_patches)):
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+            raise ValueError(f"{name} must be an integer of at least 0, got {value!r}.")
     if n_patches > patches:
         raise ValueError(
-            f"n_patches={n_patches} is more than the {patches} patches of a representation; use at most {patches} "
-            "(the paper replaces about a quarter of them)"
+            f"n_patches={n_patches} is more than the {patches} patches of a representation. Use at most {patches}. "
+            "The paper replaces about a quarter of the patches."
         )
 
 
@@ -227,44 +227,44 @@ def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> No
 
 
 def _defaults(family: Any) -> dict[str, Any]:
-    """The attributes that are told, with their defaults."""
+    """Returns the attributes that are sent, with their defaults."""
     return {field.name: field.default for field in dataclasses.fields(family) if field.name not in _UNTOLD}
 
 
 def _told_model(model: Any) -> dict[str, Any]:
     name = next((name for name, family in _MODELS.items() if type(model) is family), None)
     if name is None:
-        raise ValueError(f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}")
+        raise ValueError(f"model must be one of {', '.join(_MODELS)} to be sent, got {type(model).__name__}.")
     if model.dtype is not None:
         raise ValueError(
-            f"model.dtype must be None (float32) to be sent, got {model.dtype!r}; clone it with dtype=None"
+            f"model.dtype must be None (float32) to be sent, got {model.dtype!r}. Clone it with dtype=None."
         )
     attributes = {name: getattr(model, name) for name in _defaults(type(model))}
     activation = next((name for name, f in _ACTIVATIONS.items() if f is model.activation), None)
     if activation is None:
-        raise ValueError(f"model.activation must be one of {', '.join(_ACTIVATIONS)} to be sent, got another function")
+        raise ValueError(f"model.activation must be one of {', '.join(_ACTIVATIONS)} to be sent.")
     return {"class": name, "attributes": {**attributes, "activation": activation}}
 
 
 def _read_model(described: Any, limits: Limits) -> Any:
     if not isinstance(described, dict) or set(described) != {"class", "attributes"}:
-        raise ValueError("model must have the fields 'class' and 'attributes'")
+        raise ValueError("model must have the fields 'class' and 'attributes'.")
     name, given = described["class"], described["attributes"]
     if not isinstance(name, str) or name not in _MODELS:
-        raise ValueError(f"model must be one of {', '.join(_MODELS)}, got {name!r}")
+        raise ValueError(f"model must be one of {', '.join(_MODELS)}, got {name!r}.")
     defaults = _defaults(_MODELS[name])
     if not isinstance(given, dict) or set(given) != set(defaults):
         wrong = sorted(set(given) ^ set(defaults)) if isinstance(given, dict) else [given]
-        raise ValueError(f"attributes of {name} must be {', '.join(defaults)}; missing or unknown: {wrong}")
+        raise ValueError(f"attributes of {name} must be {', '.join(defaults)}. Missing or unknown: {wrong}.")
     values = {key: _read_attribute(key, value, defaults[key], limits) for key, value in given.items()}
     return _MODELS[name](num_classes=2, **values)
 
 
 def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
-    """The attribute as the model has it; its default says what it must be."""
+    """Returns the attribute for the model. Its default determines the type."""
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {value!r}")
+            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {value!r}.")
         return _ACTIVATIONS[value]
     several, listed = isinstance(default, tuple), isinstance(value, list | tuple)
     numbers, like = value if listed else [value], default[0] if several else default
@@ -274,8 +274,8 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
         return right and (isinstance(number, bool | str) or number > 0)
 
     if several != listed or not numbers or not all(map(fits, numbers)):
-        raise ValueError(f"{name} must be like {default!r}, got {value!r}")
-    for number in numbers:  # no width or side of a real model comes near; products of two stay exact
+        raise ValueError(f"{name} must be like {default!r}, got {value!r}.")
+    for number in numbers:  # far above every width or side, and products of two stay exact
         limits.check("pixels", number if type(number) is int else 0, f"the attribute {name!r} of the frontend")
     return tuple(numbers) if several else value
 
@@ -283,15 +283,15 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
 def _read_preprocessing(given: Any) -> Preprocessing:
     names = {field.name for field in dataclasses.fields(Preprocessing)}
     if not isinstance(given, dict) or set(given) != names:
-        raise ValueError(f"preprocessing must have the fields {', '.join(sorted(names))}")
+        raise ValueError(f"preprocessing must have the fields {', '.join(sorted(names))}.")
     resize, sizes, colours = given["resize"], [given["size"]], [given["mean"], given["std"]]
     if resize is not None:
         sizes += resize if isinstance(resize, list | tuple) and len(resize) == 2 else [resize]
     numbers = all(isinstance(x, list | tuple) and all(type(n) in (int, float) for n in x) for x in colours)
     if not numbers or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f"preprocessing must have positive integer sizes and lists of numbers, got {given}")
+        raise ValueError(f"preprocessing must have positive integer sizes and lists of numbers, got {given}.")
     if not given["mean"] or not isinstance(given["interpolation"], str):
-        raise ValueError(f"preprocessing must have channels and the name of an interpolation, got {given}")
+        raise ValueError(f"preprocessing must have channels and the name of an interpolation, got {given}.")
     return Preprocessing(**{**given, "resize": tuple(resize) if isinstance(resize, list) else resize})
 
 
@@ -300,9 +300,9 @@ def _read_preprocessing(given: Any) -> Preprocessing:
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """As published: every copy with noise of its own, float32 [1 + N_Aug, n, T, D]. Labels stay with the client.
+    """The published upload: every copy with fresh noise, float32 [1 + N_Aug, n, T, D]. Labels stay with the client.
 
-    The number of classes is a public declaration, here and below.
+    The number of classes is a public declaration, in all three uploads.
     """
 
     copies: Any
@@ -314,12 +314,12 @@ class Uploaded:
         return self.copies[0]
 
     def index(self) -> tuple[jax.Array, jax.Array]:
-        """Image and number of every copy, as `Copies.index`."""
+        """Returns image and number of every copy, as `Copies.index`."""
         each, count = self.copies.shape[:2]
         return index_of_copies(count, each)
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
+        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
         return self.copies[numbers, images]
 
 
@@ -327,14 +327,14 @@ jax.tree_util.register_dataclass(Uploaded, data_fields=["copies"], meta_fields=[
 
 
 class NoisyOnce(NamedTuple):
-    """One noisy representation of every image, float32 [n, T, D], of which the server makes copies; no labels."""
+    """One noisy representation of every image, float32 [n, T, D], without labels. The server makes the copies."""
 
     representations: Any
     num_classes: int
 
 
 class Private(NamedTuple):
-    """What `release_privately` released, labels included, and how. The server needs the client no more."""
+    """The result of `release_privately`, with labels, and its settings. The client's work ends with it."""
 
     released: Released
     release: PrivateRelease
@@ -350,12 +350,12 @@ MODES: Mapping[str, Any] = {"published": Uploaded, "noise_once": NoisyOnce, "pri
 
 
 def mode_of(upload: Upload) -> str:
-    """The name of its kind, one of `MODES`."""
+    """Returns the name of an upload's kind, one of `MODES`."""
     return next(name for name, kind in MODES.items() if isinstance(upload, kind))
 
 
 def send_upload(folder: Folder, upload: Upload, shipment: Shipment) -> None:
-    """Writes the package "upload". It charges nothing: a till calls it with what was paid for."""
+    """Writes the package "upload". It charges nothing: a till calls it after the payment."""
     fields: dict[str, Any] = {"num_classes": upload.num_classes}
     match upload:
         case Uploaded():
@@ -369,7 +369,7 @@ def send_upload(folder: Folder, upload: Upload, shipment: Shipment) -> None:
 
 
 def receive_upload(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
-    """Reads what `send_upload` wrote for the same shipment. A private upload must have noise."""
+    """Reads a package of `send_upload` for the same shipment. A private upload must have noise."""
     fields = ("frontend", "mode", "num_classes")
     return _receive(folder, "upload", fields, lambda package: _upload(package, shipment, limits or Limits()), limits)
 
@@ -379,12 +379,12 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     _check_made_with(fields["frontend"], shipment)
     mode, num_classes, projection = fields["mode"], fields["num_classes"], shipment.projection
     if type(num_classes) is not int or num_classes < 2:
-        raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}")
+        raise ValueError(f"num_classes must be an integer of at least 2, got {num_classes!r}.")
     limits.check("num_classes", num_classes, "the upload")
     if not isinstance(mode, str) or mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
     if mode == "private" and projection is None:
-        raise ValueError("mode='private' needs a frontend with a projection; ask the server for one")
+        raise ValueError("mode='private' needs a frontend with a projection. Ask the server for one.")
     main, axis = {"published": ("copies", 1), "noise_once": ("representations", 0), "private": ("features", 0)}[mode]
     count, tokens = _length(arrays, main, axis), describe_frontend(shipment.backbone).tokens
     if projection is not None and mode == "private":
@@ -407,9 +407,9 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
 
 
 def loss_gradients(labels: Any, num_classes: int) -> Gradients:
-    """The client's side of the loss of Eq. 14: gradients of the cross-entropy of every row by its logits.
+    """Returns the client's side of the loss of Eq. 14: gradients of the cross-entropy of every row by its logits.
 
-    It protects NO label. The gradient is softmax - onehot: its one negative entry is the label, so the server knows
+    It protects NO label. The gradient is softmax - onehot, whose only negative entry is the label. So the server knows
     every label after one epoch, as it would from the loss of a single example (Li et al. 2022, arXiv:2102.08504). A
     `Private` upload protects labels.
 
@@ -418,8 +418,8 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
       num_classes: K.
 
     Returns:
-      `gradients(logits, images)`, which raises ValueError for logits that are not [B, K] and finite, or images that are
-      not integers [B] in [0, n).
+      `gradients(logits, images)`. It raises ValueError if logits are not finite [B, K], or images not integers [B] in
+      [0, n).
     """
     labels = np.asarray(labels)
     check_labels(labels, len(labels), num_classes)
@@ -427,9 +427,9 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     def gradients(logits: Any, images: Any) -> np.ndarray:
         logits, images = np.asarray(logits), np.asarray(images)
         if logits.shape != (len(images), num_classes) or not np.isfinite(logits).all():
-            raise ValueError(f"logits must be finite and [B, {num_classes}], one row per image, got {logits.shape}")
+            raise ValueError(f"logits must be finite and [B, {num_classes}], one row per image, got {logits.shape}.")
         if not np.issubdtype(images.dtype, np.integer) or ((images < 0) | (images >= len(labels))).any():
-            raise ValueError(f"images must be integers in [0, {len(labels)}), those of the upload")
+            raise ValueError(f"images must be integers in [0, {len(labels)}), the images of the upload.")
         result = scipy.special.softmax(logits.astype(np.float64), axis=1)
         result[np.arange(len(images)), labels[images]] -= 1
         return result.astype(np.float32)
@@ -438,10 +438,10 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
 
 
 def file_gradients(folder: Path, *, timeout: float) -> Gradients:
-    """The client behind a folder, as `adapt_by_client` asks it: a package *.logits there is answered by *.gradients.
+    """Returns the client behind a folder, for `adapt_by_client`. A package *.gradients answers a package *.logits.
 
-    It forgets what an earlier server asked there. Asking raises TimeoutError if no answer comes within `timeout`
-    seconds, and ValueError if the answer is damaged.
+    It first removes questions and answers of earlier servers. A question raises TimeoutError if no answer comes within
+    `timeout` seconds, and ValueError if the answer is damaged.
     """
     for stale in (*folder.glob("[!.]*.logits"), *folder.glob("[!.]*.gradients")):
         _remove(stale)
@@ -453,7 +453,7 @@ def file_gradients(folder: Path, *, timeout: float) -> Gradients:
         write_package(question, "logits", fields={}, arrays={"logits": logits, "images": images})
         wait_for(reply, timeout=timeout, sender="the client")
         gradients = read_package(reply, "gradients", arrays=["gradients"]).arrays["gradients"]
-        _remove(question)  # first: `answer` does not look for a reply where there is no question
+        _remove(question)  # before the reply, or `answer` would reply again
         _remove(reply)
         return gradients
 
@@ -461,7 +461,7 @@ def file_gradients(folder: Path, *, timeout: float) -> Gradients:
 
 
 def answer(folder: Path, gradients: Gradients) -> int:
-    """Answers every question in `folder` that has no answer yet; returns how many."""
+    """Answers every question in `folder` that has no answer yet, and returns how many."""
     answered = 0
     for question in sorted(folder.glob("[!.]*.logits")):
         reply = question.with_suffix(".gradients")
@@ -469,7 +469,7 @@ def answer(folder: Path, gradients: Gradients) -> int:
             continue
         try:
             arrays = read_package(question, "logits", arrays=["logits", "images"]).arrays
-        except FileNotFoundError:  # The server has just read the answer, and removed both.
+        except FileNotFoundError:  # the server has read the answer and removed both
             continue
         result = gradients(arrays["logits"], arrays["images"])
         write_package(reply, "gradients", fields={}, arrays={"gradients": result})
@@ -477,24 +477,24 @@ def answer(folder: Path, gradients: Gradients) -> int:
     return answered
 
 
-# --- Questions about other images -------------------------------------------------------------------------------------
+# --- Queries ----------------------------------------------------------------------------------------------------------
 
 
 def send_queries(folder: Folder, representations: Any, shipment: Shipment) -> None:
-    """Writes the package "queries": representations float32 [m, T, D] to be classified. No guarantee covers them."""
+    """Writes the package "queries": representations float32 [m, T, D] to classify. No guarantee covers them."""
     fields, arrays = {"frontend": shipment.fingerprint}, {"representations": representations}
     _send(folder, "queries", fields, arrays, lambda package: _queries(package, shipment))
 
 
 def receive_queries(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
-    """Reads what `send_queries` wrote for the same shipment."""
+    """Reads a package of `send_queries` for the same shipment."""
     return _receive(folder, "queries", ["frontend"], lambda package: _queries(package, shipment), limits)
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     _check_made_with(package.fields["frontend"], shipment)
     if not (count := _length(package.arrays, "representations")):
-        raise ValueError("representations must be at least one, got none")
+        raise ValueError("representations must not be empty.")
     tokens = describe_frontend(shipment.backbone).tokens
     _check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
     return package.arrays["representations"]
@@ -506,11 +506,11 @@ def send_answers(folder: Folder, logits: Any, *, queries: Path) -> None:
 
 
 def receive_answers(folder: Folder, *, queries: Path, num_classes: int) -> np.ndarray:
-    """Reads what `send_answers` wrote for the same queries."""
+    """Reads a package of `send_answers` for the same queries."""
 
     def check(package: Package) -> np.ndarray:
         if package.fields["queries"] != manifest_sum(queries):
-            raise ValueError(f"they answer other queries than {queries}; delete them, and start both parties again")
+            raise ValueError(f"answers are for other queries than {queries}. Delete them and start both parties again.")
         count = len(read_package(queries, "queries", arrays=["representations"]).arrays["representations"])
         _check_arrays(package.arrays, {"logits": ((count, num_classes), np.float32)})
         return package.arrays["logits"]
@@ -522,26 +522,26 @@ def receive_answers(folder: Folder, *, queries: Path, num_classes: int) -> np.nd
 
 
 def share(own: Path, shared: Path, kind: str) -> None:
-    """Puts a copy of a package where the other party looks for it, unless the same one is there already.
+    """Copies a package to the other party's folder, unless the same package is there already.
 
     Raises:
-      ValueError: there is another one.
+      ValueError: Another package is there.
     """
     if not os.path.lexists(shared):
         fields, arrays = read_package(own, kind)
         write_package(shared, kind, fields=fields, arrays=arrays)
     elif manifest_sum(shared) != manifest_sum(own):
         raise ValueError(
-            f"{shared} is not the package that is in {own}: it belongs to another run. Delete {shared.parent}, with "
-            "what both parties put there, or exchange through another folder"
+            f"{shared} is not the package in {own}. It belongs to another run. Delete {shared.parent} with all that "
+            "both parties put there, or exchange through another folder."
         )
 
 
 def wait_for(folder: Path, *, timeout: float, sender: str, meanwhile: Callable[[], Any] | None = None) -> None:
-    """Waits until there is a package at `folder`, and calls `meanwhile` again and again.
+    """Waits for a package at `folder`, and calls `meanwhile` again and again.
 
     Raises:
-      TimeoutError: there is none `timeout` seconds after `meanwhile` last returned something true.
+      TimeoutError: There is none `timeout` seconds after `meanwhile` last returned a true value.
     """
     last = time.monotonic()
     while not (folder / "manifest.json").exists():
@@ -549,19 +549,19 @@ def wait_for(folder: Path, *, timeout: float, sender: str, meanwhile: Callable[[
             last = time.monotonic()
         elif time.monotonic() > last + timeout:
             raise TimeoutError(
-                f"{folder} did not come from {sender} within {timeout:g} seconds. Is it running, and with the same "
-                "folder? Start both again as before: what was sent stays sent, and nothing is paid twice"
+                f"{folder} did not come from {sender} within {timeout:g} seconds. Is it running with the same folder? "
+                "Start both again as before. They keep the sent packages and pay nothing twice."
             )
         time.sleep(_POLL_SECONDS)
 
 
 def manifest_sum(folder: Path) -> str:
-    """SHA-256 of a package's manifest, which has the sums of all its files."""
+    """Returns the SHA-256 of a package's manifest, which holds the sums of all its files."""
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
 def _remove(folder: Path) -> None:
-    """Removes a package at once for those who look for it."""
+    """Removes a package in one step for other processes."""
     hidden = folder.with_name(f".{folder.name}.removed")
     os.rename(folder, hidden)
     shutil.rmtree(hidden)
@@ -569,26 +569,26 @@ def _remove(folder: Path) -> None:
 
 def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
     if fingerprint != shipment.fingerprint:
-        raise ValueError("it was made with another frontend than this one; give both parties the same 'frontend'")
+        raise ValueError("the package was made with another frontend. Give both parties the same package 'frontend'.")
 
 
 def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
-    """The length of an axis of an array, 0 if there is none."""
+    """Returns the length of an axis of an array, or 0 if there is no such array or axis."""
     return (*np.shape(arrays.get(name, ()))[axis:], 0)[0]
 
 
 def _check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
     if wrong := sorted(set(arrays) ^ set(expected)):
         what = "is missing" if wrong[0] in expected else "does not belong there"
-        raise ValueError(f"array {wrong[0]!r} {what}")
+        raise ValueError(f"array {wrong[0]!r} {what}.")
     for name, (shape, dtype) in expected.items():
         array = arrays[name]
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
-                f"array {name!r} must be {np.dtype(dtype)} of shape {shape}, got {array.dtype} {array.shape}"
+                f"array {name!r} must be {np.dtype(dtype)} of shape {shape}, got {array.dtype} {array.shape}."
             )
 
 
 def _check_positive(name: str, value: Any) -> None:
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and positive, got {value!r}")
+        raise ValueError(f"{name} must be finite and positive, got {value!r}.")

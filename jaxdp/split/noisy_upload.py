@@ -1,16 +1,17 @@
-"""Split Adaptation with a real guarantee: one noisy release per image, in a few public directions, and noisy labels.
+"""Split Adaptation with a guarantee: one noisy release per image, in a few public directions, and noisy labels.
 
-The published method has none. Laplace noise on representations that nothing bounds is no differential privacy, labels
-leave as they are, and 65 noisy copies of an image average out (`published_event`). Here the client
+The published method has no guarantee. Nothing bounds the representations, so Laplace noise on them is not differential
+privacy. Labels leave the client unchanged, and 65 noisy copies of an image average out (`published_event`). Here the
+client
 
-    projects    z_i = P^T (x_i - m)            onto k directions that public data gave (`public_projection`)
+    projects    z_i = P^T (x_i - m)            onto k directions from public data (`public_projection`)
     clips       ||z_i|| <= C                   in L2 norm for Gaussian, in L1 norm for Laplace noise
     adds noise  z_i + noise of scale sigma C   once
     randomises  y_i                            by K-ary randomised response, once
 
-and sends that. All that the server computes from it is post-processing: lifting it back, patch retrieval, augmentation,
-and training, which corrects for noisy labels by `label_noise_matrix`. The adversary is the server, the unit one image
-with its label, neighbours differ by replacing one image; how many images there are is public.
+and sends only the results. All further work of the server is post-processing: `lift`, patch retrieval, augmentation,
+and training, which corrects for noisy labels by `label_noise_matrix`. The adversary is the server. The unit of privacy
+is one image with its label. Neighbours differ by replacing one image. The number of images is public.
 
     release = PrivateRelease.calibrated(epsilon=8.0, delta=1e-5, clip_norm=4.0, num_classes=10)
     account = ledger.account("scans")
@@ -39,7 +40,7 @@ Mechanism = Literal["gaussian", "laplace"]
 _PRECISION = jax.lax.Precision.HIGHEST
 # Singular values below this share of the largest are rounding of float32 data, not directions.
 _SMALLEST_DIRECTION = 1e-5
-# Between these, clipping neither overflows nor underflows; wider rows would leave no room for rounding.
+# Between these norms clipping neither overflows nor underflows. Wider rows would leave no room for rounding.
 _SMALLEST_NORM, _LARGEST_NORM, _WIDEST = 1e-30, 1e30, 2**20
 _BITS, _MOST_CLASSES = 64, 2**16
 
@@ -48,38 +49,38 @@ _BITS, _MOST_CLASSES = 64, 2**16
 
 
 class Projection(NamedTuple):
-    """Where representations of public images vary most: float32 mean [T, D] and orthonormal directions [T D, k]."""
+    """Directions in which public representations vary most: float32 mean [T, D], orthonormal directions [T D, k]."""
 
     mean: jax.Array
     directions: jax.Array
 
 
 def public_projection(representations: Any, k: int) -> Projection:
-    """The k principal components of the representations of PUBLIC images, in falling order of variance.
+    """Computes the k principal components of representations of PUBLIC images, by falling variance.
 
-    It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host: give it a thousand
-    representations, real [N, T, D], rather than a hundred thousand. The noise of a release grows with sqrt(k).
+    It decomposes the smaller of the two Gram matrices, [N, N] or [T D, T D], in float64 on the host. Give it about a
+    thousand representations, real [N, T, D], not a hundred thousand. The noise of a release grows with sqrt(k).
 
     Raises:
-      ValueError: another shape, NaN or infinite values, or k out of range or above the rank of the representations.
+      ValueError: The shape differs, a value is NaN or infinite, or k is out of range or above the rank.
     """
     x = np.asarray(representations, np.float64)
     if x.ndim != 3:
-        raise ValueError(f"representations must be [N, T, D], got shape {x.shape}")
+        raise ValueError(f"representations must be [N, T, D], got shape {x.shape}.")
     if not np.isfinite(x).all():
-        raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
+        raise ValueError("representations must be finite. Leave out the images with NaN or infinite values.")
     count, size = len(x), x[:1].size
     if not 1 <= k <= min(count - 1, size):
         raise ValueError(
             f"k={k} must be in [1, {min(count - 1, size)}]: {count} centred representations of {size} numbers have no "
-            "more directions; take a smaller k or more public images"
+            "more directions. Take a smaller k or more public images."
         )
     mean = x.mean(0)
     x = (x - mean).reshape(count, size)
     gram = x @ x.T if count < size else x.T @ x
     values, vectors = scipy.linalg.eigh(gram, subset_by_index=[len(gram) - k, len(gram) - 1])
     if not values[0] > _SMALLEST_DIRECTION**2 * values[-1]:
-        raise ValueError(f"k={k}: the public representations vary in fewer directions; take a smaller k or more images")
+        raise ValueError(f"k={k}: public representations vary in fewer directions. Take a smaller k or more images.")
     values, vectors = values[::-1], vectors[:, ::-1]
     directions = x.T @ vectors / np.sqrt(values) if count < size else vectors
     return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
@@ -87,14 +88,14 @@ def public_projection(representations: Any, k: int) -> Projection:
 
 @jax.jit
 def project(projection: Projection, x: Any) -> jax.Array:
-    """Coordinates float32 [n, k] of representations [n, T, D]: P^T (x - mean), each a function of its own row."""
+    """Computes coordinates float32 [n, k] of representations [n, T, D], row by row: P^T (x - mean)."""
     centred = jnp.asarray(x, jnp.float32) - projection.mean[None]
     return jnp.dot(centred.reshape(len(centred), -1), projection.directions, precision=_PRECISION)
 
 
 @jax.jit
 def lift(projection: Projection, z: Any) -> jax.Array:
-    """Representations float32 [n, T, D] with coordinates [n, k]: mean + P z."""
+    """Computes representations float32 [n, T, D] from coordinates [n, k]: mean + P z."""
     offsets = jnp.dot(jnp.asarray(z, jnp.float32), projection.directions.T, precision=_PRECISION)
     return projection.mean[None] + offsets.reshape(-1, *projection.mean.shape)
 
@@ -103,111 +104,114 @@ def lift(projection: Projection, z: Any) -> jax.Array:
 
 
 def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -> jax.Array:
-    """Scales each row of x, real [n, k], k at most 2**20, to an L1 or L2 norm of at most clip_norm C in [1e-30, 1e30].
+    """Scales each row of x to an L1 or L2 norm of at most C = clip_norm in [1e-30, 1e30].
+
+    x is real [n, k], with k at most 2**20.
 
     Returns:
-      float32 [n, k]. Rows within a relative (k + 8) 2**-23 of C are scaled down by as much.
+      float32 [n, k]. The function also scales down rows whose norm is within a relative (k + 8) 2**-23 of C.
 
     Formal guarantees:
       The norm of every row of float32 values is at most C in real arithmetic. A row with a NaN or an infinity becomes
-      zero. A sum of k numbers is off by a relative k 2**-24 at most in any order of summation, the other operations by
-      a few 2**-24. The margin is twice that, and its rest exceeds the rounding of the scale of the noise that follows.
+      zero. In any order of summation a sum of k numbers has a relative error of at most k 2**-24. The other operations
+      add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the scale of
+      later noise.
 
     Raises:
-      ValueError: an argument is out of range or has another shape.
+      ValueError: An argument is out of range or has another shape.
     """
     _check_norm(clip_norm)
     one_of((1, 2), order=order)
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
-        raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}")
+        raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}.")
     return _clip(x, _below(clip_norm, x.shape[1]), order)
 
 
 def _below(clip_norm: float, k: int) -> float:
-    """The norm to which rows of k numbers are scaled, so that rounding leaves them below clip_norm."""
+    """Returns the norm to which rows of k numbers are scaled, so that rounding leaves them below clip_norm."""
     return clip_norm * (1 - (k + 8) * 2.0**-23)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
     x = jnp.where(jnp.isfinite(x).all(1, keepdims=True), x, 0)
-    # In units of the largest entry squares cannot overflow.
+    # In units of the largest entry, squares cannot overflow.
     largest = jnp.maximum(jnp.abs(x).max(1, keepdims=True), _SMALLEST_NORM)
     unit = x / largest
     total = (jnp.square(unit) if order == 2 else jnp.abs(unit)).sum(1, keepdims=True)
     norm = jnp.sqrt(total) if order == 2 else total
-    # Rows that are too long have norm >= 0.8; the floor avoids 0 / 0 in the others.
+    # Rows that are too long have norm >= 0.8. In the others the floor avoids 0 / 0.
     return jnp.where(norm * largest > bound, unit * (bound / jnp.maximum(norm, 0.5)), x)
 
 
 def randomized_response(key: jax.Array, labels: Any, *, num_classes: int, epsilon: float) -> np.ndarray:
-    """K-ary randomised response: each label stays or becomes one of the others, uniformly.
+    """Applies K-ary randomised response: each label stays or becomes one of the others, uniformly.
 
         P(observed = true) = e^eps / (e^eps + K - 1)
 
     Args:
-      key: typed noise key, used for this call only.
-      labels: integers [n] in [0, K).
+      key: Typed noise key, used for this call only.
+      labels: Integers [n] in [0, K).
       num_classes: K in [2, 2**16], a public declaration.
-      epsilon: > 0; inf keeps every label, which is no privacy.
+      epsilon: > 0. inf keeps every label and gives no privacy.
 
     Formal guarantees:
-      Each label is released, as int32, with (epsilon, 0)-DP for its replacement by any other. That holds for the
-      distribution that is sampled: 64 random bits are compared with an integer threshold that satisfies the inequality
-      exactly (`_threshold`). What is left to trust is the generator of the bits.
+      The release of each label, as int32, is (epsilon, 0)-DP for its replacement by any other label. That holds for the
+      sampled distribution: the code compares 64 random bits with an integer threshold, and the threshold satisfies the
+      inequality exactly (`response_threshold`). Only the generator of the bits must be trusted.
 
     Raises:
-      TypeError: an old-style key, or labels that are not integers.
-      ValueError: labels outside [0, num_classes) or another argument out of range; nothing is drawn.
+      TypeError: The key is of the old style, or labels are not integers.
+      ValueError: Labels are outside [0, num_classes), or another argument is out of range. Nothing is drawn.
     """
     noise.check_key(key)
-    threshold = _threshold(num_classes, epsilon)
+    threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
     return _respond(jax.random.bits(key, (2, len(labels)), jnp.uint32), labels, num_classes, threshold)
 
 
 def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
-    """Answers int32 [n] from words uint32 [2, n], in integers."""
+    """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
     if threshold == 0:
         return labels
     words = np.asarray(words).astype(np.uint64)
-    # Of 2**64 numbers the first K - 1 runs of `threshold` stand for the other labels, the rest for the true one.
+    # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for the true one.
     run = (words[0] << np.uint64(32) | words[1]) // np.uint64(threshold)
     shift = np.where(run < num_classes - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
     return ((labels + shift) % num_classes).astype(np.int32)
 
 
 def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
-    """P(observed | true) of `randomized_response`, float32 [K, K], rows are true labels; errors as there.
+    """Computes P(observed | true) of `randomized_response`, float32 [K, K]. Rows are true labels.
 
     Forward correction (Patrini et al. 2017, arXiv:1609.03683, Theorem 2) is the cross-entropy of p(x) @ matrix with the
-    observed label, p(x) the predicted probabilities of the true one.
+    observed label. p(x) are the predicted probabilities of the true label. Errors are as in `randomized_response`.
     """
-    other = _threshold(num_classes, epsilon) * 2.0**-_BITS
+    other = response_threshold(num_classes, epsilon) * 2.0**-_BITS
     matrix = np.full((num_classes, num_classes), other)
     np.fill_diagonal(matrix, 1 - (num_classes - 1) * other)
     return matrix.astype(np.float32)
 
 
-def _threshold(num_classes: int, epsilon: float) -> int:
-    """How many of 2**64 numbers answer each other label: the least integer r that is exactly epsilon-DP; 0 for inf.
+def response_threshold(num_classes: int, epsilon: float) -> int:
+    """Returns how many of 2**64 numbers stand for each other label: the least r that is exactly epsilon-DP, 0 for inf.
 
     With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and r <= E own.
     """
     if isinstance(num_classes, bool) or not isinstance(num_classes, int) or not 2 <= num_classes <= _MOST_CLASSES:
-        raise ValueError(f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}")
+        raise ValueError(f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}.")
     if not epsilon > 0:
-        raise ValueError(f"the epsilon of labels must be > 0 (math.inf for labels as they are), got {epsilon!r}")
+        raise ValueError(f"the epsilon of labels must be > 0 (math.inf for labels without noise), got {epsilon!r}.")
     if math.isinf(epsilon):
         return 0
-    # math.exp is right to 2**-52; above e^55 one number in 2**64 for each other label is enough.
+    # math.exp is right to 2**-52. Above e^55 one number in 2**64 for each other label is enough.
     ratio = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 2**50))
     others = num_classes - 1
     threshold = math.ceil(2**_BITS / (ratio + others))
     if ratio <= 1 or threshold > ratio * (2**_BITS - others * threshold):
         raise ValueError(
-            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits; use a larger one"
+            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits. Use a larger one."
         )
     return threshold
 
@@ -216,7 +220,7 @@ def _threshold(num_classes: int, epsilon: float) -> int:
 
 
 class Released(NamedTuple):
-    """What the server gets: clipped and noisy coordinates float32 [n, k], for `lift`, and noisy labels int32 [n]."""
+    """The server's input: clipped noisy coordinates float32 [n, k], for `lift`, and noisy labels int32 [n]."""
 
     features: jax.Array
     labels: np.ndarray
@@ -224,12 +228,12 @@ class Released(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivateRelease:
-    """How images and labels are released; all of it public.
+    """The settings of a release of images and labels. All of them are public.
 
     Attributes:
       clip_norm: C in [1e-30, 1e30], for example the median norm of the coordinates of public images.
-      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C; 0 is no privacy.
-      label_epsilon: of the labels; inf leaves them as they are, which is no privacy.
+      noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C. 0 gives no privacy.
+      label_epsilon: epsilon of the labels. inf leaves them unchanged and gives no privacy.
       num_classes: K, a public declaration.
       mechanism: "gaussian" clips L2 norms, "laplace" L1 norms.
     """
@@ -246,10 +250,10 @@ class PrivateRelease:
         if self.noise_multiplier != 0 and not float(np.finfo(np.float32).tiny) <= self.noise_scale <= _LARGEST_NORM:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier!r} times clip_norm={self.clip_norm!r} must be 0 or in the "
-                f"normal range of float32, up to {_LARGEST_NORM:g}; else the noise vanishes or overflows. Change the "
-                "multiplier, or scale representations and clip_norm"
+                f"normal range of float32, up to {_LARGEST_NORM:g}. Otherwise the noise vanishes or overflows. Change "
+                "the multiplier, or scale representations and clip_norm."
             )
-        _threshold(self.num_classes, self.label_epsilon)
+        response_threshold(self.num_classes, self.label_epsilon)
 
     @classmethod
     def calibrated(
@@ -262,21 +266,22 @@ class PrivateRelease:
         label_share: float = 0.5,
         mechanism: Mechanism = "gaussian",
     ) -> "PrivateRelease":
-        """The release with the least noise whose features and labels together are (epsilon, delta)-DP.
+        """Returns the release with the least noise whose features and labels together are (epsilon, delta)-DP.
 
-        An infinite epsilon is no noise at all; delta may be 0 for "laplace". Labels get `label_share * epsilon`, the
-        share in (0, 1), features what then is left of (epsilon, delta), which is more than the rest of epsilon.
+        An infinite epsilon adds no noise. delta may be 0 for "laplace". Labels get `label_share * epsilon`, with the
+        share in (0, 1). Features get what the composition then leaves of (epsilon, delta). That is more than epsilon
+        less the share of the labels.
 
         Raises:
-          ValueError: an argument is out of range.
+          ValueError: An argument is out of range.
         """
         one_of(get_args(Mechanism), mechanism=mechanism)
         if not 0 < label_share < 1:
-            raise ValueError(f"label_share must be in (0, 1), got {label_share!r}")
+            raise ValueError(f"label_share must be in (0, 1), got {label_share!r}.")
         label_epsilon, multiplier = label_share * epsilon, 0.0
         if epsilon != math.inf:
             if mechanism == "gaussian" and delta == 0:
-                raise ValueError("delta=0 needs mechanism='laplace': Gaussian noise is (epsilon, delta)-DP, delta > 0")
+                raise ValueError("delta=0 needs mechanism='laplace'. Gaussian noise needs a positive delta.")
             make_event = functools.partial(event, label_epsilon=label_epsilon, mechanism=mechanism)
             multiplier = privacy.calibrate_noise(make_event, epsilon=epsilon, delta=delta, adjacency="replace_one")
         return cls(
@@ -289,59 +294,61 @@ class PrivateRelease:
 
     @property
     def noise_scale(self) -> float:
-        """sigma C, standard deviation (gaussian) or scale (laplace) of the noise in each coordinate."""
+        """Standard deviation (gaussian) or scale (laplace) of the noise in each coordinate, sigma C."""
         return self.noise_multiplier * self.clip_norm
 
     @property
     def event(self) -> privacy.DpEvent:
-        """What a release costs a data set: `event` of these settings."""
+        """The privacy event of one release: `event` of these settings."""
         return event(self.noise_multiplier, self.label_epsilon, mechanism=self.mechanism)
 
     def check(self, representations: Any, *, labels: Any, projection: Projection) -> None:
-        """Raises what `release` would raise for these arguments, before anything is spent."""
+        """Raises the errors of `release` for these arguments, before anything is spent."""
         shape, dtype = np.shape(representations), jnp.result_type(representations)
         if len(shape) != 3 or shape[0] == 0:
-            raise ValueError(f"representations must be [n, T, D] with n >= 1 images, got shape {shape}")
+            raise ValueError(f"representations must be [n, T, D] with n >= 1 images, got shape {shape}.")
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"representations must be floating point, got {dtype}; dequantise them first")
+            raise TypeError(f"representations must be floating point, got {dtype}. Dequantise them first.")
         mean, directions = np.asarray(projection.mean), np.asarray(projection.directions)
         if mean.shape != shape[1:] or directions.ndim != 2 or len(directions) != mean.size or directions.shape[1] == 0:
             raise ValueError(
                 f"projection with mean {mean.shape} and directions {directions.shape} does not fit representations "
-                f"{shape}; fit it on representations of the same frontend"
+                f"{shape}. Fit it on representations of the same frontend."
             )
         if directions.shape[1] > _WIDEST:
-            raise ValueError(f"projection has {directions.shape[1]} directions; at most {_WIDEST} can be clipped")
+            raise ValueError(f"projection must have at most {_WIDEST} directions, got {directions.shape[1]}.")
         if not (np.isfinite(mean).all() and np.isfinite(directions).all()):
-            raise ValueError("projection has NaN or infinite entries; fit it again")
+            raise ValueError("projection has NaN or infinite entries. Fit it again.")
         if np.shape(labels) != shape[:1]:
-            raise ValueError(f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}")
+            raise ValueError(f"labels must be [n] for the {shape[0]} images, got shape {np.shape(labels)}.")
         _check_labels(labels, self.num_classes)
 
     def release(self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection) -> Released:
-        """Projects, clips and adds noise, once; charges nothing: `release_privately` does.
+        """Projects and clips rows, then adds noise, once. It charges nothing: `release_privately` charges.
 
         Args:
-          key: typed noise key, used for this call only.
-          representations: floating point [n, T, D]. Row i must depend on no image but the i-th: a frontend without
-            batch statistics, and no patch retrieval before this. Nor may the order of the images depend on them: one
-            sorted by class tells every label. `release_privately` shuffles.
-          labels: integers [n] in [0, num_classes).
-          projection: chosen without looking at these images.
+          key: Typed noise key, used for this call only.
+          representations: Floating point [n, T, D]. Row i must depend on image i only. So the frontend must not use
+            batch statistics, and no patch retrieval may precede. The order of the images must not depend on them
+            either: an order by class tells every label. `release_privately` shuffles.
+          labels: Integers [n] in [0, num_classes).
+          projection: A projection that was chosen without these images.
 
         Formal guarantees:
-          The result satisfies `event` for replacing one image and its label. Row i is a function of image i alone, so
-          a replacement changes one clipped row, by at most 2 C in the norm of the mechanism (triangle inequality), and
-          one label. Rows get independent noise, so all others cancel from the ratio of densities. Gaussian: N(0,
-          sigma^2 C^2 I) with L2 sensitivity 2 C, which "replace_one" makes of `GaussianDpEvent(sigma)` (Dwork and Roth
-          2014, appendix A). Laplace: exp(||z - z'||_1 / (sigma C)) <= exp(2 / sigma) (Dwork et al. 2006). The label is
-          released by randomised response with bits of its own, and the two compose. The guarantee rests on clipping,
-          not on the projection, which the server may have chosen as it likes. A row with NaN counts as zero. Noise is
-          floating point: `jaxdp.transforms.noise` says what that leaves open.
+          The result satisfies `event` for the replacement of one image and its label. Row i is a function of image i
+          alone. So a replacement changes one clipped row, by at most 2 C in the norm of the mechanism (triangle
+          inequality), and one label. Rows get independent noise, so all others cancel from the ratio of densities.
+          Gaussian: the noise is N(0, sigma^2 C^2 I) and the L2 sensitivity 2 C. Under "replace_one",
+          `GaussianDpEvent(sigma)` means exactly that (Dwork and Roth 2014, appendix A). Laplace: exp(||z - z'||_1 /
+          (sigma C)) <= exp(2 / sigma) (Dwork et al. 2006). Randomised response with its own random bits releases the
+          label, and the two mechanisms compose. The guarantee rests on clipping, not on the projection, which the
+          server may choose freely. A row with NaN counts as zero. Noise is floating point: `jaxdp.transforms.noise`
+          states the limits of that.
 
         Raises:
-          TypeError: an old-style key, representations that are not floating point, labels that are not integers.
-          ValueError: other shapes, no image, labels out of range, or a projection that does not fit or is not finite.
+          TypeError: The key is of the old style, representations are not floating point, or labels are not integers.
+          ValueError: A shape differs, there are no images, labels are out of range, or the projection does not fit or
+            is not finite.
         """
         noise.check_key(key)
         self.check(representations, labels=labels, projection=projection)
@@ -350,11 +357,11 @@ class PrivateRelease:
     def _draw(self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool) -> Released:
         features, order, words = _release(key, *self._arguments(x, projection), self.mechanism, shuffle)
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
-        threshold = _threshold(self.num_classes, self.label_epsilon)
+        threshold = response_threshold(self.num_classes, self.label_epsilon)
         return Released(features, _respond(words, shuffled, self.num_classes, threshold))
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
-        """Arguments of `_release` behind the key."""
+        """Returns the arguments of `_release` after the key."""
         return _float32(x), projection, _below(self.clip_norm, np.shape(projection.directions)[1]), self.noise_scale
 
 
@@ -362,12 +369,12 @@ class PrivateRelease:
 def _release(
     key: jax.Array, x: jax.Array, projection: Projection, bound: Any, scale: Any, mechanism: Mechanism, shuffle: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """All floating-point work of a release: noisy coordinates [n, k], their order [n], words [2, n] for labels."""
+    """Computes all floating-point results of a release: coordinates [n, k], order [n], words [2, n] for labels."""
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
     order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
     x = x[order] if shuffle else x
-    # The barrier: what is scaled must be the coordinates whose norm was taken, not the same computed once more.
+    # The barrier keeps the scaled coordinates identical to those whose norm was taken. XLA must not recompute them.
     coordinates = jax.lax.optimization_barrier(project(projection, x))
     clipped = _clip(coordinates, bound, 2 if mechanism == "gaussian" else 1)
     draw = noise.gaussian if mechanism == "gaussian" else noise.laplace
@@ -389,24 +396,25 @@ def release_privately(
 
     Args:
       account: `ledger.account(name)` of the client's data set, registered with the adjacency "replace_one".
-      release, representations, labels, projection: as in `PrivateRelease.release`.
-      workdir: a folder of this release's own. It keeps what is released, which is then not made or paid for again.
-      seed: 16 secret bytes, drawn from the operating system by default; to reproduce a release in a test. The same
-        release of the same data by the same programs under the same seed is paid once. Any other gets other noise.
+      release, representations, labels, projection: As in `PrivateRelease.release`.
+      workdir: A folder for this release only. It keeps the released values, which are then not made or paid for again.
+      seed: 16 secret bytes, to reproduce a release in a test. By default the operating system draws them. The same
+        release of the same data by the same programs under the same seed is paid once. Any other release gets other
+        noise.
 
     Returns:
-      The release, its rows in a random secret order: that of a client's files may tell labels.
+      The release. Its rows are in a random secret order, since the order of a client's files may tell labels.
 
     Formal guarantees:
-      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is released: a
-      refused call releases nothing, a call that fails has paid. A call with a workdir that is interrupted and made
-      again gives the same values and pays once, if data, settings, programs and machine are the same; otherwise it
+      As `PrivateRelease.release`, for any order of the images. `release.event` is spent before anything is released. A
+      refused call releases nothing. A call that fails later has paid. A call with a workdir that is interrupted and
+      made again gives the same values and pays once, if data, settings, programs and machine are the same. Otherwise it
       draws fresh noise and pays again (`jaxdp.release`).
 
     Raises:
-      BudgetExceeded: nothing is spent, nothing released.
-      TypeError, ValueError: as `PrivateRelease.release`, or for a data set with another adjacency, a seed that is not
-        16 bytes, or a workdir that keeps another release; before anything is spent.
+      BudgetExceeded: Nothing is spent, nothing is released.
+      TypeError, ValueError: As `PrivateRelease.release`. Also for another adjacency, a seed that is not 16 bytes, or a
+        workdir that keeps another release. Nothing is spent.
     """
     what = plan_release(account, release=release, representations=representations, labels=labels, projection=projection)
     with Till(workdir, seed=seed) as till:
@@ -423,18 +431,18 @@ def plan_release(
     projection: Projection,
     label: str = "split adaptation",
 ) -> Release[dict[str, Any]]:
-    """Returns what `release_privately` releases, with the fields of `Released`, for a till; spends nothing.
+    """Returns the release of `release_privately`, with the fields of `Released`, for a till. It spends nothing.
 
-    Arguments and errors as there. People read `label` in the ledger: never put data in it.
+    Arguments and errors are as in `release_privately`. The ledger shows `label` to people: never put data in it.
     """
     if account.adjacency != "replace_one":
         raise ValueError(
-            f"dataset {account.name!r} is registered with {account.adjacency!r}; the release shows how many images "
-            "there are and hides what each one is: register it with adjacency='replace_one'"
+            f"dataset {account.name!r} is registered with {account.adjacency!r}. The release shows the number of "
+            "images and hides each image. Register the dataset with adjacency='replace_one'."
         )
     release.check(representations, labels=labels, projection=projection)
     arguments = release._arguments(representations, projection)
-    # Traced now: what cannot run costs nothing.
+    # Tracing comes before the payment, so that a program that cannot run costs nothing.
     text = program(_release, stream(bytes(16), "images"), *arguments, release.mechanism, True)
 
     def compute(secret: bytes) -> dict[str, Any]:
@@ -451,18 +459,18 @@ def plan_release(
 
 
 def event(noise_multiplier: float, label_epsilon: float, *, mechanism: Mechanism = "gaussian") -> privacy.DpEvent:
-    """What one release costs a data set with the adjacency "replace_one"; arguments as in `PrivateRelease`."""
+    """Returns the privacy event of one release under "replace_one". Arguments are as in `PrivateRelease`."""
     labels = privacy.NonPrivateDpEvent() if math.isinf(label_epsilon) else privacy.PureDpEvent(label_epsilon)
     if noise_multiplier == 0:
         return privacy.ComposedDpEvent([privacy.NonPrivateDpEvent(), labels])
-    # A vector's privacy loss is not that of one Laplace number; its pure epsilon, for a move of 2 C, is a bound.
+    # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon for 2 C is a bound.
     gaussian, laplace = privacy.GaussianDpEvent(noise_multiplier), privacy.PureDpEvent(2 / noise_multiplier)
     features = gaussian if mechanism == "gaussian" else laplace
     return privacy.ComposedDpEvent([features, labels])
 
 
 def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
-    """What the published mode costs with Laplace(0, b) noise: no proof, so an infinite epsilon ("empirical only").
+    """Returns the event of the published mode with Laplace(0, b) noise: epsilon is infinite ("empirical only").
 
     Raises:
       ValueError: b is negative or not finite.
@@ -479,22 +487,22 @@ def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
 
 
 def _float32(x: Any) -> jax.Array:
-    with np.errstate(over="ignore"):  # What float32 cannot hold becomes infinite, and its row zero.
+    with np.errstate(over="ignore"):  # A value beyond float32 becomes infinite, and clipping makes its row zero.
         return jnp.asarray(x, jnp.float32)
 
 
 def _check_norm(clip_norm: float) -> None:
     if not _SMALLEST_NORM <= clip_norm <= _LARGEST_NORM:
-        raise ValueError(f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}")
+        raise ValueError(f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}.")
 
 
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:
-    """Labels as int32 [n]; messages hold no value of theirs."""
+    """Returns labels as int32 [n]. Errors show no label."""
     array = np.asarray(labels)
     if array.ndim != 1:
-        raise ValueError(f"labels must be [n], got shape {array.shape}")
+        raise ValueError(f"labels must be [n], got shape {array.shape}.")
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"labels must be integers, got {array.dtype}")
+        raise TypeError(f"labels must be integers, got {array.dtype}.")
     if ((array < 0) | (array >= num_classes)).any():
-        raise ValueError(f"labels must lie in [0, {num_classes}); count the classes that there can be, not those seen")
+        raise ValueError(f"labels must lie in [0, {num_classes}). Count all possible classes, not only observed ones.")
     return array.astype(np.int32)

@@ -1,13 +1,13 @@
-"""What the two parties send each other: a folder with a manifest and one .npy file per array, and nothing else.
+"""The package, the only thing that the two parties exchange: a folder with a manifest and one .npy file per array.
 
     manifest.json    {"format": 1, "kind": ..., "fields": {...}, "arrays": [...], "sha256": ...}
     0000.npy         numpy.load(..., allow_pickle=False) reads it, with or without jaxdp
     0001.npy
 
-The manifest has name, file, dtype, shape and SHA-256 of every array, and a SHA-256 of itself. These notice accidents:
-a broken transfer, an edited file, two versions mixed up. They do NOT say who wrote a package: whoever changes a file
-can change the sums too. Send packages over a channel that authenticates the other party. Reading one runs no code of
-its writer and opens no file outside its folder.
+The manifest has name, file, dtype, shape and SHA-256 of every array, and a SHA-256 of itself. These detect accidents: a
+broken transfer, an edited file, a mix of two versions. They do NOT prove who wrote a package: an attacker who changes a
+file can change the sums too. Send packages over a channel that authenticates the other party. Reading a package runs no
+code of its writer and opens no file outside its folder.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from jaxdp.files import Limits, check_finite, read_npy, sync_folder, sync_tree
 Folder = str | os.PathLike[str]
 FORMAT = 1
 _MANIFEST = "manifest.json"
-# What every NumPy reads: no objects, no text, no bfloat16, no floats whose width depends on the machine.
+# Every NumPy reads these. Objects, text, bfloat16 and floats whose width depends on the machine are not among them.
 _WIDE = ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8")
 _DTYPES = frozenset({"|b1", "|i1", "|u1", *(order + kind for order in "<>" for kind in _WIDE)})
 _MANIFEST_BYTES = 2**26
@@ -36,41 +36,41 @@ _ENTRY = {"name": str, "file": str, "dtype": str, "shape": list, "sha256": str}
 
 
 class Package(NamedTuple):
-    """What `read_package` returns: fields as JSON has them (tuples are lists), and NumPy arrays, by name."""
+    """The result of `read_package`: fields as in JSON (tuples become lists), and NumPy arrays by name."""
 
     fields: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
 def write_package(folder: Folder, kind: str, *, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Writes a folder that appears whole or not at all, and is on the disk when this returns.
+    """Writes a folder that appears whole or not at all. On return it is on the disk.
 
     Args:
-      folder: the new folder; those above it are made if needed.
-      kind: what the package is, for example "frontend"; whoever reads it asks for the same.
-      fields: JSON-able, by name.
-      arrays: NumPy or JAX arrays of bool, integers or floats of at most 64 bits, by name, as "blocks/0/kernel".
+      folder: The new folder. Missing parents are made.
+      kind: The kind of package, for example "frontend". The reader asks for the same kind.
+      fields: JSON-able values by name.
+      arrays: NumPy or JAX arrays of bool, integers or floats of at most 64 bits, by name such as "blocks/0/kernel".
 
     Raises:
-      FileExistsError: there is something at `folder` already; it is left as it is.
-      TypeError: an array has another dtype.
-      ValueError: fields are not JSON-able, a name is not a string, or empty, or an array has a NaN or an infinity.
+      FileExistsError: `folder` exists already. It is not changed.
+      TypeError: An array has another dtype.
+      ValueError: Fields are not JSON-able, a name is not a string or is empty, or an array has a NaN or an infinity.
     """
     target = Path(folder)
     _check_name("kind", kind)
     for name in fields:
         _check_name("every name in fields", name)
     converted = {name: _plain(name, array) for name, array in arrays.items()}
-    check_finite(converted, target, "Nothing is written; leave out what made them.")
+    check_finite(converted, target, "Nothing is written. Leave out the inputs that caused them.")
     try:
         plain_fields = json.loads(json.dumps(dict(fields), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"fields must be JSON-able (numbers, strings, lists, dictionaries), but {error}") from error
+        raise ValueError(f"fields must be JSON-able (numbers, strings, lists, dictionaries): {error}.") from error
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} exists already; packages are never overwritten: choose another folder")
+        raise FileExistsError(f"{target} exists already. Packages are never overwritten. Choose another folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that died
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that died
     partial.mkdir()
     try:
         entries = []
@@ -93,40 +93,40 @@ def write_package(folder: Folder, kind: str, *, fields: Mapping[str, Any], array
 def read_package(
     folder: Folder, kind: str, *, fields: Iterable[str] = (), arrays: Iterable[str] = (), limits: Limits | None = None
 ) -> Package:
-    """Reads a folder that `write_package` made, after checking all of it.
+    """Reads a folder of `write_package` after it has checked all of it.
 
-    The sizes that the manifest declares are compared with the limits and with the files before any array is read.
+    It compares the declared sizes with the limits and with the files before it reads any array.
 
     Args:
-      folder: the package.
-      kind: what it must be.
-      fields, arrays: names that it must have; others may be there too.
-      limits: on the number of its arrays and their bytes; `Limits()` by default.
+      folder: The package.
+      kind: The kind that it must have.
+      fields, arrays: Names that it must have. It may have others.
+      limits: Limits on the number of arrays and their bytes, by default `Limits()`.
 
     Raises:
-      FileNotFoundError: no package at `folder`, or a file of it is missing.
-      ValueError: it is damaged, of another kind, from a newer jaxdp, exceeds a limit, has a NaN or an infinity, or
-        lacks a required field or array; the message names the file and what to do.
+      FileNotFoundError: There is no package at `folder`, or one of its files is missing.
+      ValueError: The package is damaged, of another kind, from a newer jaxdp or above a limit. Or it has a NaN or an
+        infinity, or lacks a required field or array. The message names the file and the remedy.
     """
     root, limits = Path(folder), limits or Limits()
     path, manifest = root / _MANIFEST, _read_manifest(root)
     if manifest["kind"] != kind:
-        raise ValueError(f"{path} is of kind {manifest['kind']!r}, not {kind!r}; give the folder of that kind")
+        raise ValueError(f"{path} is of kind {manifest['kind']!r}, not {kind!r}. Give a folder of kind {kind!r}.")
     entries = manifest["arrays"]
     limits.check("arrays", len(entries), str(path))
     declared = sum(math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize for entry in entries)
     limits.check("bytes", declared, str(path))
     there, stated = set(os.listdir(root)), {_MANIFEST, *(entry["file"] for entry in entries)}
     if lost := sorted(stated - there):
-        raise FileNotFoundError(f"{root / lost[0]} is missing from the package; send it again")
+        raise FileNotFoundError(f"{root / lost[0]} is missing from the package. Send it again.")
     if extra := sorted(there - stated):
-        raise ValueError(f"{root / extra[0]} is not in the package's manifest; remove it, or send the package again")
+        raise ValueError(f"{root / extra[0]} is not in the package's manifest. Remove it, or send the package again.")
     names = [entry["name"] for entry in entries]
     for what, required, present in (("field", fields, manifest["fields"]), ("array", arrays, names)):
         if missing := sorted(set(required) - set(present)):
             raise ValueError(
-                f"{path} is whole, but a package of kind {kind!r} needs the {what} {', '.join(map(repr, missing))}; "
-                "its writer must make it again"
+                f"{path} is whole, but a package of kind {kind!r} needs the {what} {', '.join(map(repr, missing))}. "
+                "Its writer must make it again."
             )
     found = {entry["name"]: _read_array(root / entry["file"], entry) for entry in entries}
     check_finite(found, root, "Its writer must make it again.")
@@ -134,7 +134,7 @@ def read_package(
 
 
 def package_bytes(folder: Folder) -> int:
-    """How many bytes a package takes to send; FileNotFoundError if there is none."""
+    """Returns how many bytes a package takes to send. Raises FileNotFoundError if there is none."""
     if not (Path(folder) / _MANIFEST).exists():
         raise _absent(Path(folder))
     return sum(path.stat().st_size for path in Path(folder).iterdir())
@@ -148,23 +148,23 @@ def _plain(name: Any, array: Any) -> np.ndarray:
     array = np.asarray(array)
     if array.dtype.str not in _DTYPES:
         raise TypeError(
-            f"array {name!r} has dtype {array.dtype}; packages hold bool, integers and floats of at most 64 bits, so "
-            "convert it, for example with astype(np.float32)"
+            f"array {name!r} has dtype {array.dtype}. Packages hold bool, integers and floats of at most 64 bits. "
+            "Convert the array, for example with astype(np.float32)."
         )
     return array
 
 
 def _check_name(what: str, name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{what} must be a non-empty string, got {name!r}")
+        raise ValueError(f"{what} must be a non-empty string, got {name!r}.")
 
 
 def _file(index: int) -> str:
-    return f"{index:04d}.npy"  # Names of arrays may be no names of files.
+    return f"{index:04d}.npy"  # Names of arrays may not be valid file names.
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest without its own sum."""
+    """Returns the SHA-256 of a manifest without its own sum."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -194,8 +194,8 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         raise _damaged(path, "is not a manifest")
     if manifest["format"] > FORMAT:
         raise ValueError(
-            f"{path} has format {manifest['format']}, this jaxdp reads up to {FORMAT}; upgrade jaxdp, or ask for a "
-            "package in the older format"
+            f"{path} has format {manifest['format']}, but this jaxdp reads formats up to {FORMAT}. Upgrade jaxdp, or "
+            "ask for a package in an older format."
         )
     if manifest.get("sha256") != seal:
         raise _damaged(path, "does not have the SHA-256 that it states")
@@ -209,7 +209,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
 
 
 def _is_entry(index: int, entry: Any) -> bool:
-    """Whether a manifest's entry is one: of a file in the folder, since files are numbered, and a plain dtype."""
+    """Checks an entry of a manifest. It must name a numbered file, so a file in the folder, and a plain dtype."""
     if not isinstance(entry, dict) or {k: type(v) for k, v in entry.items()} != _ENTRY:
         return False
     plain = entry["dtype"] in _DTYPES and all(type(n) is int and n >= 0 for n in entry["shape"])
@@ -223,7 +223,7 @@ def _read_array(path: Path, entry: Mapping[str, Any]) -> np.ndarray:
     shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
     try:
         return read_npy(path, shape=shape, dtype=dtype)
-    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # The last two from headers that are no Python.
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:  # a header that is not Python raises the last two
         raise _damaged(path, f"is not the {dtype} array of shape {shape} that the manifest states") from error
 
 
@@ -233,8 +233,8 @@ def _check_regular(path: Path) -> None:
 
 
 def _absent(root: Path) -> FileNotFoundError:
-    return FileNotFoundError(f"{root / _MANIFEST} does not exist; is {root} a package? If so, send it again")
+    return FileNotFoundError(f"{root / _MANIFEST} does not exist. Give the folder of a package, or send it again.")
 
 
 def _damaged(path: Path, what: str) -> ValueError:
-    return ValueError(f"{path} {what}; the package is damaged: send it again")
+    return ValueError(f"{path} {what}. The package is damaged. Send it again.")

@@ -1,8 +1,8 @@
 """Uniform symmetric quantisation of a frontend, with scales that a task loss chooses (section 3.3.1, Eq. 6 to 9).
 
-A *site* is where the frontend multiplies: a linear map, the patch embedding, or one of the two products of attention.
-Both operands of a site are quantised, except the images under the patch embedding. Everything else stays in floating
-point: biases, LayerNorm, softmax, GELU and the residual stream.
+A *site* is a place where the frontend multiplies: a linear map, the patch embedding, or one of the two products of
+attention. Both operands of a site are quantised, except the images under the patch embedding. Biases, LayerNorm,
+softmax, GELU and the residual stream stay in floating point.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.transforms import losses
 
-# softmax - onehot is rounded to 6e-8: logits' gradients below this, or a site's beside the largest one, are round-off.
+# softmax - onehot is rounded to 6e-8. Below this, gradients of logits are round-off. The same bound holds for a site's
+# gradients relative to the largest ones.
 _NO_GRADIENT = 1e-6
 _LOGITS = "logits"
 _OUTPUT = "output"
@@ -30,10 +31,10 @@ _VECTOR_BITS = 8
 def quantize(x: jax.Array, scale: float | jax.Array, bits: int = 8) -> jax.Array:
     """Rounds to int8 in units of `scale`, half to even: clamp(round(x / scale), -2^(k-1), 2^(k-1) - 1) (Eq. 6).
 
-    The scale is positive and broadcasts against x, floating point of any shape.
+    x is floating point of any shape. The scale is positive and broadcasts against x.
 
     Raises:
-      ValueError: bits k outside [2, 8].
+      ValueError: bits k is outside [2, 8].
     """
     _check_bits(bits)
     return _codes(x, scale, bits).astype(jnp.int8)
@@ -45,12 +46,13 @@ def dequantize(q: jax.Array, scale: float | jax.Array) -> jax.Array:
 
 
 class Scales(NamedTuple):
-    """How to quantise a frontend; the keys are paths of sites such as "block_0/attention/query".
+    """The scales of a quantised frontend. Keys are paths of sites such as "block_0/attention/query".
 
     Attributes:
-      first: of the operand that is an activation; of the first of two. [] or, in attention, [heads].
-      second: of the weight, [] or (patch embedding) [channels]; of the second activation, [heads].
-      output: of the representation at the cut, [].
+      first: Scale of the activation operand, or of the first of two: [], or [heads] in attention.
+      second: Scale of the weight: [], or [channels] in the patch embedding. In attention, of the second activation:
+        [heads].
+      output: Scale of the representation at the cut, [].
     """
 
     first: Mapping[str, jax.Array]
@@ -72,48 +74,47 @@ def search_scales(
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 
-    For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8): y is the site's output in full precision, yhat
-    that of the quantised operands, g the gradient of the cross-entropy with respect to y. Zero taps on all outputs give
-    every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed fractions of
-    max|x| / (2^(k-1) - 1/2). The operands take turns, the weight first, until a turn of both changes nothing. The first
-    minimum wins.
+    For every site it minimises the mean of (g (yhat - y))^2 (Eq. 8). Here y is the site's output in full precision,
+    yhat the output of the quantised operands, and g the gradient of the cross-entropy with respect to y. Zero taps on
+    all outputs give every g in one backward pass. Every site sees inputs in full precision. Candidates are fixed
+    fractions of max|x| / (2^(k-1) - 1/2). The search alternates between the operands, the weight first, until a turn of
+    both changes nothing. The first minimum wins.
 
     Args:
-      backbone, params: the whole model, with a head for `labels`.
-      images: float32 [n, S, S, C] in [0, 1]; 32 in the paper.
+      backbone, params: The whole model, with a head for `labels`.
+      images: float32 [n, S, S, C] in [0, 1]. The paper uses 32.
       labels: int [n] in [0, num_classes).
-      bits: of weights and activations, in [2, 8].
-      metric: "hessian" is Eq. 8; "mse" sets g to one.
-      fractions: lowest, upper bound (not reached) and how many.
-      rounds: at most so many turns of both operands.
-      batch_size: images per backward pass.
+      bits: Bits of weights and activations, in [2, 8].
+      metric: "hessian" is Eq. 8. "mse" sets g to one.
+      fractions: The lowest fraction, an upper bound (not reached), and their number.
+      rounds: The largest number of turns of both operands.
+      batch_size: Images per backward pass.
 
     Returns:
-      The scales, each positive; one per site and operand, per head in attention, per channel in the patch embedding.
+      Positive scales: one per site and operand, per head in attention, per channel in the patch embedding.
 
     Raises:
-      ValueError: the gradients of a site are numerically zero, so that Eq. 8 cannot tell candidates apart; labels of
-        another number than images or outside their range, no images, bits outside [2, 8], an unknown metric, fractions
-        that are not positive, no rounds or batches without images.
+      ValueError: The gradients of a site are numerically zero, so that Eq. 8 cannot distinguish candidates. Or labels
+        do not match the images or their range, there are no images, or a setting is out of range.
     """
     _check_bits(bits)
     one_of(("hessian", "mse"), metric=metric)
     low, high, count = fractions
     if not (0 < low < high and count >= 1):
-        raise ValueError(f"fractions must be (low, high, count) with 0 < low < high and count >= 1, got {fractions}")
+        raise ValueError(f"fractions must be (low, high, count) with 0 < low < high and count >= 1, got {fractions}.")
     at_least(1, rounds=rounds, batch_size=batch_size)
     check_labels(labels, len(images), backbone.num_classes)
     candidates = low + (high - low) / count * jnp.arange(count, dtype=jnp.float32)
 
     batches = [slice(i, i + batch_size) for i in range(0, len(images), batch_size)]
-    observed = [_observe(backbone, params, images[rows], labels[rows]) for rows in batches]
+    observed = [observe(backbone, params, images[rows], labels[rows]) for rows in batches]
     sites: dict[str, _Observed] = jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
     weights, specs, found = flatten_dict(params, sep="/"), describe_frontend(backbone).sites, {}
     _, of_logits = sites.pop(_LOGITS)
     if metric == "hessian":
         _check_gradients({path: float(jnp.max(jnp.abs(g))) for path, (_, g) in sites.items()}, of_logits)
     for path, (operands, g) in sites.items():
-        # The largest |g| as unit: squares of small gradients would underflow, and the minimum does not move.
+        # Squares of small gradients would underflow. In units of the largest |g| the minimum stays the same.
         g = g / jnp.max(jnp.abs(g)) if metric == "hessian" else jnp.ones_like(g)
         if path == _OUTPUT:
             output = _search_output(bits, *operands, g, candidates)
@@ -125,13 +126,13 @@ def search_scales(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFrontend:
-    """What the server ships: nothing but integers, and the scales they are in.
+    """The frontend that the server ships: integers and their scales only.
 
     Attributes:
-      codes: int8 for every parameter of the frontend, by path.
-      units: the scale of each, [] or (patch embedding) [channels].
-      scales: of the sites; those of activations are used in the forward pass.
-      bits: of kernels and activations. Biases, LayerNorm, tokens and positions have 8: no search weighs them.
+      codes: int8 codes of every parameter of the frontend, by path.
+      units: The scale of each parameter: [], or [channels] in the patch embedding.
+      scales: The scales of the sites. The forward pass uses the scales of activations.
+      bits: Bits of kernels and activations. Biases, LayerNorm, tokens and positions always have 8.
     """
 
     codes: Mapping[str, jax.Array]
@@ -156,7 +157,7 @@ def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> Quanti
     for path, leaf in flatten_dict(front, sep="/").items():
         site = path.removesuffix("/kernel")
         searched = site in scales.second
-        # Where none was searched, the largest entry is a code: a LayerNorm's scales of one stay one.
+        # Without a searched scale the largest entry is a code, so LayerNorm scales of one stay one.
         units[path] = scales.second[site] if searched else _unit(jnp.max(jnp.abs(leaf)), 2 ** (_VECTOR_BITS - 1) - 1)
         codes[path] = quantize(leaf, _per_output(units[path], leaf), bits if searched else _VECTOR_BITS)
     return QuantizedFrontend(codes, units, scales, bits)
@@ -165,25 +166,22 @@ def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> Quanti
 def quantized_front(
     backbone: Backbone, frontend: QuantizedFrontend, images: jax.Array, *, params: Params | None = None
 ) -> jax.Array:
-    """Representations of a quantised frontend, all of whose products have quantised operands.
+    """Computes dequantised representations float32 [B, T, D] of a frontend whose products have quantised operands.
 
     Args:
-      backbone, frontend: the model and where it is cut, its weights and scales.
+      backbone, frontend: The model and its cut, and the frontend's weights and scales.
       images: float32 [B, S, S, C] in [0, 1].
-      params: the client's noisy parameters in place of the dequantised ones. They stay in floating point: rounding
+      params: The client's noisy parameters, which replace the dequantised ones. They stay in floating point: rounding
         them to codes again would erase most of the noise.
-
-    Returns:
-      float32 [B, T, D], dequantised.
     """
     scales, bits = frontend.scales, frontend.bits
-    specs = describe_frontend(backbone).sites  # here, not below, where the calls that it makes would come to it again
+    specs = describe_frontend(backbone).sites  # outside the interceptor, which would intercept its calls as well
 
     def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         path = _path(context)
         if path not in scales.first or specs[path].kind == "embed":
             return next_fun(*args, **kwargs)
-        # A linear map has one argument: its weight is quantised already.
+        # A linear map has one argument, and its weight is already quantised.
         both = zip(args, (scales.first[path], scales.second[path]), strict=False)
         return next_fun(*(_round(x, _spread(scale, specs[path], x), bits) for x, scale in both), **kwargs)
 
@@ -194,12 +192,12 @@ def quantized_front(
 
 # --- Sites ------------------------------------------------------------------------------------------------------
 
-# Operands that are activations, and the gradient with respect to the output.
+# The operands that are activations, and the gradient with respect to the output.
 _Observed = tuple[tuple[jax.Array, ...], jax.Array]
 
 
 class Site(NamedTuple):
-    """What kind of product a site is; in attention, its equation and number of heads."""
+    """The kind of product at a site. In attention also its equation and number of heads."""
 
     kind: Literal["dense", "embed", "product"]
     equation: str = ""
@@ -207,7 +205,7 @@ class Site(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The shape [T, D] of a representation, the shapes of a frontend's parameters, its sites in order; by path."""
+    """The shape [T, D] of a representation, and by path the frontend's parameter shapes and its sites in order."""
 
     tokens: tuple[int, int]
     shapes: Mapping[str, tuple[int, ...]]
@@ -232,21 +230,21 @@ def describe_frontend(backbone: Backbone) -> Description:
         return backbone.model.init_with_output(jax.random.key(0), images, 0, backbone.cut)
 
     with nn.intercept_methods(note):
-        representation, variables = jax.eval_shape(run)  # a new function: with a cached trace, no call would pass here
+        representation, variables = jax.eval_shape(run)  # a new function, since a cached trace makes no calls to note
     shapes = {path: leaf.shape for path, leaf in flatten_dict(variables["params"], sep="/").items()}
     return Description(representation.shape[1:], shapes, sites)
 
 
 def _path(context: Any) -> str:
-    """The site that a call belongs to; "" for none."""
+    """Returns the path of the site of a call, or "" if the call is at no site."""
     if context.method_name != "__call__" or not isinstance(context.module, nn.Dense | nn.Conv | Product):
         return ""
     return "/".join(context.module.path)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
-    """Runs the model once forward and once backward."""
+def observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array) -> dict[str, _Observed]:
+    """Runs the model once forward and once backward. Returns operands and gradients by site."""
     front, back = backbone.divide(params)
     paths = (*describe_frontend(backbone).sites, _OUTPUT, _LOGITS)
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
@@ -269,14 +267,14 @@ def _observe(backbone: Backbone, params: Params, images: jax.Array, labels: jax.
         logits = tapped(_LOGITS, (), logits)
         return jax.vmap(losses.softmax_cross_entropy)(logits, labels).sum(), seen
 
-    # Scalar taps show the shapes of the real ones.
+    # A trace with scalar taps finds the shapes of the real taps.
     jax.eval_shape(lambda: loss({path: jnp.zeros(()) for path in paths})[0])
     gradients, seen = jax.grad(loss, has_aux=True)({path: jnp.zeros(y.shape, y.dtype) for path, y in shapes.items()})
     return {path: (seen[path], gradients[path]) for path in seen}
 
 
 def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None:
-    """ValueError if a site's gradients are round-off, given the largest of each."""
+    """Raises ValueError if the largest gradient of a site is only round-off."""
     if not float(jnp.max(jnp.abs(of_logits))) > _NO_GRADIENT:
         site = "the logits"
     else:
@@ -284,8 +282,8 @@ def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None
         site = next(found, "")
     if site:
         raise ValueError(
-            f"the gradients of the loss with respect to {site} are numerically zero: any scale would do. Check "
-            "that the head in params is trained for these labels and the loss not zero, or take metric='mse'"
+            f"the gradients of the loss with respect to {site} are numerically zero, so they select no scale. Check "
+            "that the head in params is trained for these labels and the loss is not zero, or take metric='mse'."
         )
 
 
@@ -296,7 +294,7 @@ def _check_gradients(largest: Mapping[str, float], of_logits: jax.Array) -> None
 def _search(
     site: Site, bits: int, rounds: int, operands: tuple[jax.Array, jax.Array], g: jax.Array, candidates: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales of both operands of a site (Eq. 8)."""
+    """Returns the scales of both operands of a site (Eq. 8)."""
     a, b = operands
     if site.kind == "embed":
         a, b = _patches(a, b), b.reshape(-1, b.shape[-1])
@@ -306,7 +304,7 @@ def _search(
     bases = tuple(_unit(x, _highest(bits)) for x in largest)
 
     def best(which: int, other: jax.Array) -> jax.Array:
-        """The fraction of the largest scale that is best for one operand, the other one being quantised."""
+        """Returns the best fraction of the largest scale for one operand, given the other one quantised."""
         x = (a, b)[which]
 
         def score(candidate: jax.Array) -> jax.Array:
@@ -315,7 +313,7 @@ def _search(
             return _grouped(jnp.mean, (g * (yhat - y)) ** 2, site)  # Eq. 8
 
         scores = jax.lax.map(score, candidates)
-        # A head or channel that no gradient reaches keeps the scale under which nothing is clamped.
+        # A head or channel without gradients keeps the scale that clamps nothing.
         indifferent = jnp.max(scores, axis=0) == jnp.min(scores, axis=0)
         return jnp.where(indifferent, 1.0, candidates[jnp.argmin(scores, axis=0)])
 
@@ -335,7 +333,7 @@ def _search(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
-    """The scale of the representation, which has no operands."""
+    """Returns the scale of the representation, which has no operands."""
     base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
     scores = jax.lax.map(lambda c: jnp.mean((g * (_round(y, c * base, bits) - y)) ** 2), candidates)
     return candidates[jnp.argmin(scores)] * base
@@ -346,7 +344,7 @@ def _multiply(site: Site, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Images [B, H, W, C] as patches [B, T, p p C] under a kernel [p, p, C, D] whose stride is p."""
+    """Reshapes images [B, H, W, C] to patches [B, T, p p C] of a kernel [p, p, C, D] with stride p."""
     batch, height, width, channels = images.shape
     p, q = kernel.shape[:2]
     x = images.reshape(batch, height // p, p, width // q, q, channels).swapaxes(2, 3)
@@ -354,31 +352,31 @@ def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
-    """A scale of the tensor, or scales of its last axis, to be broadcast against it."""
+    """Reshapes a scale of the tensor, or scales of its last axis, to broadcast against it."""
     return scale if scale.ndim == 0 else scale.reshape((1,) * (kernel.ndim - 1) + scale.shape)
 
 
 def _grouped(reduce: Callable[..., jax.Array], x: jax.Array, site: Site, *, per_channel: bool = True) -> jax.Array:
-    """Reduces over the entries whose scales are chosen together: of a head, a channel of the embedding, or all."""
+    """Reduces over the entries that share a scale: of a head, of a channel of the embedding, or all."""
     if site.kind == "product":
         return reduce(x.reshape(-1, site.heads, x.shape[1] * x.shape[2]), axis=(0, 2))
     return reduce(x, axis=tuple(range(x.ndim - 1))) if site.kind == "embed" and per_channel else reduce(x)
 
 
 def _unit(largest: jax.Array, highest: float) -> jax.Array:
-    """The scale under which `largest` is `highest` units; 1 for 0, where any scale would do."""
+    """Returns the scale under which `largest` is `highest` units. For 0 any scale fits, and the function returns 1."""
     return jnp.where(largest > 0, largest / highest, 1.0)
 
 
 def _spread(scale: jax.Array, site: Site, x: jax.Array) -> jax.Array:
-    """The scale of every entry of x, to be broadcast."""
+    """Returns the scale of every entry of x, for broadcasting."""
     if site.kind == "product":
         return jnp.tile(scale, len(x) // site.heads)[:, None, None]
     return _per_output(scale, x)
 
 
 def _round(x: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
-    """Quantises and dequantises, in float32."""
+    """Quantises and dequantises in float32."""
     return _codes(x, scale, bits) * scale
 
 
@@ -387,10 +385,10 @@ def _codes(x: jax.Array, scale: float | jax.Array, bits: int) -> jax.Array:
 
 
 def _highest(bits: int) -> float:
-    """Half a unit above the largest code."""
+    """Returns the largest code plus half a unit."""
     return 2 ** (bits - 1) - 0.5
 
 
 def _check_bits(bits: int) -> None:
     if not (isinstance(bits, int) and 2 <= bits <= 8):
-        raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}")
+        raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}.")

@@ -5,7 +5,7 @@
     back = tune_backend(key, backbone, params, frontends, images, labels)   # 3.3.2: Eq. 10, 11
     backbone, back = adapt(key, backbone, back, copies, labels, num_classes=...)   # 3.5: Eq. 14
 
-All images here are the server's own. What a client sends has passed through `jaxdp.split.client`.
+All images here are the server's own. A client's representations come from `jaxdp.split.client`.
 """
 
 import functools
@@ -28,7 +28,7 @@ Partition = Literal["random", "domain", "class"]
 
 
 def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The server's images, float32 [n, S, S, C] in [0, 1], then their Hilbert transforms; labels [n] likewise."""
+    """Appends Hilbert transforms to the server's images, float32 [n, S, S, C] in [0, 1], and repeats labels [n]."""
     transformed = [hilbert_augment(images[i : i + 256]) for i in range(0, len(images), 256)]
     return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
 
@@ -46,28 +46,29 @@ def calibrate_frontends(
     bits: int = 8,
     metric: Literal["hessian", "mse"] = "hessian",
 ) -> tuple[QuantizedFrontend, ...]:
-    """Quantises the frontend once for all data and once for each of M parts of it.
+    """Quantises the frontend once for all data and once for each of M parts of the data.
 
     Args:
-      key: typed PRNG key, of the partition and the samples.
-      backbone, params: the whole model, with a head for `labels`.
+      key: Typed PRNG key of the partition and the samples.
+      backbone, params: The whole model, with a head for `labels`.
       images, labels: float32 [n, S, S, C] in [0, 1] and int [n], of `merge_hilbert`.
-      frontends: M; 0 quantises for all data only.
-      samples: images per scale search, drawn without replacement; all of a smaller part.
-      partition: of the images into parts of equal size: "random" (the paper does not say; independent draws of 32
-        images give frontends that hardly differ), "domain" (in the order of `images`: originals, then transformed ones;
-        the middle one of an odd number of parts has both), "class" (by label).
-      bits, metric: of `search_scales`.
+      frontends: M. 0 quantises for all data only.
+      samples: Images per scale search, drawn without replacement. A smaller part is used whole.
+      partition: How images are divided into parts of equal size. The paper does not say. "random" draws the parts, but
+        independent draws of 32 images give frontends that hardly differ. "domain" follows the order of `images`:
+        originals, then transformed ones. With an odd number of parts the middle one has both. "class" sorts by label.
+      bits, metric: As in `search_scales`.
 
     Returns:
-      F_0, which is shipped to the client, F_1, ..., F_M.
+      F_0, which the client gets, and F_1, ..., F_M.
 
     Raises:
-      ValueError: an unknown partition, fewer images than parts, no samples, or as `search_scales`.
+      ValueError: The partition is unknown, there are fewer images than parts, samples is less than 1, or as
+        `search_scales`.
     """
     one_of(get_args(Partition), partition=partition)
     if not 0 <= frontends <= len(images):
-        raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}")
+        raise ValueError(f"frontends must be in [0, {len(images)}], the number of images, got {frontends}.")
     at_least(1, samples=samples)
     check_labels(labels, len(images), backbone.num_classes)
     order_key, *keys = jax.random.split(key, 2 + frontends)
@@ -87,9 +88,10 @@ def calibrate_frontends(
 
 
 def mixup_representations(key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75) -> jax.Array:
-    """lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10), beta positive.
+    """Computes lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
 
-    Xhat is of the quantised frontend (dequantised), X of the original one; float32 [B, T, D].
+    Xhat comes from the quantised frontend (dequantised), X from the original one. Both are float32 [B, T, D]. beta is
+    positive.
     """
     check_positive(beta=beta)
     share = jax.random.beta(key, beta, beta, (len(exact), 1, 1))
@@ -109,29 +111,27 @@ def tune_backend(
     batch_size: int = 32,
     beta: float = 0.75,
 ) -> dict[str, Any]:
-    """Tunes backend and head to representations between those of the original and of the quantised frontends (Eq. 11).
+    """Tunes backend and head on mixed representations of the original and the quantised frontends (Eq. 11).
 
-    The frontends stay as they are. The loss is the mean over them; the paper has a sum.
+    The frontends do not change. The loss is the mean over them, where the paper has a sum. The function returns the
+    parameters of the backend, with the head.
 
     Args:
-      key: typed PRNG key, of the order and the mixing.
-      backbone, params, images, labels: as in `calibrate_frontends`, which made the frontends.
-      learning_rate, epochs, batch_size: as in `fit_in_memory`.
-      beta: of the mixing.
-
-    Returns:
-      The parameters of the backend, the head included.
+      key: Typed PRNG key of the order and the mixing.
+      backbone, params, images, labels: As in `calibrate_frontends`, which made the frontends.
+      learning_rate, epochs, batch_size: As in `fit_in_memory`.
+      beta: As in `mixup_representations`.
 
     Raises:
-      ValueError: labels of another number than the images or outside their range, no images, no frontends; a learning
-        rate, number of epochs, batch size or beta that is not positive.
+      ValueError: Labels do not match images or [0, num_classes), images or frontends are empty, or a learning
+        rate, number of epochs, batch size or beta is not positive.
     """
     if not frontends:
-        raise ValueError("frontends must be at least one, got none; make them with calibrate_frontends")
+        raise ValueError("frontends must not be empty. Make them with calibrate_frontends.")
     check_labels(labels, len(images), backbone.num_classes)
     front, back = backbone.divide(params)
     return fit_in_memory(
-        _mixup_loss(backbone, beta),
+        mixup_loss(backbone, beta),
         back,
         (jnp.asarray(images), jnp.asarray(labels)),
         key=key,
@@ -143,7 +143,9 @@ def tune_backend(
 
 
 @functools.lru_cache
-def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
+def mixup_loss(backbone: Backbone, beta: float) -> Loss:
+    """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
+
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         (front, frontends), (images, labels) = frozen, batch
         exact = backbone.front(front, images)
@@ -159,21 +161,21 @@ def _mixup_loss(backbone: Backbone, beta: float) -> Loss:
 
 
 class Uploads(Protocol):
-    """Representations and copies of them: `Copies`, or `jaxdp.split.exchange.Uploaded`; a pytree."""
+    """Representations and their copies, a pytree: `Copies`, or `jaxdp.split.exchange.Uploaded`."""
 
     @property
     def representations(self) -> jax.Array:
-        """Float32 [n, T, D]."""
+        """Representations, float32 [n, T, D]."""
 
     def index(self) -> tuple[jax.Array, jax.Array]:
-        """Image and number of every copy, int32 [N] each."""
+        """Returns image and number of every copy, int32 [N] each."""
 
     def batch(self, images: jax.Array, numbers: jax.Array) -> jax.Array:
-        """Copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
+        """Returns copies [B, T, D]: copy `numbers[b]` of image `images[b]`."""
 
 
 class Adapted(NamedTuple):
-    """A backend for the client's task: the model with its number of classes, and the parameters of backend and head."""
+    """A backend for the client's task: the model with its number of classes, and parameters of backend and head."""
 
     backbone: Backbone
     back: dict[str, Any]
@@ -201,36 +203,36 @@ def adapt(
     epochs: int = 100,
     batch_size: int = 32,
 ) -> Adapted:
-    """Tunes the backend and a new head to the client's representations, all copies of every image (Eq. 14).
+    """Tunes the backend and a new head on the client's representations, all copies of every image (Eq. 14).
 
     The server has the labels here. In `adapt_by_client` they stay with the client.
 
     Args:
-      key: typed PRNG key, of the head and the order.
-      backbone, back: the model, and parameters of the backend, of `tune_backend`.
-      copies: what the client sent, n images.
-      labels: int [n] in [0, num_classes), or what `randomized_response` made of them.
+      key: Typed PRNG key of the head and the order.
+      backbone, back: The model, and the parameters of the backend from `tune_backend`.
+      copies: The client's upload of n images.
+      labels: int [n] in [0, num_classes), exact or from `randomized_response`.
       num_classes: K of the client's task.
-      label_noise: [K, K] probabilities of an observed label (column) given the true one (row), of
-        `label_noise_matrix`; the loss is then that of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
-      learning_rate, epochs, batch_size: as in `fit_in_memory`, over all copies.
+      label_noise: [K, K] of `label_noise_matrix`: probabilities of an observed label (column) given the true one (row).
+        The loss is then the loss of the observed labels (Patrini et al. 2017, arXiv:1609.03683).
+      learning_rate, epochs, batch_size: As in `fit_in_memory`, over all copies.
 
     Raises:
-      ValueError: labels outside [0, num_classes) or of another number than the images; fewer than 2 classes;
-        label_noise of another shape.
+      ValueError: Labels are outside [0, num_classes) or do not match the images, there are fewer than 2 classes, or
+        label_noise has another shape.
     """
     check_labels(labels, len(copies.representations), num_classes)
     if label_noise is not None and jnp.shape(label_noise) != (num_classes, num_classes):
         raise ValueError(
-            f"label_noise must be {[num_classes, num_classes]}, got {list(jnp.shape(label_noise))}; "
-            "make it with label_noise_matrix for these classes"
+            f"label_noise must be {[num_classes, num_classes]}, got {list(jnp.shape(label_noise))}. "
+            "Make it with label_noise_matrix for these classes."
         )
     head_key, key = jax.random.split(key)
     backbone, back = backbone.with_head(head_key, back, num_classes)
     if label_noise is None:
         label_noise = jnp.eye(num_classes)
     tuned = fit_in_memory(
-        _copies_loss(backbone),
+        copies_loss(backbone),
         back,
         copies.index(),
         key=key,
@@ -243,17 +245,19 @@ def adapt(
 
 
 @functools.lru_cache
-def _copies_loss(backbone: Backbone) -> Loss:
+def copies_loss(backbone: Backbone) -> Loss:
+    """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
+
     def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
         (copies, labels, label_noise), (images, numbers) = frozen, batch
         log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))
-        observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: of what was observed, given each class
+        observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: log P(observed label | class)
         return -jax.nn.logsumexp(log_p + observed, axis=-1)
 
     return loss
 
 
-# `gradients(logits [B, K], images [B])`: of the loss of each row with respect to its logits, float32 [B, K].
+# `gradients(logits [B, K], images [B])` returns d loss / d logits of each row, float32 [B, K].
 Gradients = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -269,19 +273,19 @@ def adapt_by_client(
     epochs: int = 100,
     batch_size: int = 32,
 ) -> Adapted:
-    """`adapt` with labels that stay with the client, which is asked for gradients of its loss in every step (Eq. 14).
+    """Adapts as `adapt` does while labels stay with the client, who returns gradients in every step (Eq. 14).
 
-    The same head, batches and steps as `adapt` with the same key. It protects no label: a gradient shows it.
+    With the same key, head, batches and steps are the same as in `adapt`. It protects no label: a gradient shows it.
 
     Args:
-      key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: as in `adapt`.
-      gradients: asks the client. `gradients(logits, images)` takes logits float32 [B, K] and int32 [B], the image of
-        which each row is a copy, and returns the gradients of the losses of all rows by their logits, float32 [B, K].
-        `loss_gradients` in one process, `file_gradients` between two.
+      key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: As in `adapt`.
+      gradients: `gradients(logits, images)` asks the client. It takes logits float32 [B, K], and int32 [B], the image
+        of each row. It returns the gradients of all rows' losses with respect to their logits, float32 [B, K]. Use
+        `loss_gradients` in one process and `file_gradients` between two.
 
     Raises:
-      ValueError: fewer than 2 classes; a learning rate, number of epochs or batch size that is not positive; an answer
-        of another shape or with NaN or infinite entries.
+      ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size is not positive. Or
+        an answer has another shape, or NaN or infinite entries.
     """
     check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     head_key, key = jax.random.split(key)
@@ -296,8 +300,8 @@ def adapt_by_client(
             answer = np.asarray(gradients(logits, shown))
             if answer.shape != logits.shape or not np.isfinite(answer).all():
                 raise ValueError(
-                    f"gradients must be finite and {list(logits.shape)}, one row per row of logits; the client "
-                    f"answered {list(answer.shape)} or with NaN or infinite entries"
+                    f"gradients must be finite and {list(logits.shape)}, one row per row of logits. The client's "
+                    f"answer has shape {list(answer.shape)}, or NaN or infinite entries."
                 )
             of_mean = answer.astype(np.float32) * (weights / weights.sum())[:, None]
             tuned, state = _pull_back(backbone, tuned, state, copies, shown, numbered, of_mean, learning_rate)
@@ -316,7 +320,7 @@ def _copies_logits(backbone: Backbone, back: Params, copies: Uploads, images: An
 def _pull_back(
     backbone: Backbone, back: Any, state: Any, copies: Uploads, images: Any, numbers: Any, cotangent: Any, rate: Any
 ) -> tuple[Any, Any]:
-    """One step of Adam along the gradient that the cotangent of the logits gives."""
+    """Takes one step of Adam along the gradient that the cotangent of the logits gives."""
     _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, copies, images, numbers), back)
     (gradient,) = vjp(cotangent)
     return adam_step(back, state, gradient, rate)

@@ -1,4 +1,4 @@
-"""Interval values, outward rounding and the registry of rules under `jaxdp.interval`."""
+"""Interval values, outward rounding and the registry of rules for `jaxdp.interval`."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from jax import lax
 class Interval:
     """The set of all x with lower <= x <= upper, entry by entry.
 
-    A pytree of two endpoints: `lower` and `upper` are arrays of one shape and dtype, or two pytrees of such arrays.
+    It is a pytree of two endpoints. `lower` and `upper` are arrays of one shape and dtype, or pytrees of such arrays.
 
     Raises:
-      ValueError: structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere. Traced values are
+      ValueError: Structures, shapes or dtypes differ, an endpoint is NaN, or lower > upper somewhere. Traced values are
         not checked.
     """
 
@@ -30,20 +30,21 @@ class Interval:
     def __init__(self, lower: Any, upper: Any):
         structures = [str(jax.tree.structure(end)) for end in (lower, upper)]
         if structures[0] != structures[1]:
-            raise ValueError(f"lower and upper must have one structure, got {structures[0]} and {structures[1]}")
+            raise ValueError(f"lower and upper must have the same tree structure, got {' and '.join(structures)}.")
         self.lower = jax.tree.map(lambda x: _outward(x, -1), lower)
         self.upper = jax.tree.map(lambda x: _outward(x, +1), upper)
         jax.tree.map(_check_endpoints, self.lower, self.upper)
 
     @classmethod
     def point(cls, value: Any) -> "Interval":
-        """The interval that holds `value` (an array or pytree) alone."""
+        """Returns the interval that contains only `value` (an array or pytree)."""
         return cls(value, value)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the endpoints."""
-        return self.lower.shape
+        shape: tuple[int, ...] = self.lower.shape
+        return shape
 
     @property
     def dtype(self) -> Any:
@@ -53,15 +54,15 @@ class Interval:
     @property
     def ndim(self) -> int:
         """Number of dimensions of the endpoints."""
-        return self.lower.ndim
+        return len(self.shape)
 
     @property
     def width(self) -> Any:
-        """upper - lower."""
+        """The pytree `upper - lower`."""
         return jax.tree.map(lambda low, high: high - low, self.lower, self.upper)
 
     def contains(self, value: Any) -> Any:
-        """A boolean []: whether every entry of `value` (like `lower`) lies inside."""
+        """Returns a boolean []: whether every entry of `value` (shaped like `lower`) lies inside."""
         inside = jax.tree.map(lambda x, a, b: jnp.all((x >= a) & (x <= b)), value, self.lower, self.upper)
         return jnp.all(jnp.stack(jax.tree.leaves(inside)))
 
@@ -72,25 +73,25 @@ class Interval:
         return f"Interval(lower={self.lower}, upper={self.upper})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, None]:
-        """For jax.tree."""
+        """Flattens the interval for `jax.tree`."""
         key = jax.tree_util.GetAttrKey
         return ((key("lower"), self.lower), (key("upper"), self.upper)), None
 
     @classmethod
     def tree_unflatten(cls, aux: None, children: Any) -> "Interval":
-        """For jax.tree; unchecked, since transformations put arbitrary objects into leaves."""
+        """Rebuilds the interval for `jax.tree`, without checks: transformations put arbitrary objects into leaves."""
         return unchecked(*children)
 
 
 def unchecked(lower: Any, upper: Any) -> Interval:
-    """An `Interval` without the checks of its constructor."""
+    """Returns an `Interval` without the checks of its constructor."""
     interval = object.__new__(Interval)
     interval.lower, interval.upper = lower, upper
     return interval
 
 
 def _outward(value: Any, direction: int) -> jax.Array:
-    """`value` as an array, rounded outward if JAX's dtype is narrower than NumPy's."""
+    """Converts `value` to an array and rounds it outward if JAX's dtype is narrower than NumPy's."""
     array = jnp.asarray(value)
     if isinstance(value, np.ndarray | np.floating | float) and jnp.issubdtype(array.dtype, jnp.floating):
         rounded, exact = np.asarray(array, np.float64), np.asarray(value, np.float64)
@@ -103,21 +104,21 @@ def _outward(value: Any, direction: int) -> jax.Array:
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
     if lower.shape != upper.shape or lower.dtype != upper.dtype:
         raise ValueError(
-            "lower and upper must have one shape and dtype, got"
-            f" {lower.dtype}{list(lower.shape)} and {upper.dtype}{list(upper.shape)}"
+            "lower and upper must have the same shape and dtype, got"
+            f" {lower.dtype}{list(lower.shape)} and {upper.dtype}{list(upper.shape)}."
         )
     if isinstance(lower, jax.core.Tracer) or isinstance(upper, jax.core.Tracer):
         return
     bad = ~np.asarray(lower <= upper)
     if bad.any():
         raise ValueError(
-            f"lower must be at most upper and neither NaN, violated in {bad.sum()} of {bad.size} entries; an interval"
-            " of one point has lower == upper"
+            f"lower must be at most upper and neither may be NaN, which fails in {bad.sum()} of {bad.size} entries. For"
+            " a single point set lower == upper."
         )
 
 
 class Box(Interval):
-    """An `Interval` inside the interpreter, with facts that the construction of the function gives."""
+    """An `Interval` inside the interpreter, with facts that the interpreter knows while it traces."""
 
     __slots__ = ("differences", "nonnegative", "zero_sum")
 
@@ -135,32 +136,32 @@ Operand = jax.Array | Interval  # an array is an exactly known point
 
 
 def lower(x: Operand) -> jax.Array:
-    """The lower endpoint of an interval; an array itself."""
+    """Returns the lower endpoint of an interval, or an exact array unchanged."""
     return x.lower if isinstance(x, Interval) else x
 
 
 def upper(x: Operand) -> jax.Array:
-    """The upper endpoint of an interval; an array itself."""
+    """Returns the upper endpoint of an interval, or an exact array unchanged."""
     return x.upper if isinstance(x, Interval) else x
 
 
 def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, jax.Array]:
-    """(f(lower), f(upper))."""
+    """Returns (f(lower), f(upper))."""
     return f(lower(x)), f(upper(x))
 
 
 def moved(f: Callable[[jax.Array], jax.Array], x: Operand) -> Operand:
-    """`f`, which only moves, repeats or exactly converts entries, of an operand; a known sign stays known."""
+    """Applies an `f` that only moves, repeats or exactly converts entries, and keeps a known sign."""
     return Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x)) if isinstance(x, Interval) else f(x)
 
 
 def magnitude(x: Operand) -> jax.Array:
-    """The largest |x| in the interval."""
+    """Returns the largest |x| in the interval."""
     return jnp.maximum(jnp.abs(x.lower), jnp.abs(x.upper)) if isinstance(x, Interval) else jnp.abs(x)
 
 
 def is_nonnegative(x: Operand) -> bool:
-    """Whether x >= 0 is known while tracing."""
+    """Returns whether x >= 0 is known while tracing."""
     if isinstance(x, Box):
         return x.nonnegative
     if isinstance(x, np.ndarray | np.generic | float | int):
@@ -169,16 +170,16 @@ def is_nonnegative(x: Operand) -> bool:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an operand has a floating-point dtype."""
+    """Returns whether an operand has a floating-point dtype."""
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def slack(dtype: Any, roundings: float) -> float:
-    """A relative error above that of `roundings` operations rounded to nearest, each off by at most eps/2.
+    """Returns an upper bound on the relative error of `roundings` operations rounded to nearest.
 
-    n roundings change a result by a factor in 1 +- g, g = n u / (1 - n u), u = eps/2 (Higham 2002, Lemma 3.1). The
-    slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1: it covers the error of terms that it has enlarged itself. Two
-    more eps pay for applying the slack in the same arithmetic.
+    Each operation is off by at most u = eps/2. So n roundings change a result by a factor 1 +- g, g = n u / (1 - n u)
+    (Higham 2002, Lemma 3.1). The slack s >= g / (1 - g) satisfies (1 + s)(1 - g) >= 1. Thus it also covers the error of
+    terms that it has enlarged. Two more eps cover the rounding when the slack itself is applied.
     """
     unit = float(jnp.finfo(dtype).eps) / 2
     if roundings * unit >= 0.25:
@@ -187,12 +188,12 @@ def slack(dtype: Any, roundings: float) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """The smallest normal number: above the error of underflow, also where subnormals are flushed to zero."""
+    """Returns the smallest normal number, which bounds the error of underflow, even if subnormals are flushed."""
     return float(jnp.finfo(dtype).tiny)
 
 
 def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
-    """Moves endpoints outward by the relative error of `roundings` operations and by `tiny`; monotone as computed."""
+    """Moves endpoints outward by the error of `roundings` operations and by `tiny`. The computed result is monotone."""
     error, least = slack(low.dtype, roundings), tiny(low.dtype)
     low = jnp.minimum(low * (1 - error), low * (1 + error)) - least
     high = jnp.maximum(high * (1 - error), high * (1 + error)) + least
@@ -200,7 +201,7 @@ def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Ar
 
 
 def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The endpoints, the largest finite number in place of one that overflowed inward."""
+    """Replaces an endpoint that overflowed inward by the largest finite number."""
     most = float(jnp.finfo(low.dtype).max)
     return jnp.minimum(low, most), jnp.maximum(high, -most)
 
@@ -208,18 +209,18 @@ def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Ar
 def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
-    With b' = [b - s|b|, b + s|b|], |b| the magnitude and s the slack, every endpoint of sum_n a_n b'_n lies outside of
-    that of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
+    Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. An endpoint of sum_n a_n b'_n lies outside that
+    endpoint of sum_n a_n b_n by s sum_n |a_n||b_n|, which bounds the rounding of the sum. Zeros stay zero.
     """
     size = magnitude(x)
-    # The second term is there if the first one underflows.
+    # The second term covers an underflow of the first.
     reach = slack(x.dtype, roundings) * size + jnp.minimum(size, tiny(x.dtype))
     return Box(lower(x) - reach, upper(x) + reach, nonnegative=keep_sign and is_nonnegative(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One equation of a jaxpr, as a rule sees it."""
+    """One equation of a jaxpr, as a rule receives it."""
 
     name: str  # of the primitive
     params: dict[str, Any]
@@ -229,7 +230,7 @@ class Equation:
     evaluate: Callable[[Any, Sequence[Operand]], list[Operand]]  # bounds an inner jaxpr: (closed jaxpr, operands)
 
     def ends(self, *operands: Operand) -> tuple[jax.Array, jax.Array]:
-        """The one result of the primitive at all lower endpoints, and at all upper ones."""
+        """Evaluates a primitive of one result at all lower endpoints and at all upper endpoints."""
         return self.bind(*map(lower, operands))[0], self.bind(*map(upper, operands))[0]
 
 
@@ -239,20 +240,20 @@ RULES: dict[str, Rule] = {}
 
 
 def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
-    """Registers how a primitive acts on intervals; a later rule replaces an earlier one.
+    """Registers how a primitive acts on intervals. A later rule replaces an earlier one.
 
         @register_rule("erf_inv")
         def _erf_inv(eqn, x):
             return Interval(*widen(*eqn.ends(x), roundings=16))
 
     Args:
-      primitive_names: names of primitives, as `jax.make_jaxpr` prints them.
+      primitive_names: The names of primitives, as `jax.make_jaxpr` prints them.
 
     Returns:
-      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if the point is known
-      exactly, else an `Interval`, also if only the rounding is uncertain; `lower` and `upper` take both. The rule
-      returns the result or a sequence of results. Results must contain the exact value at every point of the operands,
-      and be inclusion-isotonic: smaller operands must not give a larger result.
+      A decorator for `rule(eqn, *operands)`. `eqn` is an `Equation`. An operand is an array if its value is known
+      exactly, and otherwise an `Interval`, even if only the rounding is uncertain. `lower` and `upper` accept both. The
+      rule returns one result or a sequence of results. Results must contain the exact value at every point of the
+      operands. Results must be inclusion-isotonic: smaller operands must not give a larger result.
     """
 
     def register(rule: Rule) -> Rule:
@@ -263,7 +264,7 @@ def register_rule(*primitive_names: str) -> Callable[[Rule], Rule]:
 
 
 def at_least_float32(x: Operand) -> Operand:
-    """Converts low-precision floats, exactly."""
+    """Converts floats narrower than 32 bits to float32, which is exact."""
     if is_float(x) and jnp.finfo(x.dtype).bits < 32:
         return moved(lambda v: lax.convert_element_type(v, jnp.float32), x)
     return x

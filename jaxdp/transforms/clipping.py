@@ -1,18 +1,19 @@
 """Per-example gradient clipping as a transformation of a loss function.
 
-`clipped_grad(loss_fn, clip_norm=C)` turns a per-example loss into a function that returns the sum over the batch of
-per-example gradients, each scaled to an L2 norm of at most C:
+`clipped_grad(loss_fn, clip_norm=C)` turns a per-example loss into a function of a batch. The function returns the sum
+of the per-example gradients, each scaled to an L2 norm of at most C:
 
     sum_i g_i * min(1, C / ||g_i||_2),   g_i = grad loss_fn(params, example_i)        (Abadi et al. 2016, Alg. 1)
 
-Engines compute the same sum:
-  "vmap"         per-example gradients by `jax.vmap(jax.grad)`; always right, memory B x P.
-  "bookkeeping"  one backward pass with respect to zero taps where weights meet data (`jaxdp.transforms.walker`), norms
-                 layer by layer, then one weighted weight gradient per layer; no B x P memory.
-  "auto"         bookkeeping that keeps a layer's per-example gradients where, by counted operations and bytes, reusing
-                 them is cheaper than a second contraction.
+Three engines compute the same sum:
 
-`jaxdp.transforms.clip_rules` has the rules that scale, and says how to add one.
+* "vmap" forms per-example gradients by `jax.vmap(jax.grad)`. It supports every loss and needs B x P memory.
+* "bookkeeping" adds zero taps where weights meet data (`jaxdp.transforms.walker`) and runs one backward pass to them.
+  It computes norms layer by layer, then one weighted weight gradient per layer. It needs no B x P memory.
+* "auto" is bookkeeping that may keep the per-example gradients of a layer. It does so where operation and byte counts
+  say that reuse is cheaper than a second contraction.
+
+`jaxdp.transforms.clip_rules` holds the clipping rules and the protocol for a new one.
 """
 
 import collections
@@ -37,21 +38,21 @@ __all__ += ["check_clip_rule", "clipped_grad", "paths_of"]
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
-# A loss of one example: (trainable leaves, example, which members of a group are present, key) -> (value, aux).
+# The loss of one example: (trainable leaves, example, mask of the group's members, key) -> (value, aux).
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """What a clipped gradient function returns. Everything but `grads` is per example: private, not protected.
+    """The result of a clipped gradient function. Only `grads` has bounded sensitivity. Other fields are unprotected.
 
     Attributes:
-      grads: like params, float32 or wider: the SUM of clipped per-example gradients; None at frozen leaves.
-      norms: [B] L2 norm of each per-example gradient before clipping; 0 where masked.
-      losses: [B] loss of each example; 0 where masked.
-      aux: what `loss_fn` returned beside the loss, stacked along a leading axis [B, ...]; None without `has_aux`.
-      nonfinite: int32, how many unmasked examples had a NaN or infinite gradient and were left out of `grads`.
+      grads: Pytree like params, float32 or wider. The SUM of clipped per-example gradients, None at frozen leaves.
+      norms: [B]. The L2 norm of each per-example gradient before clipping, 0 where masked.
+      losses: [B]. The loss of each example, 0 where masked.
+      aux: The auxiliary output of `loss_fn`, stacked along a leading axis [B, ...], or None without `has_aux`.
+      nonfinite: int32. The number of unmasked examples whose NaN or infinite gradient is left out of `grads`.
     """
 
     grads: Any
@@ -62,12 +63,12 @@ class ClippedSum:
 
 
 class PerExampleGrads(NamedTuple):
-    """What `ClippedGrad.per_example` returns: private, and bounded by nothing.
+    """The result of `ClippedGrad.per_example`: private gradients without any bound.
 
     Attributes:
-      grads: like params with a leading axis B, float32 or wider; None at frozen leaves. Zero where an example is masked
-        or its gradient is not finite.
-      nonfinite: int32, how many unmasked examples had a NaN or infinite gradient.
+      grads: Pytree like params with a leading axis B, float32 or wider. None at frozen leaves. Zero where an example is
+        masked or its gradient is not finite.
+      nonfinite: int32. The number of unmasked examples with a NaN or infinite gradient.
     """
 
     grads: Any
@@ -75,7 +76,7 @@ class PerExampleGrads(NamedTuple):
 
 
 class _PerExample(NamedTuple):
-    """One engine's pass over a batch, before the clip factors are known."""
+    """The result of one engine's pass over a batch, before the clip factors are known."""
 
     losses: jax.Array
     aux: Any
@@ -86,7 +87,7 @@ class _PerExample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """A clipped gradient function; made by `clipped_grad`, which documents it."""
+    """A clipped gradient function. Use `clipped_grad`, which documents it, to make one."""
 
     loss_fn: Callable[..., Any]
     clip_norm: Any
@@ -98,11 +99,11 @@ class ClippedGrad:
     microbatch_size: int | None
 
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
-        """L2 sensitivity of `grads` to one example (one group, with `group=True`).
+        """Returns the L2 sensitivity of `grads` to one example (one group with `group=True`).
 
-        It is `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic", if an example appears or
-        disappears ("add_remove") or is replaced by one that contributes nothing ("zero_out"), and twice that if it is
-        replaced by any other ("replace_one").
+        It is `clip_rule.bound(clip_norm)` if an example is added or removed ("add_remove") or is replaced by one that
+        contributes zero ("zero_out"). It is twice that if any example may replace it ("replace_one"). The bound of the
+        rules "global" and "automatic" is clip_norm.
         """
         factors = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
         if adjacency not in factors:
@@ -110,7 +111,7 @@ class ClippedGrad:
         return factors[adjacency] * self.clip_rule.bound(self.clip_norm)
 
     def trainable_params(self, params: Any) -> Any:
-        """`params` with None in place of frozen leaves: what an optimizer of `grads` is initialised with."""
+        """Returns `params` with None in place of frozen leaves. Initialise the optimizer of `grads` with it."""
         leaves, structure = jax.tree.flatten(params)
         kept = (leaf if t else None for leaf, t in zip(leaves, self._trainable(params), strict=True))
         return jax.tree.unflatten(structure, kept)
@@ -118,11 +119,12 @@ class ClippedGrad:
     def per_example(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
     ) -> PerExampleGrads:
-        """The gradients themselves, not clipped: B x P memory, for rules that `clipped_grad` does not have.
+        """Computes per-example gradients without clipping, in B x P memory, for rules that `clipped_grad` lacks.
 
-        Arguments and errors are those of a call; `clip_rule` and `microbatch_size` do not apply.
+        Arguments and errors are as in `__call__`. `clip_rule` and `microbatch_size` have no effect.
         """
-        return _per_example_grads(*self._arguments(params, batch, mask, key))
+        result: PerExampleGrads = _per_example_grads(*self._arguments(params, batch, mask, key))
+        return result
 
     def __call__(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
@@ -130,29 +132,30 @@ class ClippedGrad:
         """Sums clipped per-example gradients.
 
         Args:
-          params: pytree of arrays.
-          batch: pytree whose leaves have a leading axis B (B x G with `group=True`); B may be 0.
-          mask: [B] bool, False for padding, which contributes nothing whatever it holds; with `group=True` also
-            [B, G]: a group's loss is then the mean over its True members.
-          key: typed key for a stochastic loss: example i is called with `key=jax.random.fold_in(key, i)`.
+          params: Pytree of arrays.
+          batch: Pytree whose leaves have a leading axis B (B x G with `group=True`). B may be 0.
+          mask: [B] bool. False marks padding, which contributes zero whatever its values are. With `group=True` also
+            [B, G]. The loss of a group is then the mean over its True members.
+          key: Typed key for a stochastic loss. Example i is evaluated with `key=jax.random.fold_in(key, i)`.
 
         Raises:
           ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
-          TypeError: mask is not boolean, or key is not a typed key.
+          TypeError: mask is not boolean, or key is not a typed key, or a trainable leaf is complex.
         """
         arguments = self._arguments(params, batch, mask, key)
-        return _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
+        result: ClippedSum = _clipped_sum(*arguments, self.clip_norm, self.clip_rule.bound(self.clip_norm))
+        return result
 
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
-        """Checked arguments of the compiled functions: what is static first."""
+        """Checks the arguments of a call and converts them for the compiled functions, the static one first."""
         self._check(batch, mask, key)
         trainable = self._trainable(params)
         if not any(trainable):
             first = paths_of(params)[:3]
             kinds = {path: str(jnp.result_type(x)) if _is_array(x) else type(x).__name__ for path, x in first}
             raise ValueError(
-                f"params has no trainable leaf of floating dtype, its first leaves are {kinds}. Python scalars are "
-                "settings: make parameters of them with jnp.asarray. `trainable` is called with these paths."
+                f"params has no trainable leaf of floating dtype. Its first leaves are {kinds}. To train a Python "
+                "scalar, convert it with jnp.asarray, and check that `trainable` accepts such paths."
             )
         mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool) if mask is None else mask
         leaves, structure = jax.tree.flatten(params)
@@ -168,8 +171,8 @@ class ClippedGrad:
             chosen.append(jnp.issubdtype(kind, jnp.inexact) and bool(predicate(path, leaf)))
             if chosen[-1] and jnp.issubdtype(kind, jnp.complexfloating):
                 raise TypeError(
-                    f"params has the complex leaf {path!r} of dtype {kind}, which cannot be trained. Keep its real and "
-                    "imaginary parts as two leaves and join them in loss_fn with jax.lax.complex, or freeze it with "
+                    f"params has the complex leaf {path!r} of dtype {kind}, which cannot be trained. Store its real "
+                    "and imaginary part as two leaves and join them in loss_fn with jax.lax.complex, or freeze it with "
                     f"trainable=lambda path, leaf: path != {path!r}."
                 )
         return chosen
@@ -179,17 +182,17 @@ class ClippedGrad:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
         if not shapes or any(len(s) < lead for s in shapes) or len({s[:lead] for s in shapes}) != 1:
             axes = "two leading axes [B, G]" if self.group else "a leading axis [B]"
-            raise ValueError(f"every leaf of batch needs {axes}, the same for all; got shapes {shapes}.")
+            raise ValueError(f"Every leaf of batch must have {axes} of the same size, got shapes {shapes}.")
         front = shapes[0][:lead]
         if mask is not None and jnp.result_type(mask) != jnp.bool_:
             raise TypeError(
-                f"mask must be boolean, got {jnp.result_type(mask)}; convert it with mask.astype(bool). An example of "
-                "several parts is one pytree: pass batch=(x, y), not x, y."
+                f"mask must be boolean, got {jnp.result_type(mask)}. Convert it with mask.astype(bool). If an example "
+                "has several parts, pass them as one pytree, batch=(x, y)."
             )
         if mask is not None and jnp.shape(mask) not in {front, front[:1]}:
             raise ValueError(f"mask must have shape {front}, got {jnp.shape(mask)}.")
         if key is not None and not jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key):
-            raise TypeError(f"key must be a typed key such as jax.random.key(seed) makes, got {type(key).__name__}.")
+            raise TypeError(f"key must be a typed key such as jax.random.key(seed), got {type(key).__name__}.")
 
 
 def clipped_grad(
@@ -206,49 +209,50 @@ def clipped_grad(
     """Transforms a per-example loss into a function that sums clipped per-example gradients.
 
     Args:
-      loss_fn: `loss_fn(params, example) -> scalar`; with `has_aux` it returns `(scalar, aux)`; if the result is called
-        with `key=`, so is `loss_fn`. Any JAX function: plain, Linen's `apply`, NNX `merge`, Equinox modules.
-      clip_norm: C >= 0, in the units of the gradient; inf does not clip, 0 (and below 1e-12, where squares underflow)
-        removes every gradient. May be traced: a negative or NaN traced value counts as 0.
-      engine: "auto", "bookkeeping" or "vmap"; equal results, different time and memory.
-      clip_rule: a name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||); "automatic" by
-        C/(||g|| + 0.01), which makes every example count alike (Bu et al. 2023, arXiv:2206.07136).
+      loss_fn: `loss_fn(params, example) -> scalar`. With `has_aux` it returns `(scalar, aux)`. If a call passes
+        `key=`, `loss_fn` receives `key=`. Any JAX function is valid: plain, Linen's `apply`, NNX `merge`, Equinox.
+      clip_norm: C >= 0, in the units of the gradient. inf does not clip. 0 removes every gradient, and so does a value
+        below 1e-12, where squares underflow. It may be traced: a negative or NaN traced value counts as 0.
+      engine: "auto", "bookkeeping" or "vmap". Their results are equal. Their time and memory differ.
+      clip_rule: A name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||). "automatic" scales by
+        C/(||g|| + 0.01), so that examples count alike (Bu et al. 2023, arXiv:2206.07136).
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen: no
-        gradient, no noise, no memory. Default: all leaves of floating or complex dtype; complex ones are refused.
-      has_aux: `loss_fn` also returns auxiliary output.
-      group: clip groups (users, or views of one example): leaves of the batch are [B, G, ...], and the loss of a group
-        is the mean of `loss_fn` over its members.
-      microbatch_size: at most this many examples (groups) at a time, to save memory; results are equal up to the
-        order of float32 summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller
-        batches there (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
+        gradient, no noise, no memory. Default: all leaves of floating or complex dtype. A complex leaf is an error.
+      has_aux: Whether `loss_fn` also returns auxiliary output.
+      group: Whether to clip groups (users, or views of one example). Leaves of the batch are then [B, G, ...], and the
+        loss of a group is the mean of `loss_fn` over its members.
+      microbatch_size: The number of examples (groups) in memory at a time. Results are equal up to the order of float32
+        summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller batches there
+        (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
 
     Returns:
-      A function `f(params, batch, mask=None, *, key=None) -> ClippedSum`, compiled, with `f.sensitivity(adjacency)`.
+      A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with `f.sensitivity(adjacency)`.
 
     Raises:
-      ValueError: an argument is out of range, or (when called) the loss uses BatchNorm in batch mode, or mixes values
+      ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode, or it combines values
         of several devices inside `jax.shard_map`.
-      TypeError: clip_norm is no number or clip_rule no rule, or (when called) loss_fn takes other arguments, or a
+      TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes other arguments, or a
         trainable leaf is complex.
-      NotImplementedError: (when called) the loss uses a mutable array (`jax.new_ref`), which engine "vmap" allows.
+      NotImplementedError: When called: the loss uses a mutable array (`jax.new_ref`). Engine "vmap" supports it.
 
     Formal guarantees:
-      `grads` is a sum over unmasked examples of terms of L2 norm at most bound = `clip_rule.bound(clip_norm)`, which is
-      clip_norm for "global" and "automatic" (up to float32 rounding: a relative 1e-5 or so, percents at worst where the
-      terms of one gradient were made to all but cancel). Each is a function of params and its own example only. An
-      example whose gradient is NaN or infinite contributes exactly zero. A factor that would exceed the bound is cut to
-      bound/||g||. So adding, removing or zeroing out one example moves `grads` by at most bound, replacing it by at
-      most 2 * bound. The sum is not divided. The divisor must be public and is the caller's.
+      `grads` is a sum with one term per unmasked example. The L2 norm of a term is at most
+      bound = `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic". Float32 rounding can exceed
+      the bound by a relative 1e-5 or so, and by percents at worst if the terms of one gradient almost cancel by design.
+      A term is a function of params and of its own example only. An example whose gradient is NaN or infinite
+      contributes exactly zero. A factor that would exceed the bound is reduced to bound/||g||. So adding, removing or
+      zeroing out one example moves `grads` by at most bound, and replacing it by at most 2 * bound. The sum is not
+      divided. The divisor must be public and is the caller's.
 
-      The bound holds for parameters and compute in bfloat16 and float16, tied or not: norms are those of the values
-      that are summed. Complex values that a loss computes from parameters carry gradients as they do for `jax.grad`. A
-      `jax.custom_vjp` is applied to each example by itself: its backward pass need not be linear.
+      The bound holds for parameters and compute in bfloat16 and float16, tied or not, because the norms are computed
+      from the values that are summed. Complex values that a loss computes from parameters carry gradients as in
+      `jax.grad`. A `jax.custom_vjp` is applied to each example separately, so its backward pass need not be linear.
 
       Inside `jax.shard_map`, `grads` is the sum over the examples of one shard. The caller sums it over the shards with
-      `jax.lax.psum`; then one example moves the total by at most bound. Under `check_vma=True` parameters that all
-      shards share are made to vary over the mesh axes of the data, so that JAX does not sum their gradients before the
-      clipping. Under `check_vma=False` JAX sums nothing of its own. A loss that calls a collective on an axis of the
-      `shard_map` is refused under both: its value for one example depends on other examples.
+      `jax.lax.psum`. One example then moves the total by at most bound. Under `check_vma=True`, shared parameters are
+      made to vary over the mesh axes of the data, so that JAX does not sum gradients before the clipping. Under
+      `check_vma=False` JAX adds no such sum. A loss that calls a collective on an axis of the `shard_map` is refused in
+      both modes, because its value for one example depends on other examples.
 
     | edge case | result |
     |---|---|
@@ -259,17 +263,17 @@ def clipped_grad(
     | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
     | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
-    | leaves of params that are no arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
+    | leaves of params that are not arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
         raise TypeError(
             f"clip_norm must be one number for the whole gradient, got {type(clip_norm).__name__} {clip_norm!r}. To "
-            "clip parts of params by different norms, call clipped_grad once per part with `trainable`."
+            "clip parts of params to different norms, call clipped_grad once per part with `trainable`."
         )
     if jnp.shape(clip_norm) != ():
         raise ValueError(f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}.")
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
-        raise ValueError(f"clip_norm must be at least 0, got {clip_norm}; use float('inf') for no clipping.")
+        raise ValueError(f"clip_norm must be at least 0, got {clip_norm}. Use float('inf') for no clipping.")
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     if microbatch_size is not None and microbatch_size < 1:
@@ -278,26 +282,24 @@ def clipped_grad(
 
 
 def paths_of(params: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, with paths such as "Dense_0/kernel", as predicates on parameters get them."""
+    """Returns (path, leaf) of every leaf, with paths such as "Dense_0/kernel", as `trainable` receives them."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(params)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
 def _is_array(x: Any) -> bool:
-    # Python scalars are settings (Equinox keeps dropout rates and flags among a module's leaves), not parameters.
+    # Python scalars are settings, not parameters: Equinox stores dropout rates and flags as leaves of a module.
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 class _Static(NamedTuple):
-    """What a compiled function depends on besides arrays."""
-
     f: ClippedGrad
     structure: Any  # of params
-    settings: tuple[Any, ...]  # leaves of params that are no arrays
+    settings: tuple[Any, ...]  # leaves of params that are not arrays
     trainable: tuple[bool, ...]
 
     def tree(self, values: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
-        """A tree like params from one value per trainable leaf; None, or those of all leaves in `others`, elsewhere."""
+        """Builds a tree like params from one value per trainable leaf. Other leaves come from `others`, or are None."""
         rest = iter(values)
         others = others or (None,) * len(self.trainable)
         leaves = [next(rest) if t else x for t, x in zip(self.trainable, others, strict=True)]
@@ -336,7 +338,7 @@ def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, mask: jax
 def _prepared(
     static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: jax.Array | None
 ) -> tuple[Loss, list[Any], Any, jax.Array]:
-    """(loss of one example as a function of the trainable leaves, these leaves, batch with keys, [B] mask)."""
+    """Returns (loss of one example as a function of the trainable leaves, these leaves, batch with keys, [B] mask)."""
     leaves = [s if a is None else a for s, a in zip(static.settings, arrays, strict=True)]
     moving = [x for x, t in zip(leaves, static.trainable, strict=True) if t]
 
@@ -355,17 +357,16 @@ def _prepared(
 
 
 def _folded(key: jax.Array, count: int) -> jax.Array:
-    """One key per example."""
     return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(count))
 
 
 def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[str]) -> list[Any]:
-    """The weights as values of this shard: the gradient of a weight that all shards share is summed before clipping."""
+    """Types shared weights as values of this shard. Otherwise JAX sums their gradients over shards before clipping."""
     program, (value, _) = _traced(loss, [shards.vary(x, axes) for x in moving], batch)
     if found := shards.collectives(walker.every_equation(program.jaxpr)):
         raise ValueError(
-            f"loss_fn calls {sorted(found)} on an axis of jax.shard_map: its value for one example then depends on the "
-            "examples of other shards, and clipping would bound nothing. Return the loss of ONE example, and call "
+            f"loss_fn calls {sorted(found)} on an axis of jax.shard_map, so its value for one example depends on the "
+            "examples of other shards and clipping bounds nothing. Return the loss of ONE example, and call "
             "jax.lax.psum on the clipped sum. Use jax.jit with shardings for parameters that are split over devices."
         )
     axes |= shards.varying_axes(value)  # loss_fn may close over values of this shard
@@ -382,8 +383,8 @@ def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> t
     if f.has_aux > pair or shapes != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
             f"loss_fn must return a floating scalar{' and aux' if f.has_aux else ''} for ONE example, got shapes "
-            f"{shapes}. It is given one element of the batch without its leading axis: add the "
-            "axis a model wants with x[None], or pass has_aux=True if it returns more than the loss."
+            f"{shapes}. It receives one element of the batch without its leading axis. Add the axis that a model "
+            "expects with x[None], or pass has_aux=True if it returns more than the loss."
         )
     return value, aux
 
@@ -391,22 +392,24 @@ def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> t
 def _check_signature(loss_fn: Callable[..., Any], *args: Any, **keys: Any) -> None:
     try:
         signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # a builtin tells nothing
+    except (TypeError, ValueError):  # a builtin has no signature
         return
     try:
         signature.bind(*args, **keys)
     except TypeError as error:
         raise TypeError(
             f"loss_fn must take (params, example{', *, key' if keys else ''}), got the signature {signature}: {error}. "
-            "An example of several parts is one pytree: loss_fn(params, (x, y)). A loss with a key needs key= in every "
-            "call."
+            "Pass an example of several parts as one pytree: loss_fn(params, (x, y)). Pass key= in every call if the "
+            "loss takes a key."
         ) from None
 
 
-def _group_loss(f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None) -> Any:
+def _group_loss(
+    f: ClippedGrad, params: Any, group: Any, present: jax.Array | None, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
     members = jnp.arange(len(jax.tree.leaves(group)[0]))
     keys = None if key is None else _folded(key, len(members))
-    if present is not None:  # the gradient at padding may be NaN, even times zero: look at a True member instead
+    if present is not None:  # 0 * NaN is NaN: put a True member in place of padding
         shown = jnp.where(present, members, jnp.argmax(present))
         group = jax.tree.map(lambda x: x[shown], group)
     losses, aux = jax.vmap(functools.partial(_loss, f, params))(group, keys)
@@ -421,7 +424,7 @@ Chunk = tuple[list[jax.Array], tuple[jax.Array, jax.Array, Any], jax.Array]
 def _chunk_sum(
     f: ClippedGrad, loss: Loss, moving: list[Any], clip_norm: Any, bound: Any, batch: Any, unmasked: jax.Array
 ) -> Chunk:
-    """(sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
+    """Returns (sums per leaf, (norms, losses, aux) per example, number of non-finite examples) of one chunk."""
     if len(unmasked) == 0:
         value, aux = jax.eval_shape(loss, moving, *_one_example(batch))
         empty = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), aux)
@@ -431,12 +434,12 @@ def _chunk_sum(
     if f.engine == "vmap":
         result = _vmap(loss, moving, batch)
     else:
-        result = _bookkeeping(loss, moving, batch, lambda group, size: _choose(group, size, f.engine == "auto"))
+        result = _bookkeeping(loss, moving, batch, lambda group, size: choose_method(group, size, f.engine == "auto"))
     finite = jnp.isfinite(result.squared_norms)
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
-    # Zeroing what is left out costs a pass over all activations: only where a NaN would survive a factor of zero.
+    # Zeroing rows costs a pass over all activations. It is needed only where a NaN would survive a factor of zero.
     everything = functools.partial(result.weighted_sum, factors, None)
     sums = jax.lax.cond(finite.all(), everything, functools.partial(result.weighted_sum, factors, keep))
     hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
@@ -444,7 +447,7 @@ def _chunk_sum(
 
 
 def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Chunk:
-    """`step` over chunks of the batch, one after the other; the last one padded with masked copies of example 0."""
+    """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the last chunk."""
     size = len(unmasked)
     n_chunks = math.ceil(size / chunk)
     index = jnp.arange(n_chunks * chunk).reshape(n_chunks, chunk)
@@ -464,16 +467,16 @@ def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chun
 
 
 def _keep_rows(x: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """Zero where an example is left out: 0 * NaN would not be. None keeps every row."""
+    """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN. None keeps every row."""
     if keep is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return jnp.where(keep.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
 
 
 def _contract_rows(xs: list[jax.Array], factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
-    """sum_b factors_b x_b of every array [B, ...]."""
+    """Computes sum_b factors_b x_b for every array [B, ...]."""
 
-    # One contraction: on CPU, multiplying and then reducing over the batch axis is many times slower.
+    # On CPU one contraction is many times faster than a product and a sum over the batch axis.
     def contract(x: jax.Array) -> jax.Array:
         return jnp.einsum("b,b...->...", factors.astype(x.dtype), _keep_rows(x, keep), precision=sites.PRECISION)
 
@@ -485,15 +488,13 @@ def _total(terms: Sequence[jax.Array], kind: Any) -> jax.Array:
 
 
 def _sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
-    """[B] squared norms of gradients [B, ...], in the widest of their dtypes."""
+    """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
     return _total([jnp.square(g).sum(tuple(range(1, g.ndim))) for g in grads], sites.wide_dtype(*grads))
 
 
 def _one_example(batch: Any) -> Any:
-    """Shapes of one example of the batch."""
-
     def one(x: jax.Array) -> Any:
-        if shards.varying_axes(x) and len(x):  # what varies over a mesh axis says so in its type
+        if shards.varying_axes(x) and len(x):  # keeps the mesh axes in the type
             return jax.eval_shape(lambda x: x[0], x)
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
@@ -501,7 +502,7 @@ def _one_example(batch: Any) -> Any:
 
 
 def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.ClosedJaxpr, Any]:
-    """(the program of the loss of one example, from weights and leaves to leaves; the shapes of what it returns)."""
+    """Traces the loss of one example. Returns (program from weights and leaves to leaves, shapes of its result)."""
     program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
     _refuse_batch_norm(program.jaxpr)
     return program, shapes
@@ -520,7 +521,7 @@ Choice = Callable[[list[sites.Site], int], str]
 
 
 def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
-    """One backward pass to the taps."""
+    """Computes losses, norms and weighted sums from one backward pass to the taps."""
     closed, (_, aux_shape) = _traced(loss, moving, batch)
     weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
     examples = jax.tree.leaves(batch)
@@ -545,7 +546,7 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
     squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
 
     def by_leaf(found: list[dict[int, jax.Array]], lead: tuple[int, ...] = ()) -> list[jax.Array]:
-        # A leaf that meets no data has no gradient.
+        # The gradient of a leaf that meets no data is zero.
         values = dict(pair for part in found for pair in part.items())
         return [values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype) for i, x in enumerate(wide)]
 
@@ -558,7 +559,7 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
 
 
 def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
-    """Sites grouped so that no leaf is behind sites of two groups."""
+    """Groups the indices of sites so that no leaf belongs to two groups."""
     group: dict[int, int] = {}
     for site in all_sites:
         joined = {group.get(leaf, leaf) for leaf in site.leaves}
@@ -571,11 +572,11 @@ def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
 
 
 class _Component:
-    """Leaves and sites that share a gradient.
+    """A set of leaves and sites that share a gradient.
 
     Attributes:
-      squared_norms: [B].
-      kept: per leaf the gradients [B, ...], if they are kept.
+      squared_norms: [B]. The squared norms of the per-example gradients of the leaves.
+      kept: The gradients [B, ...] by leaf, or None if they are not kept.
     """
 
     def __init__(self, plan: walker.Plan, leaves: list[Any], indices: list[int], records: Any, gs: Any, choose: Choice):
@@ -590,7 +591,7 @@ class _Component:
         dvs, pull = [site.per_example(r, g) for site, r, g in self._columns], self._pull_back()
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
-        # Rounding the sum to bfloat16 is not bounded by any one example: there J^T goes before the clipping.
+        # No single example bounds the rounding of the sum to bfloat16. So J^T is applied before the clipping there.
         if method == "keep" or _has_low_precision(jax.make_jaxpr(pull)(_one_example(dvs)).jaxpr):
             self.kept = dict(zip(self._members, grads, strict=True))
         else:
@@ -599,7 +600,7 @@ class _Component:
             self.squared_norms = jnp.maximum(self.squared_norms, jnp.square(_gain(pull, dvs).astype(kind) * floor))
 
     def _oriented_factors(self) -> list[Any]:
-        """Factors of all sites, transposed where a site sees the weight the other way round."""
+        """Returns the factors of all sites, swapped where a site applies the transposed weight."""
         pairs = [site.factors(record, g) for site, record, g in self._columns]
         if len(pairs) == 1:
             return pairs
@@ -607,7 +608,7 @@ class _Component:
         return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
     def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """J^T: from the gradients of V_j to those of the leaves."""
+        """Returns J^T, the map from the gradients of V_j to the gradients of the leaves."""
 
         def weights(members: list[Any]) -> list[Any]:
             args: list[Any] = list(self._leaves)
@@ -620,7 +621,6 @@ class _Component:
         return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
 
     def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
-        """sum_b factors_b g_b of every leaf, without the examples that are not kept."""
         if self.kept is not None:
             sums = _contract_rows(list(self.kept.values()), factors, keep)
         else:
@@ -635,13 +635,12 @@ class _Component:
 
 
 def _has_low_precision(jaxpr: Any) -> bool:
-    """Whether anything is computed in floats narrower than float32."""
     kinds = (v.aval.dtype for eqn in walker.every_equation(jaxpr) for v in eqn.outvars)
     return any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
 
 
 def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Array]) -> jax.Array:
-    """How much J^T stretches a direction without structure; 1 where it only moves entries."""
+    """Estimates how much J^T stretches an unstructured direction. The result is 1 where J^T only moves entries."""
     probe = [jnp.cos(2.4 * jnp.arange(math.prod(dv.shape[1:]), dtype=dv.dtype)).reshape(1, *dv.shape[1:]) for dv in dvs]
     probe = [shards.vary(p, shards.varying_axes(dv)) for p, dv in zip(probe, dvs, strict=True)]
     before, after = (_sum_of_squares(x)[0].astype(jnp.float32) for x in (probe, jax.vmap(pull)(probe)))
@@ -649,13 +648,13 @@ def _gain(pull: Callable[[list[jax.Array]], list[jax.Array]], dvs: list[jax.Arra
 
 
 def _axes(site: sites.Site) -> tuple[Any, Any]:
-    """Which axes of the leaf a site's u and w run over."""
+    """Returns the axes of the leaf that u and w of a site cover."""
     source = site.source or ()
     return tuple(source[d] for d in site.rule.row_dims), tuple(source[d] for d in site.rule.col_dims)
 
 
-def _can_factor(component: list[sites.Site]) -> bool:
-    """Whether dV has the norm of the leaf's gradient, and its factors are at hand."""
+def can_factor(component: list[sites.Site]) -> bool:
+    """Returns whether dV has the norm of the leaf's gradient and its factors are available."""
     if any(s.source is None or isinstance(s.rule, sites.OnWeight) or len(s.leaves) != 1 for s in component):
         return False
     if len(component) == 1:
@@ -666,19 +665,19 @@ def _can_factor(component: list[sites.Site]) -> bool:
     return all(_axes(s) in (first, first[::-1]) for s in component)
 
 
-# Floating-point operations that take as long as moving one byte; only orders of magnitude matter.
+# The number of floating-point operations that take as long as moving one byte. Only orders of magnitude matter.
 _BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
 
 
-def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
-    """How to get a component's norms and sum: "factors", "keep" (per-example gradients) or "drop" (form them twice)."""
+def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
+    """Selects the method for a component: "factors", "keep" (per-example gradients) or "drop" (form them twice)."""
     balance = _BALANCE.get(jax.default_backend(), 20.0)
     activations = contract = form = gram = 0.0
     for site in component:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
         activations += 4.0 * math.prod(site.tap.shape)
-        if isinstance(rule, sites.OnWeight):  # the cotangent is dV: nothing to form, but to scale and sum
+        if isinstance(rule, sites.OnWeight):  # the cotangent is dV and is only scaled and summed
             contract += 8.0 * s * t * rule.cols
             continue
         contract += 2.0 * s * t * rule.rows * rule.cols / balance
@@ -693,7 +692,7 @@ def _choose(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
     options = {"drop": form + contract}
     if keep or 4.0 * leaf_size <= activations:
         options["keep"] = form + reuse
-    if _can_factor(component):
+    if can_factor(component):
         options["factors"] = gram + contract
     return min(options, key=lambda name: options[name])
 
@@ -705,7 +704,7 @@ def _refuse_batch_norm(jaxpr: Any) -> None:
         names = [frame.function_name for frame in traceback.frames] if traceback else []
         if any(a == "_compute_stats" and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
             raise ValueError(
-                "loss_fn uses BatchNorm in batch mode: its output for one example depends on the whole batch, so a "
-                "per-example gradient does not exist and clipping would bound nothing. Use GroupNorm or LayerNorm, or "
+                "loss_fn uses BatchNorm in batch mode. Its output for one example depends on the whole batch, so a "
+                "per-example gradient does not exist and clipping bounds nothing. Use GroupNorm or LayerNorm, or "
                 "freeze the statistics (use_running_average=True)."
             )

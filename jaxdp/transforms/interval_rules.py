@@ -1,7 +1,7 @@
-"""One rule per primitive for `jaxdp.interval`, simple ones first.
+"""The rules of `jaxdp.interval`, one per primitive, simple ones first.
 
-Every rule is inclusion-isotonic: endpoints come from monotone formulas. The choice of a formula depends on shapes and
-on how the function is built, never on endpoints. T1..T3 are the derivations in BUILD_NOTES.md.
+Every rule is inclusion-isotonic, because endpoints come from monotone formulas. The choice of a formula depends on
+shapes and on the structure of the function, never on endpoints. BUILD_NOTES.md has the derivations T1 to T3.
 """
 
 import functools
@@ -37,20 +37,20 @@ from jaxdp.transforms.boxes import (
     without_overflow,
 )
 
-# Results are sums of at most this many products: bounded corner by corner, unrolled.
+# Sums of at most this many products are unrolled and bounded corner by corner.
 _UNROLLED = 16
-# The same for the products with K rows subtracted, K times as many.
+# Sums of at most K = 4 terms are bounded once more with each row subtracted, which takes K times as many products.
 _CENTRED = 4
-# Logits among which all pairwise differences are bounded.
+# All pairwise differences of at most this many logits are bounded.
 _PAIRWISE = 32
-# Longer sums of products are summed in blocks, whose rounding grows with the square root of the length.
+# Longer sums of products are summed in blocks, so that the rounding grows with the square root of the length.
 _LONG = 256
 
 Ends = tuple[jax.Array, jax.Array]  # (lower, upper)
 
 
 class NoRuleError(Exception):
-    """A rule does not cover such operands."""
+    """The error of a rule that does not cover its operands."""
 
 
 # --- data movement and other operations without rounding -------------------------------------------------------------
@@ -66,7 +66,7 @@ _MONOTONE_EXACT = (
     *("max", "min", "clamp", "floor", "ceil", "round", "sign", "reduce_max", "reduce_min", "cummax", "cummin", "sort"),
     *("reduce_window_max", "reduce_window_min", "and", "or", "reduce_and", "reduce_or"),
 )
-# Exact operands give exact results; anything else that makes floats goes through a rule.
+# Exact operands of these give exact results. Every other primitive with float results needs a rule.
 EXACT = {
     *_MOVES,
     *_MONOTONE_EXACT,
@@ -79,12 +79,12 @@ EXACT = {
 
 def _check_positions(operands: Sequence[Operand]) -> None:
     if any(isinstance(x, Interval) for x in operands):
-        raise NoRuleError("its index or predicate depends on an interval")
+        raise NoRuleError("Its index or predicate depends on an interval.")
 
 
 def _check_boolean(x: Operand) -> None:
     if x.dtype != jnp.bool_:
-        raise NoRuleError("bitwise operations on an interval of integers are not supported")
+        raise NoRuleError("It does not support bitwise operations on an interval of integers.")
 
 
 @register_rule(*_MOVES, *_MONOTONE_EXACT)
@@ -93,7 +93,7 @@ def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
     _check_positions(operands[first : 2 if eqn.name == "scatter" else None])
     if eqn.name == "sort":
         if len(operands) > 1:
-            raise NoRuleError("sorting several operands by an interval is not supported")
+            raise NoRuleError("It does not sort several operands by an interval.")
         operands = (without_nan(operands[0]),)
     elif eqn.name in ("and", "or", "reduce_and", "reduce_or"):
         _check_boolean(operands[0])
@@ -109,7 +109,7 @@ def _monotone_exact(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 
 def _pass_facts(eqn: Equation, x: Box, result: Box) -> None:
-    """Facts about the last axis survive where it keeps its entries: reshapes that leave it alone."""
+    """Copies facts about the last axis if the equation keeps its entries."""
     keeps = eqn.name in _SAME_SHAPE or (
         eqn.name in ("reshape", "squeeze", "expand_dims", "slice", "broadcast_in_dim")
         and x.shape[-1:] == result.shape[-1:]
@@ -125,7 +125,7 @@ def _pass_facts(eqn: Equation, x: Box, result: Box) -> None:
 
 
 def _extremes(dtype: Any) -> tuple[Any, Any]:
-    """The largest and the smallest value of a dtype: the hull of nothing."""
+    """Returns (largest, smallest) value of a dtype, the endpoints of the empty hull."""
     if dtype == jnp.bool_:
         return True, False
     if jnp.issubdtype(dtype, jnp.floating):
@@ -134,7 +134,7 @@ def _extremes(dtype: Any) -> tuple[Any, Any]:
 
 
 def _select_unknown(predicate: Operand, *cases: Operand) -> Box:
-    """The hull of the cases that the predicate (boolean, or an index) allows."""
+    """Returns the hull of the cases that the predicate (boolean, or an index) allows."""
     least, most = (jnp.asarray(end(predicate), jnp.int32) for end in (lower, upper))
     low, high = (jnp.full(np.shape(lower(cases[0])), end, cases[0].dtype) for end in _extremes(cases[0].dtype))
     for i, case in enumerate(cases):
@@ -171,7 +171,7 @@ def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
 def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
     if eqn.name in ("lt", "le"):
         x, y = y, x
-    if eqn.name in ("gt", "lt"):  # written so that a NaN endpoint means "possible"
+    if eqn.name in ("gt", "lt"):  # a NaN endpoint means "possible"
         return Box(lower(x) > upper(y), ~(upper(x) <= lower(y)))
     return Box(lower(x) >= upper(y), ~(upper(x) < lower(y)))
 
@@ -229,7 +229,7 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
 
 
 def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
-    """Endpoints as integers or booleans; everything where a value does not fit."""
+    """Converts endpoints to integers or booleans. Where a value does not fit, the result is the whole range."""
     if low.dtype == jnp.bool_:
         return Box((x.lower > 0) | (x.upper < 0), ~((x.lower == 0) & (x.upper == 0)))
     if x.dtype == jnp.bool_:
@@ -247,7 +247,7 @@ def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
 
 @register_rule("reduce_precision")
 def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
-    """Contains both the rounded and the given value: it is a rounding on purpose."""
+    """Bounds both the rounded and the given value, because the rounding is intended."""
     low, high = eqn.ends(x)
     return Box(jnp.minimum(low, lower(x)), jnp.maximum(high, upper(x)), nonnegative=is_nonnegative(x))
 
@@ -256,7 +256,7 @@ def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
 
 
 def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box:
-    """A result computed in float32 as the equation's dtype, rounded outward."""
+    """Converts a result computed in float32 to the equation's dtype and rounds it outward."""
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
         low, high = widen(low.astype(dtype), high.astype(dtype))
@@ -264,7 +264,6 @@ def _narrow(eqn: Equation, low: jax.Array, high: jax.Array, **facts: Any) -> Box
 
 
 def _rounded(low: jax.Array, high: jax.Array, roundings: float = 1) -> Ends:
-    """`widen`; integers are exact."""
     return widen(low, high, roundings) if is_float(low) else (low, high)
 
 
@@ -277,10 +276,10 @@ def _monotone(
     inputs: float = 0,
     falls: bool = False,
 ) -> Callable[..., Operand]:
-    """A rule for an increasing (or falling) function on [start, inf) with range [below, above].
+    """Builds the rule for an increasing (or falling) function on [start, inf) with range [below, above].
 
-    Its error is `ulps` units in the last place of the result and, where implementations round on the way to exp,
-    `inputs` roundings of the argument.
+    Its error is `ulps` units in the last place of the result, and `inputs` roundings of the argument where
+    implementations round before they call exp.
     """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
@@ -335,7 +334,7 @@ def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
     base = x if known else _absolute(x)
     corners = [eqn.bind(a(base), b(y))[0] for a in (lower, upper) for b in (lower, upper)]
     low, high = widen(_least(corners), _most(corners), 32)
-    if not known:  # a negative base has powers of either sign, or none
+    if not known:  # the power of a negative base has either sign, or is NaN
         low = jnp.where(lower(x) >= 0, low, -high)
     return Box(low, high, nonnegative=known)
 
@@ -346,7 +345,7 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
     turn, shift = 2 * math.pi, math.pi / 2 if eqn.name == "sin" else 0.0
 
     def reaches(phase: float) -> jax.Array:
-        # Some phase + 2 pi n lies between; a margin covers the rounding of this test.
+        # Whether some phase + 2 pi n lies between the ends. The margin covers the rounding of this test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
         return jnp.ceil((low - phase - margin) / turn) * turn + phase <= high + margin
 
@@ -378,14 +377,14 @@ def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 def _shifted(differences: Callable[[], jax.Array], b: Operand) -> jax.Array:
-    """Upper bounds of (z + b)_j - (z + b)_c."""
+    """Returns upper bounds of (z + b)_j - (z + b)_c."""
     step = upper(b)[..., :, None] - lower(b)[..., None, :]
     total = differences() + widen(step, step)[1]
     return _off_diagonal(widen(total, total)[1])
 
 
 def _off_diagonal(x: jax.Array) -> jax.Array:
-    """Zero on the diagonal of the last two axes: z_c - z_c."""
+    """Sets the diagonal of the last two axes to zero, since z_c - z_c = 0."""
     size = x.shape[-1]
     return jnp.where(np.eye(size, dtype=bool).reshape(*(1,) * (x.ndim - 2), size, size), jnp.zeros_like(x), x)
 
@@ -399,7 +398,7 @@ def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
 def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
     result = Box(*_rounded(*_corner_products(x, y)), nonnegative=is_nonnegative(x) and is_nonnegative(y))
     for a, b in ((x, y), (y, x)):
-        # The same factor for all entries keeps their sum zero.
+        # If all entries have the same factor, their sum stays zero.
         if isinstance(a, Box) and a.zero_sum and np.shape(lower(b))[-1:] in ((), (1,)):
             result.zero_sum = True
     return result
@@ -407,13 +406,13 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 @register_rule("x_plus_xy")
 def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    """x (1 + y), which is never wider than x + x y."""
+    """Bounds x (1 + y), which is never wider than x + x y."""
     low, high = widen(*both(lambda v: 1 + v, y))
     return Box(*widen(*_corner_products(x, Box(low, high, nonnegative=is_nonnegative(y)))))
 
 
 def _corner_products(x: Operand, y: Operand) -> Ends:
-    """The smallest and largest of the products of endpoints, without those that cannot be extreme."""
+    """Returns the smallest and largest products of endpoints, and skips products that cannot be extreme."""
     if is_nonnegative(x) and is_nonnegative(y):
         return lower(x) * lower(y), upper(x) * upper(y)
     if not isinstance(x, Interval) or is_nonnegative(y):
@@ -431,7 +430,7 @@ def _corner_products(x: Operand, y: Operand) -> Ends:
 @register_rule("div")
 def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
     if not is_float(y):
-        raise NoRuleError("integer division by or of an interval is not supported")
+        raise NoRuleError("It does not support integer division by an interval or of an interval.")
     if not isinstance(y, Interval):
         low, high = lower(x) / y, upper(x) / y
         low, high, positive = jnp.minimum(low, high), jnp.maximum(low, high), is_nonnegative(y)
@@ -442,7 +441,7 @@ def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 def _reciprocal(x: Operand) -> Box:
-    """1 / x; everything if x may be zero."""
+    """Bounds 1 / x. The result is (-inf, inf) if x may be zero."""
     low, high = lower(x), upper(x)
     if is_nonnegative(x):
         return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
@@ -452,7 +451,7 @@ def _reciprocal(x: Operand) -> Box:
 
 
 def without_nan(x: Operand) -> Operand:
-    """NaN endpoints, where nothing is known, as infinite ones."""
+    """Replaces NaN endpoints, where nothing is known, by infinite endpoints."""
     low, high = lower(x), upper(x)
     if not is_float(low):
         return x
@@ -461,14 +460,14 @@ def without_nan(x: Operand) -> Operand:
 
 @register_rule("softmax")
 def _softmax(eqn: Equation, x: Operand) -> Operand:
-    """exp(x) / sum(exp(x)) over the last axis, as if each entry were e / (e + the others)."""
+    """Bounds exp(x) / sum(exp(x)) over the last axis, with each entry as e / (e + sum of the others)."""
     x = at_least_float32(x)
     shift = jnp.max(upper(x), axis=-1, keepdims=True)
     low, high = widen(lower(x) - shift, upper(x) - shift)
     low, high = widen(jnp.exp(low), jnp.exp(high), 16 + 2 * x.shape[-1])
     low = jnp.maximum(low, 0)
     others_low, others_high = (_others(e) for e in (low, high))
-    # 0 / 0 where all exponentials underflow; a logit that is NaN gives NaN.
+    # If all exponentials underflow, 0 / 0 becomes 0 or 1. A NaN logit stays NaN.
     low = jnp.where((low == 0) & (others_high == 0), 0, low / (low + others_high))
     high = jnp.where((high == 0) & (others_low == 0), 1, high / (high + others_low))
     low, high = widen(low, high, 8)
@@ -476,7 +475,7 @@ def _softmax(eqn: Equation, x: Operand) -> Operand:
 
 
 def _others(e: jax.Array) -> jax.Array:
-    """The sum over the last axis without the entry itself, without cancellation."""
+    """Sums over the last axis without the entry itself, and without cancellation."""
     size = e.shape[-1]
     if size == 1:
         return jnp.zeros_like(e)
@@ -491,7 +490,7 @@ def _others(e: jax.Array) -> jax.Array:
 
 @register_rule("reduce_sum", "cumsum", "reduce_window_sum")
 def _sum(eqn: Equation, x: Operand) -> Operand:
-    """Sums of entries, some of them twice; integers are exact."""
+    """Bounds sums of entries, which may repeat entries. Integers are exact."""
     if not is_float(x):
         return Box(*eqn.ends(x))
     p = eqn.params
@@ -506,9 +505,9 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("reduce_prod")
 def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
-    """Halves multiplied with each other; each multiplication bounds its own rounding and underflow."""
+    """Multiplies halves with each other. Each multiplication bounds its own rounding and underflow."""
     if not is_float(x):
-        raise NoRuleError("products over an interval of integers are not supported")
+        raise NoRuleError("It does not support products over an interval of integers.")
     known = is_nonnegative(x)
     x = _last(at_least_float32(x), eqn.params["axes"])
     low, high = lower(x), upper(x)
@@ -534,8 +533,8 @@ def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) 
 
 @register_rule("select_and_scatter_add")
 def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
-    """The derivative of max pooling: a window's cotangent goes to its largest entry, or perhaps to any that may be."""
-    if eqn.params["select_prim"].name == "le":  # of min pooling
+    """Bounds the derivative of max pooling: the cotangent may go to any entry that can be the window's largest."""
+    if eqn.params["select_prim"].name == "le":  # min pooling
         x = Box(-upper(x), -lower(x)) if isinstance(x, Interval) else -x
     window, strides, padding = (eqn.params[k] for k in ("window_dimensions", "window_strides", "padding"))
     offsets = list(np.ndindex(*window))
@@ -558,7 +557,7 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
             rivals = _most([nothing, *highs[:i], *highs[i + 1 :]])
             certain = (lows[i] > rivals) | jnp.isneginf(rivals)
             possible = ~(highs[i] < jnp.maximum(earlier, later))
-        else:  # With ties the first entry of the window is selected.
+        else:  # ties select the first entry of the window
             certain = possible = (lows[i] > earlier) & (lows[i] >= later)
         part_low = jnp.where(certain, wide.lower, jnp.where(possible, jnp.minimum(wide.lower, 0), 0))
         part_high = jnp.where(certain, wide.upper, jnp.where(possible, jnp.maximum(wide.upper, 0), 0))
@@ -579,10 +578,10 @@ Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _bilinear(eqn: Equation, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
-    """Bounds of sums of `terms` products by a few evaluations at endpoints (T1).
+    """Bounds sums of `terms` products by a few evaluations at endpoints (T1).
 
-    Exact where the sign of a factor is known, or one of them is a point. Otherwise a = a+ - a-, both of known sign and
-    bounded apart: exact for entries of either factor that do not cross zero, and at most twice too wide for the rest.
+    The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both parts are bounded
+    separately. That is exact for entries of either factor that do not cross zero, and else at most twice too wide.
     """
     if not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval)):
         straight = multiply
@@ -613,9 +612,9 @@ def _bilinear(eqn: Equation, multiply: Multiply, a: Operand, b: Operand, terms: 
 
 
 def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
-    """Rump (1999): |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r)."""
+    """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
     b_mid = (lower(b) + upper(b)) / 2
-    # The second term pays for the rounding of the midpoints, the products and their sums.
+    # The second term covers the rounding of the midpoints, the products and their sums.
     b_rad = jnp.maximum(upper(b) - b_mid, b_mid - lower(b)) + slack(b.dtype, terms + 8) * magnitude(b)
     if not isinstance(a, Interval):
         mid, rad = multiply(a, b_mid), multiply(jnp.abs(a), b_rad)
@@ -658,11 +657,11 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
     elif tight and unsigned and terms <= _UNROLLED:
         ends = _corner_sum(a, b, dims)
     else:
-        length, multiply = _dot(dims, terms)
+        length, multiply = dot_product(dims, terms)
         ends = _bilinear(eqn, multiply, a, b, length)
     result = _product_result(eqn, ends, a, b, terms)
     if tight:
-        _use_zero_sum(eqn, result, a, b, dims)
+        use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
     return result
 
@@ -671,13 +670,13 @@ Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
 
 
 def is_outer(eqn: Any) -> bool:
-    """Whether each entry of a dot_general is one product."""
+    """Returns whether each entry of a dot_general is one product."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return not batch and math.prod(eqn.invars[0].aval.shape[d] for d in contracted) == 1
 
 
-def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """A full-precision dot product, and the number of roundings on the way to one of its entries."""
+def dot_product(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Returns the number of roundings of an entry and a full-precision dot product."""
     (a_contract, b_contract), (a_batch, _) = dims
 
     def plain(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -698,7 +697,7 @@ def _dot(dims: Dims, terms: int) -> tuple[int, Callable[[jax.Array, jax.Array], 
         x, y = parts
         last, blocks_of = ((x.ndim - 1,), (y.ndim - 1,)), ((x.ndim - 2,), (y.ndim - 2,))
         products = lax.dot_general(x, y, (last, blocks_of), precision=lax.Precision.HIGHEST)
-        # Additions one by one: a reduction over a batch axis of the dot product may be merged into it.
+        # XLA may merge a reduction over a batch axis into the dot product, so the blocks are added one by one.
         for level in reversed(range(levels)):
             products = products[: 2**level] + products[2**level :]
         return products[0]
@@ -717,7 +716,7 @@ def _index(x: Operand, i: int) -> Operand:
 
 
 def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
-    """`_corner_products` of every entry of x with every entry of y, entry by entry along the last `shared` axes."""
+    """Pairs every entry of x with every entry of y for `_corner_products`, except along the last `shared` axes."""
 
     def spread(v: Operand, new: int, kept: int) -> Operand:
         place = len(v.shape) - kept
@@ -728,7 +727,7 @@ def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
 
 
 def _outer(a: Operand, b: Operand, dims: Dims) -> Ends:
-    """One product per entry: exact. The rounding is paid by the smaller operand, not entry by entry."""
+    """Bounds one exact product per entry. It widens one operand by the rounding instead of every entry."""
     (a_contract, b_contract), _ = dims
     if a_contract:
         a, b = (_index(_last(x, axes), 0) for x, axes in ((a, a_contract), (b, b_contract)))
@@ -738,20 +737,20 @@ def _outer(a: Operand, b: Operand, dims: Dims) -> Ends:
 
 
 def _corner_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
-    """A short sum of products, each of them exact."""
+    """Bounds a short sum of exact products."""
     (a_contract, b_contract), _ = dims
     a, b = _last(a, a_contract), _last(b, b_contract)
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
-    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:  # two matrices: slower to compute, faster to compile
+    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:  # matrices: slower to compute, faster to compile
         low, high = _all_products(a, b, shared=1)
         return jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
     lows, highs = zip(*(_all_products(_index(a, i), _index(b, i)) for i in range(terms)), strict=True)
     return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
 
 
-def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
-    """sum_j d_j w_j = sum_j d_j (w_j - w_c) for every c if the d_j sum to zero (T3); keeps what is tighter."""
+def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+    """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c), which is equal for every c if the d_j sum to zero (T3)."""
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
         return
@@ -775,7 +774,7 @@ def _use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims
 
 
 def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
-    """Remembers how to bound z_j - z_c = sum_n h_n (w_nj - w_nc) for a result z [..., K] = h w (T2)."""
+    """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc) for a result z [..., K] = h w (T2)."""
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
         return
@@ -789,7 +788,7 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
         low, high = (jnp.moveaxis(end(w), w_axis, 0) for end in (lower, upper))  # [n, K]
         ends = widen(low[:, :, None] - high[:, None, :], high[:, :, None] - low[:, None, :])
         gap = Box(*map(_off_diagonal, ends))  # [n, K, K]
-        length, multiply = _dot((((h_axis,), (0,)), ((), ())), h.shape[h_axis])
+        length, multiply = dot_product((((h_axis,), (0,)), ((), ())), h.shape[h_axis])
         tight = Equation("dot_general", {}, (), "tight", lambda: [], lambda c, x: [])
         _, top = _bilinear(tight, multiply, h, gap, length)
         return _off_diagonal(top + 8 * h.shape[h_axis] * tiny(top.dtype))
@@ -801,10 +800,10 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
 
 
 def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
-    """Upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
+    """Computes upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
     high, low = upper(logits), lower(logits)
     box = high[..., :, None] - low[..., None, :]
-    # Between logits of -inf, of probability zero, nothing is known; a NaN stays one.
+    # The difference of two logits of -inf (probability zero) is unknown. A NaN stays NaN.
     vague = jnp.isnan(box) & ~jnp.isnan(high)[..., :, None] & ~jnp.isnan(low)[..., None, :]
     box = _off_diagonal(widen(box, box)[1])
     box = jnp.where(vague, jnp.inf, box)
@@ -815,7 +814,7 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
 
 
 def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
-    """The index [] of the entry of z [K] that is the largest at every point, or -1; K >= 2."""
+    """Returns the index [] of the entry of z [K] that is the largest at every point, or -1. Needs K >= 2."""
     if logits.shape[-1] > _PAIRWISE:
         best = jnp.argmax(lower(logits))
         rest = jnp.where(jnp.arange(logits.shape[-1]) == best, -jnp.inf, upper(logits))
@@ -826,7 +825,7 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
 
 
 def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bounds of softmax(z) from upper bounds [..., j, c] of z_j - z_c: p_c = 1 / sum_j exp(z_j - z_c)."""
+    """Bounds softmax(z) by p_c = 1 / sum_j exp(z_j - z_c), from upper bounds [..., j, c] of z_j - z_c."""
     # z_j - z_c >= -(upper bound of z_c - z_j)
     low, high = 1 / jnp.sum(jnp.exp(gaps), axis=-2), 1 / jnp.sum(jnp.exp(-gaps), axis=-1)
     low, high = widen(low, high, gaps.shape[-1] + 20)
@@ -835,7 +834,7 @@ def probabilities(gaps: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @register_rule("softmax_cross_entropy_gradient")
 def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
-    """(sum_k y_k) softmax(z) - y, with differences of logits and the simplex used (T3)."""
+    """Bounds (sum_k y_k) softmax(z) - y by differences of logits and by the simplex constraint (T3)."""
     low, high = probabilities(pairwise_gaps(logits, eqn.product))
     if eqn.product == "tight":
         below, above = widen(1 - _others(high), 1 - _others(low), 2)
@@ -849,7 +848,7 @@ def _softmax_gradient(eqn: Equation, logits: Operand, weights: Operand) -> Opera
 
 @register_rule("softmax_cross_entropy")
 def _softmax_value(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
-    """sum_k y_k log sum_j exp(z_j - z_k)."""
+    """Bounds sum_k y_k log sum_j exp(z_j - z_k)."""
     gaps = pairwise_gaps(logits, eqn.product)
     low, high = _log_sum_exp(-gaps, axis=-1), _log_sum_exp(gaps, axis=-2)
     error = slack(low.dtype, gaps.shape[-1] + 24)
@@ -871,14 +870,14 @@ def _log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
 
 @register_rule("sigmoid_cross_entropy_gradient")
 def _sigmoid_gradient(eqn: Equation, logits: Operand, label: Operand) -> Operand:
-    """sigmoid(z) - y."""
+    """Bounds sigmoid(z) - y."""
     low, high = widen(*both(jax.nn.sigmoid, logits), 16)
     return Box(*widen(jnp.maximum(low, 0) - upper(label), jnp.minimum(high, 1) - lower(label)))
 
 
 @register_rule("sigmoid_cross_entropy")
 def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
-    """log(1 + exp(z)) - y z: convex in z, with its minimum where sigmoid(z) = y."""
+    """Bounds log(1 + exp(z)) - y z, which is convex in z with its minimum where sigmoid(z) = y."""
     low, high = lower(logits), upper(logits)
 
     def value(z: jax.Array, y: jax.Array) -> jax.Array:
@@ -889,7 +888,7 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
         ends = [value(low, y), value(high, y)]
         turn = jnp.clip(jnp.log(jnp.clip(y, 0, 1)) - jnp.log1p(-jnp.clip(y, 0, 1)), low, high)
         tops += ends
-        # A little beside the turning point costs the square of the distance: far below the slack.
+        # An error in the turning point changes the value by the square of the error, far below the slack.
         bottoms.append(_least([*ends, value(turn, y)]))
     error = slack(low.dtype, 32) * (1 + magnitude(logits) * jnp.maximum(1, magnitude(label)))
     return Box(_least(bottoms) - error, _most(tops) + error)
@@ -897,7 +896,7 @@ def _sigmoid_value(eqn: Equation, logits: Operand, label: Operand) -> Operand:
 
 @register_rule("binary_hinge", "binary_hinge_gradient")
 def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
-    """max(0, 1 - s z) and -s [1 - s z > 0]."""
+    """Bounds max(0, 1 - s z) or -s [1 - s z > 0]."""
     low, high = widen(*_corner_products(sign, logits))
     low, high = widen(1 - high, 1 - low)
     if eqn.name == "binary_hinge":
@@ -909,9 +908,9 @@ def _binary_hinge(eqn: Equation, logits: Operand, sign: Operand) -> Operand:
 
 @register_rule("multiclass_hinge", "multiclass_hinge_gradient")
 def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Operand:
-    """max(0, 1 + max_{k != y} z_k - z_y) and (e_j - e_y) [loss > 0]."""
+    """Bounds max(0, 1 + max_{k != y} z_k - z_y) or (e_j - e_y) [loss > 0]."""
     if isinstance(weights, Interval):
-        raise NoRuleError("a label that depends on an interval is not supported")
+        raise NoRuleError("It does not support a label that depends on an interval.")
     true = jnp.argmax(weights, axis=-1)
     is_true = jax.nn.one_hot(true, weights.shape[-1], dtype=jnp.bool_)
     gaps = pairwise_gaps(logits, eqn.product)
@@ -924,7 +923,7 @@ def _multiclass_hinge(eqn: Equation, logits: Operand, weights: Operand) -> Opera
     if eqn.name == "multiclass_hinge":
         return Box(jnp.maximum(low, 0), jnp.maximum(high, 0), nonnegative=True)
     certain, possible = (low > 0)[..., None], ~(high <= 0)[..., None]
-    # Class k can be the rival unless some other class is certainly above it.
+    # Class k can be the rival unless the logit of another class is certainly larger.
     beaten = (jnp.where(is_true[..., :, None], jnp.inf, gaps) < 0) & ~is_true[..., None, :]  # [k, j]: z_k < z_j
     may_rival = ~jnp.any(beaten, axis=-1) & ~is_true
     surely = may_rival & (jnp.sum(may_rival, axis=-1, keepdims=True) == 1)
@@ -946,13 +945,13 @@ def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 
 def _plain(xs: Sequence[Operand], wanted: Sequence[bool] | None = None) -> list[Any]:
-    """Intervals without facts, which loops can carry as pytrees; points become intervals where wanted."""
+    """Converts intervals to pytrees without facts, which loops can carry, and points to intervals where wanted."""
     wanted = [isinstance(x, Interval) for x in xs] if wanted is None else wanted
     return [unchecked(lower(x), upper(x)) if w else x for x, w in zip(xs, wanted, strict=True)]
 
 
 def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Operand]) -> tuple[list[bool], list[Any]]:
-    """(which entries of a loop's state become intervals, the state to start from)."""
+    """Returns (which entries of a loop's state become intervals, the initial state)."""
     kinds = [isinstance(x, Interval) for x in init]
     while True:
         state = _plain(init, kinds)
@@ -992,7 +991,7 @@ def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
     def condition(state: Any) -> jax.Array:
         (result,) = eqn.evaluate(p["cond_jaxpr"], [*cond_consts, *state])
         if isinstance(result, Interval):
-            raise NoRuleError("the condition of a while loop depends on an interval")
+            raise NoRuleError("The condition of the loop depends on an interval.")
         return result
 
     kinds, start = _carried(step, operands[n_cond + n_body :])
@@ -1008,6 +1007,7 @@ def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
         shapes = [jax.eval_shape(lambda xs, f=f: _plain(f(xs)), xs) for f in functions]
         kinds = [any(isinstance(x, Interval) for x in cases) for cases in zip(*shapes, strict=True)]
         alike = [lambda xs, f=f: _plain(f(xs), kinds) for f in functions]
-        return lax.switch(jnp.asarray(index, jnp.int32), alike, xs)
+        chosen: list[Operand] = lax.switch(jnp.asarray(index, jnp.int32), alike, xs)
+        return chosen
     results = [eqn.evaluate(b, operands) for b in branches]
     return [_select_unknown(index, *cases) for cases in zip(*results, strict=True)]

@@ -1,8 +1,8 @@
-"""`interval`: a JAX function becomes a function of intervals whose result contains its value at every point.
+"""`interval` turns a JAX function into a function of intervals whose result contains its value at every point.
 
-An interpreter of jaxprs in three layers: `boxes` has the values, outward rounding and the registry; `interval_rules`
-one rule per primitive; this module traces, rewrites the few patterns in which one quantity occurs twice (maximum,
-softmax, square), and routes.
+It is an interpreter of jaxprs in three layers. `boxes` holds the values, outward rounding and the registry of rules.
+`interval_rules` holds one rule per primitive. This module traces the function, rewrites the few patterns in which one
+quantity occurs twice (maximum, softmax, square), and applies the rules.
 """
 
 import functools
@@ -38,7 +38,7 @@ _INTERNAL = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file_
 
 
 class UnsupportedPrimitive(NotImplementedError):
-    """A primitive for which no interval rule is registered, or not for such operands."""
+    """The error for a primitive without an interval rule, or without one for these operands."""
 
 
 def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[..., Any]:
@@ -49,35 +49,35 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
         gradients = jaxdp.interval(jax.grad(loss_fn))(box, example)  # of every parameter vector in the box
 
     It composes with `jax.jit`, `jax.vmap` and `jax.lax.scan` around it and inside `fun`, and with `jax.grad` inside. No
-    control flow may depend on an interval but `lax.cond` and `lax.switch`, which return the hull of their branches.
+    control flow may depend on an interval except `lax.cond` and `lax.switch`. They return the hull of their branches.
 
     Args:
-      fun: any JAX function of arrays; its primitives are checked when the result is called.
-      product: how dot products and convolutions of two intervals are bounded. "tight": exactly if the sign of one
-        operand is known or few terms are summed, else within a factor of two in width. "rump": midpoint and radius
-        (Rump 1999), one and a half times the exact width at worst, and losses bounded logit by logit, as in published
-        implementations of interval training.
+      fun: Any JAX function of arrays. Its primitives are checked when the result is called.
+      product: How dot products and convolutions of two intervals are bounded. "tight" is exact if the sign of one
+        operand is known or few terms are summed, and otherwise within a factor of two in width. "rump" uses midpoint
+        and radius (Rump 1999), with at most one and a half times the exact width. It bounds losses logit by logit, as
+        published implementations of interval training do.
 
     Returns:
-      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, or an `Interval` may stand
-      for a whole pytree; other leaves are exactly known. It returns the result of `fun`, an `Interval` for each array.
+      A function with the arguments of `fun`. Any leaf of an argument may be an `Interval`, and an `Interval` may
+      replace a whole pytree. Other leaves are exactly known. It returns the result of `fun` with `Interval`s as leaves.
 
     Formal guarantees:
-      *Soundness.* For every point of the arguments the value of `fun` in real arithmetic lies inside. Endpoints are
-      moved outward by a bound on the rounding of each operation (`boxes.slack`). Evaluating `fun` in floating point
-      at a point of the box lands inside too, unless terms of its sums cancel almost completely. Assumed: IEEE
-      rounding of + - * / sqrt, sums in any order (on a GPU: no Winograd or FFT convolutions), elementary functions
-      within 8 units in the last place (16 for erf).
+      *Soundness.* For every point of the arguments, the value of `fun` in real arithmetic lies inside. Endpoints are
+      moved outward by a bound on the rounding of each operation (`boxes.slack`). The floating-point value of `fun` at a
+      point of the box also lies inside, unless terms of its sums cancel almost completely. The proof assumes IEEE
+      rounding of + - * / sqrt and sums in any order (on a GPU: no Winograd or FFT convolutions). It assumes elementary
+      functions within 8 units in the last place (16 for erf).
 
-      *Isotonicity.* Smaller arguments give a result that is contained in that of larger ones: no rule looks at
-      endpoints to choose a formula. It holds in floating point too, except for `product="rump"`, softmax inside a
-      network, values (not gradients) of the cross-entropies, and what elementary functions lack in monotonicity (on
-      XLA's CPU 10 units in the last place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic).
+      *Isotonicity.* Smaller arguments give a result inside the result of larger arguments, because no rule chooses a
+      formula by endpoints. This also holds in floating point, except for `product="rump"`, softmax inside a network,
+      values (not gradients) of the cross-entropies, and elementary functions that are not monotone. On XLA's CPU these
+      fail by 10 units in the last place for erf, 6 for tanh, at most 3 for others, 0 for exp, log and logistic.
 
       =============================  ========================================================================
       case                           behaviour
       =============================  ========================================================================
-      no argument is an interval     the result contains the exact value: its width is the rounding
+      no argument is an interval     the result contains the exact value, and its width is the rounding
       division by zero, log of 0     infinite endpoints
       points outside of a domain     log and sqrt of negative points are ignored
       NaN at some point              that endpoint is infinite
@@ -87,11 +87,11 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
       =============================  ========================================================================
 
     Raises:
-      UnsupportedPrimitive: when called; it names the primitive, where it arose, and the remedy.
+      UnsupportedPrimitive: When called: a primitive has no rule. The message names it, its line and the remedy.
       ValueError: `product` is unknown.
     """
     if product not in ("tight", "rump"):
-        raise ValueError(f"product={product!r} is unknown; use 'tight' or 'rump'")
+        raise ValueError(f"product must be 'tight' or 'rump', got {product!r}.")
 
     @functools.wraps(fun)
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[...
 def bound(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, product: str = "tight"
 ) -> tuple[list[Operand], Any]:
-    """Bounds `fun` and keeps what the interpreter knows: flat results, `Box`es or exact arrays, and their tree."""
+    """Bounds `fun` and keeps known facts: returns flat results, which are `Box`es or exact arrays, and their tree."""
 
     def expand(x: Any) -> Any:
         return jax.tree.map(Box, x.lower, x.upper) if _is_interval(x) else x
@@ -127,7 +127,7 @@ def _is_interval(x: Any) -> bool:
 
 
 def _plain(x: Operand) -> Interval:
-    """The result as the user sees it: no facts, NaN endpoints infinite."""
+    """Converts a result for the user: without facts, and with infinite endpoints in place of NaN."""
     x = interval_rules.without_nan(x)
     return unchecked(jnp.asarray(lower(x)), jnp.asarray(upper(x)))
 
@@ -138,14 +138,14 @@ def stage(
     """Splits bounds of `fun(moving, fixed)` into three parts, for callers that stream.
 
     Args:
-      fun: a function of two pytrees that returns a pytree of arrays.
-      moving, fixed: pytrees of arrays or shapes; will be intervals, and known points.
+      fun: A function of two pytrees that returns a pytree of arrays.
+      moving, fixed: Pytrees of arrays or shapes. The parts receive intervals for `moving` and known points for `fixed`.
 
     Returns:
-      `first(fixed) -> kept`: what does not depend on `moving`. `second(moving, kept) -> factors`: everything but the
-      outer products that results end with, the per-example gradients of dense layers. `third(factors)`: those; a list
-      of (lower, upper) for each array of the result. `kept` and `factors` are pytrees of arrays for `jax.vmap` and
-      `jax.lax.map`. The parts must be traced in this order.
+      `first(fixed) -> kept` computes the values that do not depend on `moving`. `second(moving, kept) -> factors`
+      computes everything except final outer products, such as per-example gradients of dense layers. `third(factors)`
+      computes these and returns a list of (lower, upper), one for each array of the result. `kept` and `factors` are
+      pytrees of arrays for `jax.vmap` and `jax.lax.map`. The parts must be traced in this order.
     """
     moving_leaves, fixed_leaves = jax.tree.leaves(moving), jax.tree.leaves(fixed)
     trees = jax.tree.structure(moving), jax.tree.structure(fixed)
@@ -169,7 +169,7 @@ def stage(
     body = [eqn for eqn in late if eqn not in tail]
 
     def needed(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
-        """Variables that `eqns` and `results` take from earlier parts."""
+        """Returns the variables that `eqns` and `results` take from earlier parts."""
         atoms = [a for eqn in eqns for a in (*eqn.invars, *_rewrite(eqn, producers)[1])]
         own = {v for eqn in eqns for v in eqn.outvars} | known | set(consts)
         return [v for v in dict.fromkeys(_variables([*atoms, *results])) if v not in own]
@@ -214,7 +214,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
-    """Outer products, and what moves their entries around, that nothing but a result uses."""
+    """Finds outer products, with the equations that move their entries, which only one result uses."""
     made = {v: eqn for eqn in eqns for v in eqn.outvars}
     uses = [v for eqn in eqns for v in _variables(eqn.invars)] + _variables(jaxpr.outvars)
     found = []
@@ -233,7 +233,7 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Operand]:
-    """Interprets a closed jaxpr; equations that no result needs are skipped."""
+    """Interprets a closed jaxpr without the equations that no result needs."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
@@ -243,11 +243,11 @@ def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Op
 
 
 def _run(jaxpr: Any, eqns: Sequence[Any], values: dict[Any, Any], producers: dict[Any, Any], product: str) -> None:
-    """Interprets equations, adding their results to `values`; `producers` maps variables to their equations."""
+    """Interprets equations and adds their results to `values`. `producers` maps variables to their equations."""
     for eqn in eqns:
         inputs = [_read(values, a) for a in eqn.invars]
         if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in (*eqn.invars, *eqn.outvars)):
-            raise UnsupportedPrimitive(_message(eqn, "complex numbers are not supported"))
+            raise UnsupportedPrimitive(_message(eqn, "`interval` does not support complex numbers."))
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = _rewrite(eqn, producers)
             outs = _apply(jaxpr, eqn, name, [_read(values, a) for a in atoms], product)
@@ -270,13 +270,12 @@ def _live(jaxpr: Any) -> list[Any]:
 
 
 def _is_exact(eqn: Any) -> bool:
-    """Whether the equation makes exact results of exact operands."""
+    """Returns whether exact operands give exact results."""
     plain = not [*jex.jaxprs_in_params(eqn.params)] and not any(is_float(v.aval) for v in eqn.outvars)
     return plain or eqn.primitive.name in interval_rules.EXACT
 
 
 def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
-    """Applies the rule of primitive `name`."""
     equation = Equation(
         name=name,
         params=eqn.params,
@@ -286,24 +285,24 @@ def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -
         evaluate=lambda closed, xs: _evaluate(closed, xs, product),
     )
     if name not in RULES:
-        raise UnsupportedPrimitive(_message(eqn, f"there is no interval rule for the primitive {name!r}"))
+        raise UnsupportedPrimitive(_message(eqn, f"There is no interval rule for the primitive {name!r}."))
     try:
         result = RULES[name](equation, *operands)
     except interval_rules.NoRuleError as error:
-        raise UnsupportedPrimitive(_message(eqn, f"primitive {name!r}: {error}")) from None
+        raise UnsupportedPrimitive(_message(eqn, f"The interval rule of {name!r} does not apply. {error}")) from None
     return [result] if isinstance(result, Interval | jax.Array | np.ndarray) else list(result)
 
 
 def _message(eqn: Any, problem: str) -> str:
     return (
-        f"{problem} (it arises in {_user_line(eqn)}). Rewrite that line, or register a rule:\n"
+        f"{problem} It arises in {_user_line(eqn)}. Rewrite that line, or register a rule:\n"
         f"    @jaxdp.transforms.intervals.register_rule({eqn.primitive.name!r})\n"
         "    def rule(eqn, *operands): ...  # see register_rule"
     )
 
 
 def _user_line(eqn: Any) -> str:
-    """File, line and function outside of JAX and of this package's interpreter."""
+    """Returns the file, line and function outside of JAX and of this package's interpreter."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith(_INTERNAL):
@@ -312,14 +311,14 @@ def _user_line(eqn: Any) -> str:
 
 
 def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
-    """The rule to apply and its operands; patterns in which a quantity meets itself get rules of their own."""
+    """Returns the name of the rule and its operands. Patterns that use one quantity twice have separate rules."""
     name, atoms = eqn.primitive.name, eqn.invars
-    # The derivative of max(x, y) asks whether x == max(x, y): as intervals the two sides look independent.
+    # The derivative of max(x, y) compares x with max(x, y). Interval arithmetic would treat the sides as independent.
     if name == "eq" and (found := _meets_itself(atoms, producers, "max", "min")):
         return ("ge" if found[0] == "max" else "le"), found[1:]
     if name == "mul" and _same(atoms[0], atoms[1]):
         return "square", atoms[:1]
-    # The derivative of tanh is computed as x + x y with x = g (1 - y).
+    # JAX computes the derivative of tanh as x + x y with x = g (1 - y).
     if name in ("add", "add_any") and is_float(eqn.outvars[0].aval):
         found = _meets_itself(atoms, producers, "mul")
         if found and not isinstance(found[1], jex.Literal):
@@ -330,7 +329,7 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
 
 
 def _meets_itself(atoms: Sequence[Any], producers: dict[Any, Any], *names: str) -> tuple[str, Any, Any] | None:
-    """(name, x, z) if the atoms are x and y = name(x, z), in any order."""
+    """Returns (name, x, z) if the atoms are x and y = name(x, z), in any order."""
     for x, y in (atoms, atoms[::-1]):
         made = _producer(y, producers)
         if made and made.primitive.name in names:
@@ -351,7 +350,7 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it; returns (a,)."""
+    """Matches exp(a - m) / sum(exp(a - m)) over the last axis, with m constant along it. Returns (a,)."""
     while (made := _producer(bottom, producers)) and _repeats_last(made):
         bottom = made.invars[0]
     exp = _producer(top, producers)
@@ -368,7 +367,7 @@ def _softmax(top: Any, bottom: Any, producers: dict[Any, Any]) -> tuple[Any, ...
 
 
 def _repeats_last(eqn: Any) -> bool:
-    """Whether an equation adds or repeats trailing axes and leaves the others in their places."""
+    """Returns whether an equation adds or repeats trailing axes and keeps the other axes in place."""
     if eqn.primitive.name not in ("broadcast_in_dim", "reshape"):
         return False
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

@@ -1,12 +1,12 @@
 """Losses of ONE example, with closed-form gradients.
 
-Every function takes the logits and the label of one example and returns a scalar, float32 (float64 for float64 logits):
-bfloat16 logits are read in float32, and their gradient comes back in bfloat16. `jax.vmap` gives a batch.
+Every function takes the logits and the label of one example and returns a float32 scalar, or float64 for float64
+logits. bfloat16 logits are computed in float32, and their gradient is bfloat16. `jax.vmap` gives a batch.
 
 Each loss is a `jax.custom_vjp` whose backward pass is the equation in its docstring, stable for any finite logits.
 Values and gradients are primitives named after the loss ("softmax_cross_entropy_gradient"), which `jaxdp.interval`
-bounds in closed form. Only one reverse-mode derivative is supported (`jax.grad`, `jax.vjp`, `jax.jacrev`; not `jax.jvp`
-or `jax.hessian`).
+bounds in closed form. Only one reverse-mode derivative is supported (`jax.grad`, `jax.vjp`, `jax.jacrev`), and neither
+`jax.jvp` nor `jax.hessian`.
 
 NaN logits or labels give a NaN loss and a NaN gradient.
 """
@@ -23,74 +23,74 @@ __all__ = ["hinge", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_e
 
 
 def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Cross-entropy between a label and softmax(logits).
+    """Computes the cross-entropy between a label and softmax(logits).
 
         loss = sum_k y_k (log sum_j exp(z_j) - z_k),     dloss/dz = (sum_k y_k) softmax(z) - y,
         dloss/dy_k = log sum_j exp(z_j) - z_k
 
-    A class of logit -inf has probability zero; it adds nothing to the loss unless the label puts mass on it.
+    A class with logit -inf has probability zero. It adds nothing to the loss unless the label puts mass on it.
 
     Args:
         logits: [K] with K >= 1.
-        label: an integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed). An integer class outside
+        label: An integer class [] in 0..K-1, or probabilities [K] (one-hot, smoothed, mixed). An integer class outside
             0..K-1 gives NaN.
 
     Raises:
-        ValueError: `logits` is not a vector or `label` fits neither form.
+        ValueError: `logits` is not a vector or `label` has neither form.
     """
     logits = _at_least_float32(logits)
     return _softmax_cross_entropy(logits, _class_weights(logits, label))
 
 
 def sigmoid_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Binary cross-entropy between a label and sigmoid(logits), summed over the logits.
+    """Computes the binary cross-entropy between a label and sigmoid(logits), summed over the logits.
 
         loss = sum_k max(z_k, 0) - y_k z_k + log(1 + exp(-|z_k|)),
         dloss/dz = sigmoid(z) - y,     dloss/dy = -z
 
     Args:
-        logits: [] or [1] for one binary decision, [K] for K of them.
-        label: the probability of the positive class, 0 or 1 or between; shaped like `logits`, or [] for [1].
+        logits: [] or [1] for one binary decision, or [K] for K decisions.
+        label: The probability in [0, 1] of the positive class, shaped like `logits`, or [] for [1].
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not match.
     """
     logits = _at_least_float32(logits)
     return _sigmoid_cross_entropy(logits, _like(label, logits))
 
 
 def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Squared Euclidean distance between a prediction and its target: a sum, no mean, without a factor 1/2.
+    """Computes the squared Euclidean distance between a prediction and its target, as a sum without a factor 1/2.
 
         loss = sum_k (z_k - y_k)**2,     dloss/dz = 2 (z - y) = -dloss/dy
 
     Args:
-        logits: the prediction, of any shape.
-        label: the target, of the same shape, or [] for a prediction of one element.
+        logits: The prediction, of any shape.
+        label: The target, of the same shape, or [] for a prediction of one element.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not match.
     """
     logits = _at_least_float32(logits)
     return _squared_error(logits, _like(label, logits))
 
 
 def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """Hinge loss with margin 1, binary for one logit and of Crammer and Singer (2001) for several.
+    """Computes the hinge loss with margin 1: binary for one logit, Crammer and Singer (2001) for several.
 
         one logit:      loss = max(0, 1 - s z),                       dloss/dz = -s [loss > 0]
         K >= 2 logits:  loss = max(0, 1 + max_{k != y} z_k - z_y),    dloss/dz = (e_j - e_y) [loss > 0]
 
-    where s is 1 if label > 0 and -1 otherwise, j the first of the classes other than y with the largest logit, and e_k
-    a unit vector. On the kinks this is one of the subgradients. The label has no gradient.
+    Here s is 1 if label > 0 and -1 otherwise, and e_k is a unit vector. j is the class with the largest logit except y,
+    the first one in a tie. On the kinks this is one of the subgradients. The label has no gradient.
 
     Args:
         logits: [] or [1] (binary), or [K] (multi-class).
-        label: binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or a one-hot
-            vector [K], of which the largest entry counts. An integer class outside 0..K-1 gives NaN.
+        label: Binary: 0 or 1, or -1 or +1, shaped like `logits` or []. Multi-class: an integer class [], or a one-hot
+            vector [K], whose largest entry is the class. An integer class outside 0..K-1 gives NaN.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not match.
     """
     logits = _at_least_float32(logits)
     if logits.size == 1:
@@ -142,7 +142,7 @@ def _multiclass_hinge_gradient(logits: jax.Array, weights: jax.Array) -> jax.Arr
 
 
 def _multiclass_hinge_parts(logits: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the loss [...], e_j - e_y [..., K])."""
+    """Returns (the loss [...], e_j - e_y [..., K])."""
     classes = logits.shape[-1]
     true = jax.nn.one_hot(jnp.argmax(weights, axis=-1), classes, dtype=logits.dtype)
     others = jnp.where(true > 0, -jnp.inf, logits)
@@ -158,7 +158,7 @@ def _active(loss: jax.Array) -> jax.Array:
 
 
 def _primitive(name: str, function: Callable[..., jax.Array]) -> jex.Primitive:
-    """A function of (logits [..., K], label [..., K]) as a primitive, which other transformations know by its name."""
+    """Makes a primitive of a function of (logits [..., K], label [..., K]). Transformations find it by its name."""
     primitive = jex.Primitive(name)
 
     def batch(operands: Any, axes: Any) -> tuple[jax.Array, int]:
@@ -191,7 +191,7 @@ def _loss(
     *,
     elementwise: bool = False,
 ) -> Callable[..., jax.Array]:
-    """The loss (logits, label) -> scalar of these parts; an elementwise value is summed."""
+    """Builds the loss (logits, label) -> scalar from its parts. An elementwise value is summed."""
     value_p, gradient_p = _primitive(name, value), _primitive(f"{name}_gradient", gradient)
 
     @jax.custom_vjp
@@ -236,7 +236,7 @@ _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    # A zero weight ignores even an infinite value (a class of probability zero), where 0 * inf would be NaN.
+    # A zero weight hides an infinite value (a class of probability zero), since 0 * inf is NaN.
     return jnp.sum(jnp.where(weights == 0, jnp.zeros_like(values), weights * values), axis=-1)
 
 
@@ -246,17 +246,17 @@ def _at_least_float32(logits: jax.Array) -> jax.Array:
 
 
 def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """The label as weights [K]; NaN for an integer class that does not exist."""
+    """Converts the label to weights [K], which are NaN for an integer class that does not exist."""
     label = jnp.asarray(label)
     if logits.ndim != 1:
-        raise ValueError(f"logits must be the vector [K] of one example, got {logits.shape}; use jax.vmap")
+        raise ValueError(f"logits must be the vector [K] of one example, got {logits.shape}. Use jax.vmap for a batch.")
     if label.shape == () and jnp.issubdtype(label.dtype, jnp.integer):
         exists = (label >= 0) & (label < logits.size)
         return jnp.where(exists, jax.nn.one_hot(label, logits.size, dtype=logits.dtype), jnp.nan)
     if label.shape != logits.shape:
         raise ValueError(
             f"label must be an integer class of shape () or class probabilities of shape {logits.shape},"
-            f" got {label.dtype} of shape {label.shape}"
+            f" got {label.dtype} of shape {label.shape}."
         )
     return label.astype(logits.dtype)
 
@@ -264,5 +264,5 @@ def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:
 def _like(label: jax.Array, logits: jax.Array) -> jax.Array:
     label = jnp.asarray(label).astype(logits.dtype)
     if label.shape != logits.shape and not (label.shape == () and logits.size == 1):
-        raise ValueError(f"label has shape {label.shape}, needs that of the logits, {logits.shape}")
+        raise ValueError(f"label must have the shape {logits.shape} of the logits, got {label.shape}.")
     return label.reshape(logits.shape)

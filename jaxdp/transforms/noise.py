@@ -1,40 +1,38 @@
-"""Secrets, noise on pytrees, and `privatize`: the Gaussian mechanism as an optax transformation.
+"""Secrets, noise on pytrees, and `privatize`, which is the Gaussian mechanism as an optax transformation.
 
-**Keys.** All randomness that a guarantee rests on starts from 128 bits of operating-system entropy (`new_seed`);
-`stream` derives one key per purpose from it. Noise keys are "rbg" keys, four 32-bit words. Three facts about them, each
-checked in the tests:
+**Keys.** All randomness behind a guarantee starts from 128 bits of operating-system entropy (`new_seed`). `stream`
+derives one key per purpose from them. Noise keys are "rbg" keys of four 32-bit words. The tests check three facts:
 
-* With the default Philox generator words 0-1 are the cipher key and words 2-3 the starting counter. Keys that share
-  words 0-1 and lie close in words 2-3 give shifted copies of ONE stream. So never write key words by hand: derive them
+* In the default Philox generator, words 0-1 are the cipher key and words 2-3 the starting counter. Keys that share
+  words 0-1 and have close words 2-3 give shifted copies of ONE stream. So never write key words by hand. Derive keys
   with `stream`, `jax.random.split` and `jax.random.fold_in`, which hash.
-* Under `jax.vmap` the bits of the whole batch depend on the FIRST key of the batch only. Nothing here maps over noise
-  keys, and callers must not either. Per-example keys (augmentation, dropout) are "threefry2x32" keys, which are
+* Under `jax.vmap` the bits of the whole batch depend only on the FIRST key of the batch. This module never maps over
+  noise keys, and callers must not either. Per-example keys (augmentation, dropout) are "threefry2x32" keys, which are
   independent under `vmap`.
 * The bits are a deterministic function of the key for one backend, JAX version and sharding, not across them.
 
 **Threat model.** Philox has no proof against cryptanalysis, and noise is computed in floating point. The
 (epsilon, delta) of the ledger covers neither:
 
-* *Sampling.* A float32 normal made from one uniform takes at most 2**23 values and stops at 5.4 standard deviations, so
-  an output can be impossible under one data set and possible under its neighbour (Mironov, "On significance of the
-  least significant bits", CCS 2012). Every sample therefore combines two independent draws (Holohan and Braghin,
-  "Secure random sampling in differential privacy", ESORICS 2021): about 2**46 combinations for 2**32 floats. Normals
-  end at 7.7 standard deviations, and the delta of the ledger does not count the tail beyond. Laplace noise ends at
-  5678 scales; a claim of delta = 0 leaves out the mass beyond, at most 2**-8190 per value. Cauchy noise ends where its
-  floats do.
+* *Sampling.* A float32 normal from one uniform takes at most 2**23 values and stops at 5.4 standard deviations. So an
+  output can be impossible under one data set and possible under its neighbour (Mironov, "On significance of the least
+  significant bits", CCS 2012). Every sample therefore combines two independent draws, with about 2**46 combinations for
+  2**32 floats (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021). Normals end at 7.7
+  standard deviations. The delta of the ledger does not count the tail beyond. Laplace noise ends at 5678 scales. A
+  claim of delta = 0 omits the mass beyond, at most 2**-8190 per value. Cauchy noise ends at the largest float.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et al.,
   "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and floating-point
-  attacks", 2022). This is NOT mitigated: rounding values to a grid first, as a proof needs, raises the sensitivity with
-  the square root of the number of parameters. Publish at reduced precision if the adversary reads raw bits.
-  `discrete_laplace` is the exception: integers added to integers.
-* *Summation.* A float32 sum of clipped gradients can move by a rounding error more than the clip norm when one example
-  changes (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
-* *Time.* Noise takes the same operations for every key, but for one more draw when 32 bits of a Laplace or Cauchy value
-  are all zero; nothing else about timing is promised.
+  attacks", 2022). This is NOT mitigated. A proof needs values that are first rounded to a grid, which raises the
+  sensitivity with the square root of the number of parameters. Publish at reduced precision if the adversary reads raw
+  bits. `discrete_laplace` is the exception, because it adds integers to integers.
+* *Summation.* When one example changes, a float32 sum of clipped gradients can move by a rounding error more than the
+  clip norm (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
+* *Time.* Noise takes the same operations for every key, except one more draw when 32 bits of a Laplace or Cauchy value
+  are all zero. Nothing else about timing is promised.
 
-**Shards.** Inside `jax.shard_map` a key that all devices share gives all of them the same noise. That is right for a
-sum that they share too, such as the result of `jax.lax.psum`. Under `check_vma=True`, its default, noise that is equal
-on devices whose values differ is refused. With `check_vma=False` JAX does not know, and the caller must see to it.
+**Shards.** Inside `jax.shard_map`, a key that all devices share gives all of them the same noise. That is right for a
+sum that they also share, such as the result of `jax.lax.psum`. Under `check_vma=True`, the default, equal noise on
+devices whose values differ raises an error. Under `check_vma=False` JAX cannot tell, and the caller must check.
 """
 
 import functools
@@ -55,109 +53,110 @@ from jaxdp.transforms import shards
 _KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
 _SEED_BYTES = 16
 LARGEST_DISCRETE_SCALE = 2.0**18
-# A schedule is charged as Python computes it and added as a device does, in float32: a little more, never less.
+# Python computes the charge of a schedule and a device its noise in float32. The noise must not be the smaller one.
 _ROUNDED_UP = 1 + 2.0**-17
-# Noise of other standard deviations loses a visible part of its law to underflow or overflow of float32.
+# Outside this range of standard deviations, float32 underflow or overflow visibly changes the distribution.
 _SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
-# Words of 32 bits that are drawn at most, until one is not zero.
+# The largest number of 32-bit words that are drawn until one is not zero.
 _MOST_WORDS = 256
 
 
 @runtime_checkable
 class HasSensitivity(Protocol):
-    """Anything that knows its own L2 sensitivity, such as `jaxdp.clipped_grad(...)`."""
+    """An object that reports its L2 sensitivity, such as `jaxdp.clipped_grad(...)`."""
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> Any:
-        """The L2 sensitivity under `adjacency`."""
+        """Returns the L2 sensitivity under `adjacency`."""
 
 
 def new_seed() -> bytes:
-    """16 bytes (128 bits) from the operating system's entropy pool.
+    """Returns 16 bytes (128 bits) from the operating system's entropy pool.
 
-    Whoever learns the seed can subtract the noise: store it no more openly than the private data itself.
+    Anyone who learns the seed can subtract the noise. Protect the seed at least as well as the private data.
     """
     return secrets.token_bytes(_SEED_BYTES)
 
 
 def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
-    """The typed key [] of one purpose, derived from a seed.
+    """Derives the typed key [] of one purpose from a seed.
 
-    The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose): one block of HKDF-Expand
-    (RFC 5869) with the seed as its pseudo-random key. For a seed of `new_seed`, streams of different purposes are
-    independent as far as HMAC-SHA256 is a pseudo-random function, and one key tells nothing about another or the seed.
+    The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose). That is one block of HKDF-Expand
+    (RFC 5869) with the seed as its pseudo-random key. If the seed is from `new_seed` and HMAC-SHA256 is pseudo-random,
+    streams of different purposes are independent, and a key reveals neither another key nor the seed.
 
     Args:
-        seed: at least 16 bytes of full entropy; see `new_seed`.
-        purpose: what the stream is for, e.g. "gradient noise"; one purpose per use.
-        impl: "rbg" (128 bits, for noise; never under `jax.vmap`) or "threefry2x32" (64 bits, independent under
+        seed: At least 16 bytes of full entropy, such as `new_seed()`.
+        purpose: The use of the stream, e.g. "gradient noise". Choose a different purpose for each use.
+        impl: "rbg" (128 bits, for noise, never under `jax.vmap`) or "threefry2x32" (64 bits, independent under
             `jax.vmap`, for per-example augmentation and dropout).
 
     Raises:
-        TypeError: `seed` is not bytes or `purpose` not a string.
-        ValueError: `seed` is short, `purpose` empty, or `impl` unknown.
+        TypeError: `seed` is not bytes or `purpose` is not a string.
+        ValueError: `seed` is too short, `purpose` is empty, or `impl` is unknown.
     """
     if not isinstance(seed, bytes):
-        raise TypeError(f"seed must be bytes, got {type(seed).__name__}; use jaxdp.transforms.noise.new_seed()")
+        raise TypeError(f"seed must be bytes, got {type(seed).__name__}. Use jaxdp.transforms.noise.new_seed().")
     if len(seed) < _SEED_BYTES:
-        raise ValueError(f"seed has {len(seed)} bytes, needs at least {_SEED_BYTES}; use new_seed()")
+        raise ValueError(f"seed must have at least {_SEED_BYTES} bytes, got {len(seed)}. Use new_seed().")
     if not isinstance(purpose, str):
-        raise TypeError(f"purpose must be a string, got {type(purpose).__name__}")
+        raise TypeError(f"purpose must be a string, got {type(purpose).__name__}.")
     if not purpose:
-        raise ValueError("purpose is empty; name what the stream is for, e.g. 'gradient noise'")
+        raise ValueError("purpose is empty. Name the use of the stream, e.g. 'gradient noise'.")
     if impl not in _KEY_WORDS:
-        raise ValueError(f"impl={impl!r} is unknown; use one of {sorted(_KEY_WORDS)}")
+        raise ValueError(f"impl must be one of {sorted(_KEY_WORDS)}, got {impl!r}.")
     message = b"\0".join([b"jaxdp stream v1", impl.encode(), purpose.encode()])
     words = np.frombuffer(hmac.digest(seed, message, "sha256"), dtype="<u4")[: _KEY_WORDS[impl]]
-    return jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+    key: jax.Array = jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+    return key
 
 
 def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
-    """Noise N(0, std**2) shaped like `tree`; each value is the sum of two independent normals over sqrt(2).
+    """Draws noise N(0, std**2) shaped like `tree`. Each value is the sum of two independent normals over sqrt(2).
 
     Args:
-        key: typed key of shape (); not batched by `jax.vmap` (module docstring).
-        tree: pytree of real arrays or `jax.ShapeDtypeStruct`s; None leaves stay None. Values are not read.
-        std: standard deviation, a non-negative finite scalar, may be traced (then unchecked).
+        key: Typed key of shape (), not batched by `jax.vmap` (module docstring).
+        tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
+        std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
 
     Returns:
-        A pytree like `tree` in float32, float64 for float64 leaves. Each leaf has its own subkey, by its index.
+        A pytree like `tree` in float32, or float64 for float64 leaves. Each leaf has its own subkey, by its index.
 
     Raises:
         TypeError: `key` is an old-style uint32 key or a leaf is not real.
-        ValueError: `key` or `std` is not a scalar; `std` is negative, NaN or infinite; or, inside `jax.shard_map`, a
+        ValueError: `key` or `std` is not a scalar, or `std` is negative, NaN or infinite. Inside `jax.shard_map`: a
             leaf varies over a mesh axis and `key` does not.
     """
     return _scaled(key, tree, "std", std, _standard_normal)
 
 
 def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
+    """Draws Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
 
-    Arguments, result and errors as in `gaussian`. Each value is the difference of two independent exponentials -log(u).
-    The bits of the uniform u are drawn in words of 32 until one is not zero, and one more word follows. So its
-    precision is relative. Each exponential ends where 8192 bits in a row are zero: a mechanism that draws n values has
-    a delta of at most n 2**-8190 beside its pure epsilon, in exact arithmetic.
+    Arguments, result and errors are as in `gaussian`. Each value is the difference of two independent exponentials
+    -log(u). The uniform u is drawn in words of 32 bits until one word is not zero, and one more word follows. So u has
+    full relative precision. Each exponential ends where 8192 bits in a row are zero. So in exact arithmetic a mechanism
+    that draws n values has a delta of at most n 2**-8190 in addition to its pure epsilon.
     """
     return _scaled(key, tree, "scale", scale, _standard_laplace)
 
 
 def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Integer noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`, in int32.
+    """Draws int32 noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`.
 
-    Added to integers that differ by at most s it is (s / scale)-DP. Unlike floating-point Laplace noise it leaves no
-    trace of the exact value in the last digits (Mironov 2012; Ghosh, Roughgarden, Sundararajan 2009). Each value is the
-    difference of two independent geometrics, the integer parts of exponentials as in `laplace`.
+    Added to integers of L1 sensitivity s, it gives (s / scale)-DP (Ghosh, Roughgarden, Sundararajan 2009). It leaves no
+    trace of the exact value in the last digits, unlike floating-point Laplace noise (Mironov 2012). Each value is the
+    difference of two independent geometrics, which are the integer parts of exponentials as in `laplace`.
 
     Args:
-        key, tree: as in `gaussian`.
-        scale: positive, at most `LARGEST_DISCRETE_SCALE`, so that every integer within 22 scales is a float32 and every
+        key, tree: As in `gaussian`.
+        scale: Positive and at most `LARGEST_DISCRETE_SCALE`. Every integer within 22 scales is then a float32 and every
             geometric an int32.
 
     Raises:
-        TypeError, ValueError: as `gaussian`, and for a scale outside its range.
+        TypeError, ValueError: As in `gaussian`. Also ValueError if scale is outside its range.
     """
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
-        raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}")
+        raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
 
     def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         first, second = jax.random.split(key)
@@ -167,11 +166,11 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
 
 
 def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
-    """Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
+    """Draws Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
 
-    Arguments, result and errors as in `gaussian`. Each value is the mean of two independent Cauchy draws, which is
-    Cauchy again (a 1-stable law). `scale` is half of the interquartile range; the variance is infinite. What would be
-    larger than the largest float is infinite.
+    Arguments, result and errors are as in `gaussian`. Each value is the mean of two independent Cauchy draws, which is
+    again Cauchy (a 1-stable law). `scale` is half of the interquartile range. The variance is infinite. A value that
+    exceeds the largest float becomes infinite.
     """
     return _scaled(key, tree, "scale", scale, _standard_cauchy)
 
@@ -184,34 +183,34 @@ class PrivatizeState(NamedTuple):
 
 
 class Privatizer(optax.GradientTransformationExtraArgs):
-    """What `privatize` returns: an (init, update) pair that knows its privacy event."""
+    """The result of `privatize`: an (init, update) pair with its privacy event."""
 
     clip_norm: float  # L2 bound on one example's contribution to the sum
     noise_multiplier: float | Callable[[Any], Any]  # standard deviation over the clip norm, or its public schedule
-    divisor: float  # the public number by which the noisy sum is divided
+    divisor: float  # public, divides the noisy sum
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Privatizer is frozen: build one with another {name}")
+        raise AttributeError(f"A Privatizer is frozen. Call privatize again to change {name}.")
 
     @property
     def event(self) -> dp_event.DpEvent:
-        """The event of one update, without sampling; wrap it in `PoissonSampledDpEvent` for sampled batches.
+        """The event of one update, without sampling. Wrap it in `PoissonSampledDpEvent` for sampled batches.
 
         Raises:
-            ValueError: the noise multiplier is a schedule.
+            ValueError: The noise multiplier is a schedule.
         """
         if callable(self.noise_multiplier):
-            raise ValueError("event is not one value: noise_multiplier is a schedule; use event_at(step)")
+            raise ValueError("noise_multiplier is a schedule, so the event depends on the step. Use event_at(step).")
         return self.event_at(0)
 
     def event_at(self, step: int) -> dp_event.DpEvent:
-        """The event of update number `step` (from 0), without sampling; works for constants and schedules.
+        """Returns the event of update number `step` (from 0), without sampling, for a constant or a schedule.
 
         Raises:
-            ValueError: `step` is negative or the schedule gives a negative or non-finite multiplier there.
+            ValueError: `step` is negative, or the schedule returns a multiplier that `privatize` would refuse.
         """
         if step < 0:
-            raise ValueError(f"step={step} is negative; updates are numbered from 0")
+            raise ValueError(f"step must be at least 0, got {step}. Updates are numbered from 0.")
         multiplier = self.noise_multiplier
         value = _check_scale(f"noise_multiplier({step})", multiplier(step) if callable(multiplier) else multiplier)
         _check_product(f"noise_multiplier({step})", value, self.clip_norm)
@@ -225,14 +224,14 @@ def privatize(
     divisor: float,
     key: jax.Array | None = None,
 ) -> Privatizer:
-    """Adds Gaussian noise to a clipped SUM of gradients and divides by a public number, in optax form.
+    """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients and divides it.
 
     One update maps the sum `g` over the batch to
 
         (g + noise_multiplier * clip_norm * N(0, I)) / divisor
 
-    the step of DP-SGD (Abadi et al. 2016, Algorithm 1) with an explicit division by the expected batch size. In
-    `optax.chain(privatize(...), optax.adam(1e-3))` everything after it is post-processing.
+    This is the step of DP-SGD (Abadi et al. 2016, Algorithm 1) with an explicit division by the expected batch size. In
+    `optax.chain(privatize(...), optax.adam(1e-3))` everything after `privatize` is post-processing.
 
         grad_fn = jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
         privatizer = jaxdp.privatize(grad_fn, noise_multiplier=1.1, divisor=expected_batch_size)
@@ -240,47 +239,48 @@ def privatize(
         updates, state = optimizer.update(grad_fn(params, batch).grads, state, params)
 
     Args:
-        clipped_or_sensitivity: a `jaxdp.clipped_grad(...)`, or any object whose `sensitivity("add_remove")` is the L2
-            bound on what one example adds to the sum; or that bound itself.
-        noise_multiplier: noise standard deviation over the clip norm; or a PUBLIC schedule from the step (an int32
-            scalar, traced under jit) to it. A schedule that reads private data has no guarantee. It must agree in
-            float32 and in Python to a relative 2**-17, by which the noise is larger than what is charged.
-        divisor: public, positive; normally the expected batch size. Never the size of a Poisson-sampled batch.
-        key: typed noise key. None draws 128 bits of OS entropy in `init`. Give one to reproduce a run
-            (`stream(seed, "gradient noise")`). Two runs on different gradients must never share it: the difference of
-            their outputs has no noise in it. Anyone can guess `jax.random.key(0)`.
+        clipped_or_sensitivity: A `jaxdp.clipped_grad(...)`, or the L2 bound on the contribution of one example to the
+            sum, or any object whose `sensitivity("add_remove")` is that bound.
+        noise_multiplier: Noise standard deviation over the clip norm, or a PUBLIC schedule that maps the step (an int32
+            scalar, traced under jit) to it. A schedule that reads private data has no guarantee. Its values in float32
+            and in Python must agree to a relative 2**-17. The noise is larger than the charge by that much.
+        divisor: Public and positive, normally the expected batch size. Never the size of a Poisson-sampled batch.
+        key: Typed noise key. With None, `init` draws 128 bits of OS entropy. Pass a key such as
+            `stream(seed, "gradient noise")` to reproduce a run. Two runs on different gradients must never share a key,
+            because the noise cancels in the difference of their outputs. Anyone can guess `jax.random.key(0)`.
 
     Returns:
-        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step counter,
-        and step t uses `fold_in(key, t)`, so no two steps of a run share noise. A run from a restored checkpoint
-        replays the noise of the steps after it. It must see the same gradients bit for bit, or start from a new key and
-        pay again. Updates come out in float32 (float64 for float64 sums) whatever the dtype of the sum.
+        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step counter.
+        Step t uses `fold_in(key, t)`, so no two steps of a run share noise. A run from a restored checkpoint replays
+        the noise of the steps after it. Such a run must see the same gradients bit for bit, or use a new key and be
+        charged again. Updates are float32 (float64 for float64 sums) whatever the dtype of the sum.
 
     Formal guarantees:
-        If one example changes the sum by at most `clip_norm` in L2 norm, update t satisfies `event_at(t)`, the Gaussian
-        mechanism of that noise multiplier (Dwork and Roth 2014, appendix A; exact trade-off curve in Balle and Wang
-        2018), up to the floating-point limits in the module docstring. The noise is `noise_multiplier * clip_norm`
-        under EVERY adjacency: the accountant knows that replacing a record moves the sum by up to `2 * clip_norm`.
+        Let one example change the sum by at most `clip_norm` in L2 norm. Then update t satisfies `event_at(t)`, up to
+        the floating-point limits in the module docstring. That event is the Gaussian mechanism with the noise
+        multiplier of step t (Dwork and Roth 2014, appendix A). Balle and Wang (2018) give its exact trade-off curve.
+        The noise is `noise_multiplier * clip_norm` under EVERY adjacency. The accountant knows that replacing a record
+        moves the sum by up to `2 * clip_norm`.
 
         ============================  ==================================================================
         case                          behaviour
         ============================  ==================================================================
         noise_multiplier == 0         no noise; event is `NonPrivateDpEvent`
-        clip_norm == 0                no noise needed: the sum is constant; event as configured
-        noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; where a
-                                      schedule gives another product, `update` gives NaN
+        clip_norm == 0                the sum is constant and needs no noise; event as configured
+        noise outside of float32      ValueError unless noise_multiplier * clip_norm is from 2**-100 to 2**100; `update`
+                                      returns NaN where a schedule gives another product
         inside `jax.shard_map`        ValueError unless sum and key vary over the same mesh axes: `jax.lax.psum` the
-                                      sum first. With `check_vma=False` the caller must see to one sum and one key
+                                      sum first. With `check_vma=False` the caller must pass one sum and one key
         clip_norm infinite            ValueError, unless noise_multiplier == 0
         NaN or inf in the sum         passed on: zero them per example before summing (`clipped_grad` does)
-        None or masked leaves         passed through untouched
+        None or masked leaves         passed on unchanged
         integer leaves                float32 noise; complex and boolean leaves raise TypeError
         ============================  ==================================================================
 
     Raises:
         TypeError: `key` is an old-style uint32 key, or the clip norm, multiplier or divisor is traced or not real.
-        ValueError: one of them is negative or NaN, `divisor` is zero or infinite, or noise is asked for a clip norm
-            that is infinite or leaves no noise in float32.
+        ValueError: One of these numbers is negative or NaN, or `divisor` is zero or infinite. Or the multiplier is
+            infinite, or the noise is not zero and the clip norm is infinite or takes the noise outside of float32.
     """
     if isinstance(clipped_or_sensitivity, HasSensitivity):
         clip_norm = _check_number("sensitivity('add_remove')", clipped_or_sensitivity.sensitivity("add_remove"))
@@ -290,9 +290,9 @@ def privatize(
         noise_multiplier = _check_scale("noise_multiplier", noise_multiplier)
     divisor = _check_number("divisor", divisor)
     if divisor == 0 or math.isinf(divisor):
-        raise ValueError(f"divisor={divisor} must be positive and finite, e.g. the expected batch size")
+        raise ValueError(f"divisor must be positive and finite, got {divisor}. Use the expected batch size.")
     if math.isinf(clip_norm) and noise_multiplier != 0:
-        raise ValueError("the clip norm is infinite, no finite noise hides one example; clip to a finite norm")
+        raise ValueError("The clip norm is infinite, so no finite noise hides one example. Clip to a finite norm.")
     if not callable(noise_multiplier):
         _check_product("noise_multiplier", noise_multiplier, clip_norm)
     if key is not None:
@@ -301,8 +301,8 @@ def privatize(
     def init(params: Any) -> PrivatizeState:
         if key is None and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             raise ValueError(
-                "privatize.init draws its key from the operating system, tracing would bake that key into"
-                " the program; call init outside jit, or pass key=stream(seed, 'gradient noise')"
+                "privatize.init draws its key from the operating system, and under tracing the key would be a constant"
+                " of the program. Call init outside jit, or pass key=stream(seed, 'gradient noise')."
             )
         own = stream(new_seed(), "gradient noise") if key is None else key
         return PrivatizeState(own, jnp.zeros((), jnp.int32))
@@ -346,7 +346,7 @@ def _per_leaf(key: jax.Array, tree: Any, draw: Draw) -> Any:
 def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
     check_key(key)
     if jnp.ndim(scale) != 0:
-        raise ValueError(f"{name} has shape {jnp.shape(scale)}, needs one scalar for the whole tree")
+        raise ValueError(f"{name} must be one scalar for the whole tree, got shape {jnp.shape(scale)}.")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
     return _per_leaf(key, tree, lambda k, shape, dtype: draw(k, shape, dtype) * jnp.asarray(scale, dtype))
@@ -366,7 +366,7 @@ def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array)
     blocks, rest = _exponential(key, shape, jnp.float32)
     block = jnp.asarray(_BLOCK * scale, jnp.float32)
     whole = jnp.floor(block)
-    # Whole numbers are added as integers: a float32 does not hold them all beyond 2**24.
+    # Whole numbers are added as integers because float32 does not represent all of them beyond 2**24.
     rest = rest * scale + blocks.astype(jnp.float32) * (block - whole)
     return blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
 
@@ -377,7 +377,7 @@ def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.
 
 
 def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # |C| < 1 half of the time and 1/|C| has the law of |C|: precise both near zero and far out.
+    # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draw is precise near zero and far out.
     key_uniform, key_choice = jax.random.split(key)
     blocks, high, low = _leading_bits(key_uniform, shape)
     small = jnp.ldexp(jnp.tan(_uniform_from_bits(high, low, dtype) * (math.pi / 4)), -32 * blocks)
@@ -386,107 +386,107 @@ def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
     return jnp.where(choice & 2 == 0, magnitude, -magnitude)
 
 
-# -log(2**-32): what a word of zeros in front adds to an exponential.
+# -log(2**-32): a leading word of zeros adds this much to an exponential.
 _BLOCK = 32 * math.log(2)
 
 
 def _exponential(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """(blocks, rest) of exponentials blocks * _BLOCK + rest, with int32 blocks and 0 <= rest <= _BLOCK."""
+    """Draws exponentials blocks * _BLOCK + rest. Returns (blocks, rest) with int32 blocks and 0 <= rest <= _BLOCK."""
     blocks, high, low = _leading_bits(key, shape)
-    # Small uniforms are precise, so the smaller of u and 1 - u is used.
+    # A small uniform has the better relative precision, so the smaller of u and 1 - u is used.
     small = _uniform_from_bits(jnp.minimum(high, ~high), low, dtype)
     return blocks, jnp.where(high >> 31 == 0, -jnp.log(small), -jnp.log1p(-small))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(words of zeros in front, first other word, word after it) of uniform bits: int32 and twice uint32."""
+    """Draws uniform bits: (int32 number of leading zero words, uint32 first other word, uint32 word after it)."""
     key_high, key_low = jax.random.split(key)
 
     def word(index: Any) -> jax.Array:
         return jax.random.bits(jax.random.fold_in(key_high, index), shape, jnp.uint32)
 
     def more(state: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
-        return (state[0] < _MOST_WORDS) & (state[1] == 0).any()
+        return jnp.logical_and(state[0] < _MOST_WORDS, (state[1] == 0).any())
 
     def draw(state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         index, high, blocks = state
         return index + 1, jnp.where(high == 0, word(index), high), blocks + (high == 0).astype(jnp.int32)
 
     first = word(0)
-    none = (first != first).astype(jnp.int32)  # zero, and varies over the same mesh axes
+    none = (first != first).astype(jnp.int32)  # zero that varies over the same mesh axes
     _, high, blocks = jax.lax.while_loop(more, draw, (1, first, none))
     return blocks, jnp.maximum(high, 1), jax.random.bits(key_low, shape, jnp.uint32)
 
 
 def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
-    """Maps 64 bits to (0, 1], never to zero, with the full relative precision of a float near zero."""
+    """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
     return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
 
 
 def _noise_dtype(leaf: Any) -> Any:
     dtype = jnp.result_type(leaf)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        raise TypeError(f"noise needs real leaves, got dtype {dtype}; split complex leaves in two")
+        raise TypeError(f"Noise needs real leaves, got dtype {dtype}. Split a complex leaf into two real leaves.")
     return jnp.dtype(jnp.float64 if dtype.itemsize > 4 else jnp.float32)
 
 
 def _check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
-    """Refuses noise that is equal where values differ; with `shared` also noise that differs where values are equal."""
+    """Refuses equal noise for values that differ. With `shared`, also refuses different noise for equal values."""
     if not isinstance(leaf, jax.Array):
         return
     values, keys = shards.varying_axes(leaf), shards.varying_axes(key)
     if values - keys:
         axes = tuple(sorted(values - keys))
         raise ValueError(
-            f"a leaf differs between devices along the mesh axes {axes} and key does not: all would get the same noise."
-            f" Sum first, with jax.lax.psum(tree, {axes}), and add noise to the total; or, for independent noise on"
-            f" each device, use key=jax.random.fold_in(key, jax.lax.axis_index({axes}))"
+            f"A leaf differs between devices along the mesh axes {axes} and key does not, so all get the same noise."
+            f" Sum first with jax.lax.psum(tree, {axes}) and add noise to the total. For independent noise on each"
+            f" device use key=jax.random.fold_in(key, jax.lax.axis_index({axes}))."
         )
     if shared and keys - values:
         axes = tuple(sorted(keys - values))
         raise ValueError(
-            f"key differs between devices along the mesh axes {axes} and the sum does not: each would add its own"
-            " noise to the same sum, and their mean has less noise. Use one key for all devices"
+            f"key differs between devices along the mesh axes {axes} and the sum does not. Each device would add"
+            " different noise to the same sum, and their mean would have less noise. Use one key for all devices."
         )
 
 
 def check_key(key: Any) -> None:
-    """Raises TypeError if `key` is not a typed key, ValueError if it is not one key of shape ()."""
+    """Raises TypeError if `key` is not a typed key, and ValueError if its shape is not ()."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(
-            "key must be a typed key: an old-style uint32 key does not record which generator it belongs to;"
-            " use stream(seed, purpose), jax.random.key, or jax.random.wrap_key_data"
+            "key must be a typed key, because an old-style uint32 key does not record its generator."
+            " Use stream(seed, purpose), jax.random.key, or jax.random.wrap_key_data."
         )
     if key.shape != ():
-        raise ValueError(f"key has shape {key.shape}, needs one key of shape (); use jax.random.fold_in per use")
+        raise ValueError(f"key must have shape (), got {key.shape}. Use jax.random.fold_in to derive one key per use.")
 
 
 def _check_number(name: str, value: Any) -> float:
     if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"{name} is traced; privacy parameters are public constants, build outside jit")
+        raise TypeError(f"{name} is traced, but privacy parameters are public constants. Call privatize outside jit.")
     value = jax.device_get(value)
     if not isinstance(value, (int, float, np.ndarray, np.generic)) or np.ndim(value) or np.iscomplexobj(value):
-        raise TypeError(f"{name} must be a real number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a real number, got {type(value).__name__}.")
     number = float(value)
     if math.isnan(number) or number < 0:
-        raise ValueError(f"{name}={number} must not be negative or NaN")
+        raise ValueError(f"{name} must be at least 0, got {number}.")
     return number
 
 
 def _check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
-    """Refuses a standard deviation that float32 loses, unless there is nothing to hide or no noise is wanted."""
+    """Refuses a standard deviation that float32 cannot carry, unless the multiplier or the clip norm is zero."""
     std = noise_multiplier * clip_norm
     if noise_multiplier and clip_norm and not _SMALLEST_STD <= std <= _LARGEST_STD:
         raise ValueError(
-            f"{name}={noise_multiplier} times the clip norm {clip_norm} is {std}, and float32 noise needs a standard"
-            f" deviation from {_SMALLEST_STD:.2g} to {_LARGEST_STD:.2g}; multiply the loss by a public constant so that"
-            " it can be clipped to a norm of about 1"
+            f"{name}={noise_multiplier} times the clip norm {clip_norm} is {std}, but float32 noise needs a standard"
+            f" deviation from {_SMALLEST_STD:.2g} to {_LARGEST_STD:.2g}. Multiply the loss by a public constant so that"
+            " it can be clipped to a norm of about 1."
         )
 
 
 def _check_scale(name: str, value: Any) -> float:
     number = _check_number(name, value)
     if math.isinf(number):
-        raise ValueError(f"{name}={number} must be finite")
+        raise ValueError(f"{name} must be finite, got {number}.")
     return number

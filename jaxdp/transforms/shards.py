@@ -1,7 +1,7 @@
-"""Which values differ between the devices of a `jax.shard_map`.
+"""Queries that tell which values differ between the devices of a `jax.shard_map`.
 
-With `check_vma=True`, its default, JAX tracks over which mesh axes a value varies. With `check_vma=False` it does not,
-and every value here looks the same on all devices.
+Under `check_vma=True`, the default, JAX tracks over which mesh axes a value varies. Under `check_vma=False` it does
+not, and these functions report every value as equal on all devices.
 """
 
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ from typing import Any
 import jax
 from jax import lax
 
-# Primitives that name a mesh axis and move nothing between devices.
+# Primitives that have a mesh axis as a parameter and move no values between devices.
 _LOCAL = frozenset({"pvary", "pcast", "axis_index"})
 
 
 def manual_axes() -> frozenset[str]:
-    """The mesh axes of the enclosing `jax.shard_map`; none outside of one."""
+    """Returns the mesh axes of the enclosing `jax.shard_map`, or the empty set outside of one."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(*values: Any) -> frozenset[str]:
-    """The mesh axes over which any of the arrays varies."""
+    """Returns the mesh axes over which any of the arrays varies."""
     found: frozenset[str] = frozenset()
     for value in values:
         kind = jax.typeof(value)
@@ -30,13 +30,13 @@ def varying_axes(*values: Any) -> frozenset[str]:
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """The same value, typed as varying over `axes`: its cotangents are not summed over them."""
+    """Types a value as varying over `axes`, so that JAX does not sum its cotangents over them."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def collectives(eqns: Iterable[Any]) -> set[str]:
-    """The primitives among equations that combine values of several devices of a mesh axis."""
+    """Returns the names of the primitives that combine values of several devices of a mesh axis."""
     axes, found = manual_axes(), set()
     for eqn in eqns:
         named = [eqn.params.get(name, ()) for name in ("axes", "axis_name")]

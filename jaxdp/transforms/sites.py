@@ -1,40 +1,40 @@
-"""How a weight meets data: one rule per primitive, each knowing the gradient with respect to the weight.
+"""The sites where a weight meets data: one rule per primitive, with the gradient with respect to the weight.
 
-At a site, `out = primitive(record, V) + tap`. With g the cotangent of the tap, the gradient of the loss with respect
-to V is a sum of outer products, dV = sum_t u_t w_t^T (u from the record, w from g), summed over the positions t at
-which the weight is applied (tokens, pixels, loop iterations). Hence, for one example,
+At a site, `out = primitive(record, V) + tap`. Let g be the cotangent of the tap. The gradient of the loss with respect
+to V is dV = sum_t u_t w_t^T, a sum of outer products with u from the record and w from g. The sum is over the positions
+t at which the weight is applied (tokens, pixels, loop iterations). So for one example
 
     ||dV||^2 = sum_{t,t'} <u_t, u_t'> <w_t, w_t'>                                          (Gram form)
 
-which never forms dV (Goodfellow 2015, arXiv:1510.01799, for one position; Li et al. 2022, arXiv:2110.05679, for
-sequences; Bu et al. 2023, arXiv:2210.00038, for keeping the book of u and w instead of a second backward pass).
+without forming dV. Goodfellow (2015, arXiv:1510.01799) has it for one position and Li et al. (2022, arXiv:2110.05679)
+for sequences. Bu et al. (2023, arXiv:2210.00038) keep u and w instead of a second backward pass.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error; the norm is not reported smaller.
-_CANCELLATION_FLOOR = 1e-5
-# The same where dV is formed, and once more for the sum: terms that cancel leave another rounding error each time.
-_REFORMED_FLOOR = 1e-8
-# Products below the smallest normal float32 are flushed to zero; each is counted as this much instead.
+# Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error, so no smaller norm is reported.
+CANCELLATION_FLOOR = 1e-5
+# The same for a dV that is formed twice, for its norm and for the sum: terms that cancel round differently each time.
+REFORMED_FLOOR = 1e-8
+# Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
 
-# Accelerators multiply float32 in TF32 or bfloat16 by default: norms and sums would be off by 1e-3 and more.
+# Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """Rows of an identity matrix, by index: [..., T] int. A negative index is a row of zeros."""
+    """Rows of an identity matrix by index, [..., T] int. A negative index is a row of zeros."""
 
     index: jax.Array
 
@@ -44,31 +44,31 @@ Factor = Any  # jax.Array or OneHot
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The geometry of one meeting point; everything is for one example and one iteration of any loop."""
+    """The geometry of one meeting point, for one example and one iteration of each loop."""
 
     weight_shape: tuple[int, ...]
     positions: int = 1  # T, at which the weight is applied
     rows: int = 1  # entries of u_t
     cols: int  # entries of w_t
-    groups: int = 1  # S independent blocks of the weight, each with its own u and w
-    row_dims: tuple[int, ...] = ()  # the weight's dimensions that make up u; () if u is no plain flattening
-    col_dims: tuple[int, ...] = ()  # those of w
+    groups: int = 1  # S independent blocks of the weight, each with separate u and w
+    row_dims: tuple[int, ...] = ()  # dimensions of the weight that u flattens, () if u is not a plain flattening
+    col_dims: tuple[int, ...] = ()  # dimensions of the weight that w flattens
 
     def record(self, operands: Sequence[Any]) -> Any:
-        """What to remember of the forward pass."""
+        """Returns what the backward pass needs of the operands."""
         raise NotImplementedError
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        """(parts of u, w): parts are [S, T, rows_k], whose inner products add up; w is [S, T, cols]."""
+        """Returns (parts of u, w). Parts are [S, T, rows_k] and their inner products add up. w is [S, T, cols]."""
         raise NotImplementedError
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        """dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
+        """Computes dV in float32 or wider, summed over the leading axis [N, ...] of record and g."""
         raise NotImplementedError
 
 
 def wide_dtype(*xs: Any) -> Any:
-    """float64 if one of xs is float64, else float32, whatever promotion rules are in force."""
+    """Returns float64 if one of xs is float64, else float32, under any dtype promotion rules."""
     return jnp.dtype(jnp.float64 if any(x.dtype == jnp.float64 for x in xs) else jnp.float32)
 
 
@@ -77,10 +77,9 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def settled(x: jax.Array) -> jax.Array:
-    """`x`, rounded to its own dtype where that is bfloat16 or float16.
+    """Rounds `x` to its own dtype if that is bfloat16 or float16.
 
-    XLA may keep more digits of such a value in one of its uses than in another. A norm and the sum that it bounds would
-    then be those of two gradients.
+    XLA may keep more digits of it in one use than in another. Then a norm would not belong to the gradient in the sum.
     """
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return x
@@ -92,14 +91,14 @@ def settled(x: jax.Array) -> jax.Array:
 
 
 def _einsum(spec: str, *xs: jax.Array) -> jax.Array:
-    """einsum that accumulates in float32 or wider whatever its inputs are."""
+    """Computes an einsum that accumulates in float32 or wider for inputs of any dtype."""
     kind = wide_dtype(*xs)
     operands = xs if len({x.dtype for x in xs}) == 1 else [x.astype(kind) for x in xs]
     return jnp.einsum(spec, *operands, preferred_element_type=kind, precision=PRECISION)
 
 
 def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
-    """sum_{n,t} u_nst w_nst^T for u [N, S, T, p] and w [N, S, T, q]: [S, p, q]."""
+    """Computes sum_{n,t} u_nst w_nst^T, [S, p, q], for u [N, S, T, p] and w [N, S, T, q]."""
     if u.shape[1] == 1:  # a plain matrix product
         return _einsum("tp,tq->pq", u.reshape(-1, u.shape[-1]), w.reshape(-1, w.shape[-1]))[None]
     return _einsum("nstp,nstq->spq", u, w)
@@ -110,13 +109,12 @@ def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 
 def _transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """The array whose transpose by `order` is `x`."""
     return x.transpose([order.index(d) for d in range(len(order))])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dot(Rule):
-    """`dot_general` of data with a weight on either side; batch dimensions of the weight are groups."""
+    """The rule for `dot_general` of data with a weight on either side. Batch dimensions of the weight are groups."""
 
     weight_operand: int
     data_order: tuple[int, ...]  # batch, free and contracted dimensions
@@ -125,7 +123,6 @@ class Dot(Rule):
 
     @classmethod
     def of(cls, eqn: Any, weight_operand: int) -> "Dot":
-        """Reads the geometry off a `dot_general` equation."""
         w, x = weight_operand, 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
@@ -161,7 +158,7 @@ class Dot(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conv(Rule):
-    """`conv_general_dilated` of data (lhs) with a kernel (rhs): any rank, stride, dilation, padding and groups."""
+    """The rule for `conv_general_dilated` of data (lhs) with a kernel (rhs), of any geometry except batch groups."""
 
     numbers: Any  # ConvDimensionNumbers: lhs, rhs and output layouts
     strides: tuple[int, ...]
@@ -173,7 +170,6 @@ class Conv(Rule):
 
     @classmethod
     def of(cls, eqn: Any) -> "Conv":
-        """Reads the geometry off a `conv_general_dilated` equation."""
         p, kernel, out = eqn.params, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
         numbers, groups = p["dimension_numbers"], p["feature_group_count"]
         out_feature, in_feature, *spatial = numbers.rhs_spec
@@ -201,17 +197,15 @@ class Conv(Rule):
         return operands[0]
 
     def _channels_last(self, record: jax.Array) -> jax.Array:
-        """The data [M, *spatial, channels], padded and dilated."""
+        """Returns the data [M, *spatial, channels], padded and dilated."""
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
         interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
         return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
 
     def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
-        """What the kernel position `offset` sees of padded data, by a strided slice: [groups, T, channels per group].
-
-        Patch-extraction convolutions would be many times slower.
-        """
+        """Slices the padded data at kernel position `offset`: [groups, T, channels per group]."""
+        # Convolutions that extract patches are many times slower.
         start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
         span = [(n - 1) * k + 1 for n, k in zip(self.out_window, self.strides, strict=True)]
         seen = lax.dynamic_slice(x, (0, *start, 0), (x.shape[0], *span, x.shape[-1]))
@@ -234,14 +228,14 @@ class Conv(Rule):
         def at(offset: jax.Array) -> jax.Array:  # [in, groups, out]
             return _outer_sum(jax.vmap(lambda x: self._patch(x, offset))(x), w).swapaxes(0, 1)
 
-        # One kernel position after the other: gathering all patches first takes more memory, and time.
+        # The loop over kernel positions takes less memory and time than all patches at once.
         grad = lax.map(at, jnp.asarray(self._offsets, jnp.int32))
         grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
-        """`weight_grad` as the primitive's own transpose: one convolution for the whole batch."""
+        """Computes `weight_grad` by the transpose of the primitive, as one convolution for the whole batch."""
         record, g = _wide(record), _wide(g)
 
         def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -258,18 +252,19 @@ class Conv(Rule):
             )
 
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
-        return jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
+        grad: jax.Array = jax.linear_transpose(lambda k: jax.vmap(apply, (0, None))(record, k), kernel)(g)[0]
+        return grad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup(Rule):
-    """`gather` of whole rows of a table: an embedding."""
+    """The rule for a `gather` of whole rows of a table, an embedding."""
 
-    clip: bool  # out-of-range indices are clipped; otherwise they contribute nothing
+    clip: bool  # whether out-of-range indices are clipped, otherwise they contribute zero
 
     @classmethod
     def of(cls, eqn: Any) -> "Lookup | None":
-        """The rule for an embedding lookup, or None if the equation gathers anything else."""
+        """Returns the rule for an embedding lookup, or None if the equation gathers anything else."""
         numbers, table = eqn.params["dimension_numbers"], tuple(eqn.invars[0].aval.shape)
         index = eqn.invars[1].aval.shape[:-1]
         whole_rows = (
@@ -303,13 +298,13 @@ class Lookup(Rule):
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         index, g = record.reshape(-1), _wide(g).reshape(-1, *self.weight_shape[1:])
-        # A negative index would wrap around: send it out of range, where it is dropped.
+        # A negative index would wrap around, so it moves out of range, where it is dropped.
         index = jnp.where(index < 0, self.rows, index)
         return jnp.zeros(self.weight_shape, g.dtype).at[index].add(g, mode="drop")
 
 
 class OnWeight(Rule):
-    """The tap sits on the weight itself, its cotangent is dV: broadcast scales and biases, and where no rule fits."""
+    """The rule for a tap on the weight itself, whose cotangent is dV: scales, biases, and any unknown primitive."""
 
     def record(self, operands: Sequence[Any]) -> Any:
         return ()
@@ -326,32 +321,32 @@ class Site:
     """One meeting point of a weight and data."""
 
     rule: Rule
-    leaves: frozenset[int]  # trainable leaves behind the weight
+    leaves: frozenset[int]  # trainable leaves that the weight depends on
     source: tuple[int, ...] | None  # `walker.Value.source` of the weight
     lengths: tuple[int, ...]  # of the enclosing scans, outermost first
-    sliced: tuple[bool, ...]  # for each of them, whether the weight changes from one iteration to the next
-    tap: jax.ShapeDtypeStruct  # loop axes in front
+    sliced: tuple[bool, ...]  # for each scan, whether the weight changes between iterations
+    tap: jax.ShapeDtypeStruct  # with the loop axes in front
 
     @property
     def repeats(self) -> int:
-        """How often one and the same weight is applied by loops."""
+        """The number of loop iterations that apply the same weight."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if not s)
 
     @property
     def slices(self) -> int:
-        """How many weights loops over slices make of this one."""
+        """The number of slices of the weight that loops apply."""
         return math.prod(n for n, s in zip(self.lengths, self.sliced, strict=True) if s)
 
     def reformed_norm(self, record: Any, g: jax.Array) -> jax.Array:
-        """[B]: a gradient of smaller norm may change by much of it when formed once more, in another order."""
+        """Returns the norms [B] below which a second formation of the gradient, in another order, may differ much."""
         parts, w = self.factors(record, g)
         kind = wide_dtype(w)
         square_u = sum((p.index >= 0).astype(kind) if isinstance(p, OneHot) else _square(p).sum(-1) for p in parts)
         bound = (jnp.sqrt(square_u) * jnp.sqrt(_square(w).sum(-1))).sum((1, 2))
-        return math.sqrt(_REFORMED_FLOOR) * bound
+        return math.sqrt(REFORMED_FLOOR) * bound
 
     def _by_slice(self, tree: Any) -> Any:
-        """[B, *loops, ...] -> [B, slices, repeats, ...]."""
+        """Reshapes [B, *loops, ...] to [B, slices, repeats, ...]."""
         order = sorted(range(len(self.sliced)), key=lambda i: not self.sliced[i])
 
         def arrange(x: jax.Array) -> jax.Array:
@@ -362,44 +357,45 @@ class Site:
         return jax.tree.map(arrange, tree)
 
     def _loops_in_front(self, grad: jax.Array) -> jax.Array:
-        """[..., slices, *weight] -> [..., *sliced loops, *weight]."""
+        """Reshapes [..., slices, *weight] to [..., *sliced loops, *weight]."""
         shape = self.rule.weight_shape
         loops = [n for n, s in zip(self.lengths, self.sliced, strict=True) if s]
         return grad.reshape(*grad.shape[: grad.ndim - len(shape) - 1], *loops, *shape)
 
     def contract(self, record: Any, g: jax.Array) -> jax.Array:
-        """dV summed over the batch, [*sliced loops, *weight]; record and g are [B, *loops, ...]."""
+        """Computes dV summed over the batch, [*sliced loops, *weight], from record and g [B, *loops, ...]."""
         record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
             return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
 
         grad = self.rule.weight_grad
-        # XLA on CPU runs a convolution inside a conditional or a loop many times slower than the same dot products.
+        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same dot products.
         if isinstance(self.rule, Conv) and jax.default_backend() != "cpu":
             grad = self.rule.weight_grad_by_primitive
         return self._loops_in_front(_vmap_or_squeeze(grad)(*jax.tree.map(together, (record, g))))
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
-        """dV of every example, [B, *sliced loops, *weight]."""
+        """Computes dV of every example, [B, *sliced loops, *weight]."""
         record, g = self._by_slice((record, g))
         return self._loops_in_front(jax.vmap(_vmap_or_squeeze(self.rule.weight_grad))(record, g))
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        """Factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], loops included in S and T."""
+        """Returns factors of every example: parts [B, S, T, rows_k] and w [B, S, T, cols], with loops in S and T."""
         record, g = self._by_slice((record, g))
         parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
 
         def merge(x: jax.Array) -> jax.Array:
-            """[B, slices, repeats, S, T, ...] -> [B, slices * S, repeats * T, ...]."""
+            """Reshapes [B, slices, repeats, S, T, ...] to [B, slices * S, repeats * T, ...]."""
             b, slices, repeats, s, t, *rest = x.shape
             return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
 
-        return jax.tree.map(merge, (parts, w))
+        merged: tuple[tuple[Factor, ...], jax.Array] = jax.tree.map(merge, (parts, w))
+        return merged
 
 
-def _vmap_or_squeeze(fn: Any) -> Any:
-    """`jax.vmap(fn)`, without a batched contraction where the mapped axis has length one."""
+def _vmap_or_squeeze(fn: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns `jax.vmap(fn)`, but without a batched contraction where the mapped axis has length one."""
 
     def mapped(record: Any, g: jax.Array) -> jax.Array:
         if len(g) == 1:
@@ -409,13 +405,13 @@ def _vmap_or_squeeze(fn: Any) -> Any:
     return mapped
 
 
-def _inner(x: Factor, y: Factor) -> jax.Array:
-    """Inner products of all rows, [B, S, T, T']."""
+def inner_products(x: Factor, y: Factor) -> jax.Array:
+    """Computes the inner products [B, S, T, T'] of all rows."""
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         same = (x.index[..., :, None] == y.index[..., None, :]) & (x.index >= 0)[..., :, None]
         return same.astype(jnp.float32)
     if isinstance(x, OneHot):
-        return _inner(y, x).swapaxes(-1, -2)
+        return inner_products(y, x).swapaxes(-1, -2)
     if isinstance(y, OneHot):
         columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
@@ -432,13 +428,14 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.Array:
-    """||sum_j sum_t u_jt w_jt^T||^2 of every example, [B], from the factors of one or more sites of one weight.
+    """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] of every example, from the factors of the sites of one weight.
 
-    Formal guarantees: an estimate of the rounding error of the inner products is added (sqrt(n) units in the last place
-    for n terms, or n / 32 for the systematic error of long sums). The result is never less than a fixed fraction of
-    (sum_t |u_t||w_t|)^2: cancellation cannot report a norm near zero for a gradient whose computed sum is not. Squares
-    that underflow count at their upper bound: a tiny u and a huge w cannot hide a gradient (a norm of 0 is reported as
-    up to about 1e-16).
+    Formal guarantees:
+      The result includes an estimate of the rounding error of the inner products: sqrt(n) units in the last place for n
+      terms, or n / 32 for the systematic error of long sums. It is never less than a fixed fraction of
+      (sum_t |u_t||w_t|)^2. So cancellation cannot give a norm near zero for a gradient whose computed sum is not small.
+      Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is
+      reported as up to about 1e-16.
     """
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
     cols = max(_width(w) for _, w in pairs)
@@ -450,8 +447,8 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
     total, bound, rounding, lengths_u, lengths_w = jnp.zeros((5, 1), kind)
     for j, (parts_j, w_j) in enumerate(pairs):
         for k, (parts_k, w_k) in enumerate(pairs[: j + 1]):
-            gram_u = sum(_inner(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
-            gram_w = _inner(w_j, w_k).astype(kind)
+            gram_u = sum(inner_products(p, q).astype(kind) for p, q in zip(parts_j, parts_k, strict=True))
+            gram_w = inner_products(w_j, w_k).astype(kind)
             total = total + (1 if j == k else 2) * (gram_u * gram_w).sum((1, 2, 3))
             if j == k:
                 length_u, length_w = (jnp.sqrt(jnp.diagonal(g, axis1=2, axis2=3)) for g in (gram_u, gram_w))
@@ -461,4 +458,4 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
     terms = max(rows, cols)
     rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding
-    return jnp.maximum(total + rounding, _CANCELLATION_FLOOR * jnp.square(bound)) + flushed
+    return jnp.maximum(total + rounding, CANCELLATION_FLOOR * jnp.square(bound)) + flushed

@@ -1,19 +1,19 @@
-"""The jaxpr walker under the book-keeping engine: where does a trainable weight meet data?
+"""The jaxpr walker of the book-keeping engine, which finds where a trainable weight meets data.
 
-A jaxpr of the loss of ONE example is split into two programs:
+It splits the jaxpr of the loss of ONE example into two programs:
 
-* `Plan.weights(leaves)`: everything that depends on trainable parameters but on no data (casts, transposes, weight
-  standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
-* `Plan.forward(...)`: the original program with a zero "tap" added where V_j meets data, and with the other operand
-  (the "record") handed out.
+* `Plan.weights(leaves)` computes the values that depend on trainable parameters and not on data (casts, transposes,
+  weight standardisation, slices of stacked layers, ...). Its results V_1..V_J are the values that meet data.
+* `Plan.forward(...)` is the original program with a zero "tap" added where V_j meets data. It also returns the other
+  operand, the "record".
 
 The cotangent of tap j and record j determine dV_j, the gradient of the loss with respect to V_j. The gradient with
-respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule). No weight is ever
-dropped: where no rule fits, the tap sits on the weight itself, whose cotangent is dV_j. The same holds where a weight
-becomes complex, so that every V_j is real, and where it enters a `jax.custom_vjp`, whose backward pass need not be
-linear: J^T of a sum would not be the sum of every example's J^T.
+respect to the parameters is J^T (dV_1..dV_J), where J is the Jacobian of `weights` (the chain rule). Every weight is
+covered: where no rule fits, the tap is on the weight itself, whose cotangent is dV_j. The tap is also there if the
+weight becomes complex, so that every V_j is real, or if it enters a `jax.custom_vjp`. The backward pass of the latter
+need not be linear, so J^T of a sum may differ from the sum of every example's J^T.
 
-`jaxdp.transforms.sites` has the rules for how a weight meets data; this module only routes.
+`jaxdp.transforms.sites` holds the rules for how a weight meets data.
 """
 
 import dataclasses
@@ -30,23 +30,23 @@ from jax import lax
 
 from jaxdp.transforms import sites
 
-# Primitives whose body is walked in place of the call.
+# Primitives whose body replaces the call.
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-# Primitives that only move entries around: J is a permutation, so norms pass through unchanged.
+# Primitives that only move entries. Their J is a permutation and keeps norms.
 _MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "broadcast_in_dim"})
 _REMATS = frozenset({"remat", "remat2", "checkpoint"})
-# Primitives by which scales and biases meet data; they broadcast axes of length one, and scalars.
+# Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """What the walker knows of a variable."""
+    """The facts that the walker knows about a variable."""
 
-    data: bool  # it depends on the example
-    leaves: frozenset[int] = frozenset()  # trainable leaves that it depends on; only tracked while `data` is False
-    # If it is one leaf with its entries moved around: the leaf's axis behind each of its dimensions, or () once a
-    # reshape has mixed them. None if anything else happened to the leaf.
+    data: bool  # whether it depends on the example
+    leaves: frozenset[int] = frozenset()  # trainable leaves that it depends on, tracked only while `data` is False
+    # For one leaf with moved entries: the leaf's axis of each dimension, or () after a reshape has mixed the axes. None
+    # if any other operation was applied to the leaf.
     source: tuple[int, ...] | None = None
     sliced: tuple[bool, ...] = ()  # for each enclosing scan, outermost first, whether it changes between iterations
 
@@ -62,30 +62,32 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_complex(variable: Any) -> bool:
+def is_complex(variable: Any) -> bool:
+    """Returns whether a variable of a jaxpr is complex."""
     return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
 
 
 def every_equation(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, inner programs included."""
+    """Yields the equations of a jaxpr and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):
             yield from every_equation(inner)
 
 
-def _has_custom_vjp(eqn: Any) -> bool:
+def has_custom_vjp(eqn: Any) -> bool:
+    """Returns whether an equation is or contains a `jax.custom_vjp`."""
     inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
     return any("custom_vjp" in e.primitive.name for e in (eqn, *inner))
 
 
 def _needs_a_tap(eqn: Any) -> bool:
-    """Whether weights must be tapped before an equation, though it has no data."""
-    return any(map(_is_complex, eqn.outvars)) or _has_custom_vjp(eqn)
+    """Returns whether weights need a tap before an equation although it has no data."""
+    return any(map(is_complex, eqn.outvars)) or has_custom_vjp(eqn)
 
 
 def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
-    """The `source` of the output of a weight-only equation with one weight operand, or None."""
+    """Returns the `source` of the output of a weight-only equation with one weight operand, or None."""
     name, aval, out = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
     if value.source is None or len(eqn.invars) != 1:
         return None
@@ -102,31 +104,31 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
 class _Step:
     """One equation of a plan.
 
-    kind: "bind" (evaluate it), "meet" (its one weight meets data by a rule), "tap" (evaluate it with a tap on each
-    weight operand), "call", "remat" or "scan" (walk its body).
+    kind: "bind" evaluates it. "meet" applies a rule, since its one weight meets data. "tap" evaluates it with a tap on
+    each weight operand. "call", "remat" and "scan" walk its body.
     """
 
     kind: str
     eqn: jex.JaxprEqn
     without_data: bool = False
-    weights: tuple[int, ...] = ()  # "meet", "tap": operands that are weights; "scan": weights that start a carry
+    weights: tuple[int, ...] = ()  # operands that are weights, for "scan" only weights that start a carry
     inner: "Plan | None" = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How to evaluate a jaxpr with taps. `sites` lists every meeting point, inner programs included, in order."""
+    """The plan to evaluate a jaxpr with taps. `sites` lists every meeting point in order, with inner programs."""
 
     jaxpr: jex.Jaxpr
     consts: tuple[Any, ...]
     steps: tuple[_Step, ...]
     sites: tuple[sites.Site, ...]
-    closing: tuple[int, ...]  # outputs that are weights and get a tap of their own
+    closing: tuple[int, ...]  # outputs that are weights and get a separate tap
     outputs: tuple[Value, ...]
     loops: tuple[int, ...]  # lengths of the enclosing scans
 
     def forward(self, args: Sequence[Any], taps: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Evaluates the program with `taps` added; returns (outputs, records), one record per site."""
+        """Evaluates the program with `taps` added. Returns (outputs, records) with one record per site."""
         env, pending, records = self._bindings(args), iter(taps), list[Any]()
         for step in self.steps:
             operands = _read(env, step.eqn.invars)
@@ -136,7 +138,7 @@ class Plan:
                 continue
             for i in step.weights:
                 value, variable = operands[i] + next(pending), step.eqn.invars[i]
-                for j, v in enumerate(step.eqn.invars):  # an operand given twice is tapped once, in both places
+                for j, v in enumerate(step.eqn.invars):  # one tap serves both places of an operand that occurs twice
                     if j == i or (step.kind == "tap" and v is variable):
                         operands[j] = value
                 records.append(())
@@ -158,9 +160,9 @@ class Plan:
         return outputs, jax.tree.map(lax.stop_gradient, records)
 
     def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(values V_j of all sites, outputs) in float32 or wider; entries of `args` that are data are ignored.
+        """Computes (values V_j of all sites, outputs) in float32 or wider. Entries of `args` that are data are ignored.
 
-        Low-precision casts of weights are skipped, so that J^T sums in float32 under bf16 compute.
+        Casts of weights to low precision are skipped, so that J^T sums in float32 under bf16 compute.
         """
         env, found = self._bindings(args), list[Any]()
         for step in self.steps:
@@ -182,22 +184,23 @@ class Plan:
 
 
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
-    """A variable not bound reads as None: data, while weights are evaluated."""
+    """Reads variables. An unbound variable reads as None, which means data while weights are evaluated."""
     return [v.val if isinstance(v, jex.Literal) else env.get(v) for v in variables]
 
 
 def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation as a program of its own: how to bind a primitive is not a public interface of JAX."""
+    """Evaluates one equation as a separate program, because JAX has no public interface to bind its primitive."""
     given = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, jex.Literal)}
     program = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
+    results: list[Any] = jex.jaxpr_as_fun(jex.ClosedJaxpr(program, ()))(*given.values())
+    return results
 
 
 def _broadcast(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a scalar, or to a shape of the same rank; the transpose sums over no axes of length one.
+    """Broadcasts a scalar, or an array to a shape of the same rank. The transpose sums over no axis of length one.
 
     The loss of one example has such an axis in place of a model's batch. Under vmap, XLA on CPU is up to ten times
-    slower at a sum over it and others than at the same sum over the others.
+    slower if a sum includes this axis.
     """
     long = [d for d, n in enumerate(shape) if n != 1]
     squeezed = x.reshape([x.shape[d] for d in long if x.ndim])
@@ -209,7 +212,7 @@ def _widen(x: Any) -> Any:
 
 
 def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """`_bind` of an equation without data, floats in float32 or wider."""
+    """Evaluates an equation without data, with floats in float32 or wider."""
     operands = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type" and _is_float(operands[0]) and _is_float(eqn.outvars[0].aval):
         return [operands[0].astype(sites.wide_dtype(eqn.outvars[0].aval))]
@@ -220,13 +223,13 @@ def _bind_wide(jaxpr: jex.Jaxpr, eqn: Any, operands: Sequence[Any]) -> list[Any]
 
 
 def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any]) -> tuple[list[Any], list[Any]]:
-    """`Plan.forward` of the body of a call, remat or scan."""
     params = step.eqn.params
     if step.kind == "call":
         return inner.forward(operands, taps)
     if step.kind == "remat":
         body = jax.checkpoint(inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"])
-        return body(operands, taps)
+        result: tuple[list[Any], list[Any]] = body(operands, taps)
+        return result
     first_carry, first_x = params["num_consts"], params["num_consts"] + params["num_carry"]
 
     def iterate(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
@@ -239,9 +242,9 @@ def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any
 
 
 def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
-    """V_j inside a scan body: loop-invariant ones once, those of sliced weights stacked along a leading axis."""
+    """Returns the V_j inside a scan body: loop-invariant ones once, sliced ones stacked along a leading axis."""
     first_carry, first_x = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
-    # What a carry starts from is not what it is later: inside the body every carry is data.
+    # A carry changes after its initial value, so every carry is data inside the body.
     operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
     in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
     if not inner.sites or all(axis is None for axis in in_axes):
@@ -257,9 +260,9 @@ def make_plan(
     """Finds where weights meet data.
 
     Args:
-      jaxpr, consts, inputs: the program, and what is known of its inputs.
-      close: outputs that must not be weights; those that are get a tap.
-      loops: lengths of the enclosing scans, outermost first.
+      jaxpr, consts, inputs: The program, and the known facts about its inputs.
+      close: Outputs that must not be weights. An output that is a weight gets a tap.
+      loops: Lengths of the enclosing scans, outermost first.
     """
     constant = Value(data=False, sliced=(False,) * len(loops))
     known = dict.fromkeys(jaxpr.constvars, constant) | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -270,7 +273,7 @@ def make_plan(
         return constant if isinstance(variable, jex.Literal) else known[variable]
 
     def site(variable: Any, rule: Any = None, out: Any = None) -> sites.Site:
-        """A meeting point of the weight `variable`, tapped at `out` by a rule or else at the weight itself."""
+        """Returns the site of the weight `variable`, with its tap at `out` if there is a rule, else at the weight."""
         value, place, shape = look(variable), (out or variable).aval, tuple(variable.aval.shape)
         rule = rule or sites.OnWeight(weight_shape=shape, cols=math.prod(shape))
         tap = jax.ShapeDtypeStruct((*loops, *place.shape), place.dtype)
@@ -279,8 +282,8 @@ def make_plan(
     for eqn in jaxpr.eqns:
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.outvars):
             raise NotImplementedError(
-                "loss_fn uses a mutable array (jax.new_ref), through which the book-keeping engine follows no weight. "
-                "Write the loss without it, or use engine='vmap'."
+                "loss_fn uses a mutable array (jax.new_ref), and the book-keeping engine cannot follow weights through "
+                "it. Write the loss without it, or use engine='vmap'."
             )
         values = [look(v) for v in eqn.invars]
         weights = tuple(i for i, v in enumerate(values) if v.is_weight)
@@ -331,7 +334,7 @@ def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...
 
 
 def _enter_loop(value: Value, *, is_slice: bool) -> Value:
-    # A slice of a stacked leaf has lost the leaf's leading axis: keep only that entries were moved.
+    # A slice of a stacked leaf lacks the leaf's leading axis, so () records only that entries were moved.
     source = value.source if not is_slice or value.source is None else ()
     return dataclasses.replace(value, source=source, sliced=(*value.sliced, is_slice))
 
@@ -347,8 +350,8 @@ def _outputs_without_data(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tup
 
 
 def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
-    """The rule by which the weight operand of `eqn` meets data, or None. The rules are those of real numbers."""
-    if any(map(_is_complex, eqn.invars)):
+    """Returns the rule by which the weight operand of `eqn` meets data, or None. Rules exist for real numbers only."""
+    if any(map(is_complex, eqn.invars)):
         return None
     if eqn.primitive.name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])

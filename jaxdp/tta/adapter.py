@@ -1,4 +1,4 @@
-"""The step of test-time adaptation: predict a batch, then adapt to it; the same for every method, private or not."""
+"""The step of test-time adaptation: predict a batch, then adapt to it. It runs every method, private or not."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ Predict = Literal["before", "after"]
 
 
 class AdaptState(NamedTuple):
-    """Everything a step changes.
+    """The state that a step changes.
 
     Attributes:
-      step: int32 scalar, batches seen; a reset does not rewind it, because it names the noise of a loop of one's own.
-      params: all parameters; those that do not adapt are the source model's own arrays.
-      opt_state: of the optimizer.
-      memory: of a non-private method, a raw function of the images seen; () for a private one.
-      released: the previous private gradient, for methods with an ascent step; None for others.
-      pending: clipped sum of the batches of an unfinished update, without noise: secret, like `key`; None unless
-        `accumulate` > 1.
-      key: of noise and of second views in a loop of one's own; `serve` draws other keys and only names the state by it.
-        Who learns it can subtract the noise.
+      step: int32 scalar, the number of batches seen. A reset does not rewind it, because noise keys derive from it.
+      params: All parameters. Parameters that do not adapt are the source model's own arrays.
+      opt_state: The state of the optimizer.
+      memory: A raw function of the images seen, for a method that is not private. () for a private method.
+      released: The previous private gradient, for methods with an ascent step. None for other methods.
+      pending: The clipped sum of the batches of an unfinished update, without noise. It is as secret as `key`. None
+        unless `accumulate` > 1.
+      key: The key of noise and second views in a custom loop. With it the noise can be subtracted. `serve` draws other
+        keys and uses this one only to name the state.
     """
 
     step: jax.Array
@@ -45,12 +45,12 @@ class AdaptState(NamedTuple):
     key: jax.Array
 
     def __repr__(self) -> str:
-        """Without arrays: logs and notebooks are no place for the key or an unfinished sum."""
+        """Returns text without arrays, so that no log or notebook shows the key or an unfinished sum."""
         return f"{type(self).__name__}(step={self.step}, ...)"
 
 
 class _Program(NamedTuple):
-    """What a compiled step depends on; clip norm, noise and learning rates kept in opt_state do not recompile it."""
+    """The static part of a step. The clip norm, the noise and learning rates in opt_state do not recompile it."""
 
     apply_fn: ApplyFn
     method: Method
@@ -69,7 +69,7 @@ class _Constants(NamedTuple):
     """Public numbers and arrays of a step."""
 
     params: Any  # of the source model
-    moving: Any  # those of them that adapt, None elsewhere
+    moving: Any  # the parameters that adapt, None elsewhere
     opt_state: Any
     clip_norm: float = 0.0
     noise_std: float = 0.0
@@ -78,7 +78,7 @@ class _Constants(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """Adapts a model to a stream of unlabelled batches.
+    """An adapter of a model to a stream of unlabelled batches.
 
         method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
         adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9))
@@ -86,31 +86,31 @@ class Adapter:
         for images in batches:
             state, logits = adapter.step(state, images)
 
-    `jaxdp.tta.serve` is this loop with the ledger, noise that is never used twice, resets, the collapse monitor and
+    `jaxdp.tta.serve` is this loop with the ledger, fresh noise for every batch, resets, the collapse monitor and
     recovery after a crash.
 
-    Attributes:
-      apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness, each row of logits a function
-        of its own image: BatchNorm must use frozen statistics.
-      params: of the source model; never changed, adapted parameters are copies.
-      method: one of `jaxdp.tta.METHODS`, your own `Method`, or `private(...)` of it.
-      optimizer: any optax optimizer; for private methods it sees G_t: post-processing.
-      adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". By default scale and bias of all
-        normalisation layers, for SAR and DeYO of the lower three quarters of the blocks (`jaxdp.tta.lower_blocks`).
-      accumulate: A, for private methods: the clipped gradients of A consecutive batches of one size B make one
-        update, with one noise draw and divisor A * B. It trades latency, not privacy, for less noise in the signal.
-      reset_every: go back to the source model every so many batches, whatever they held; None never.
-      predict: "before": logits of the parameters before this batch (the methods' default). "after": of those adapted
-        to this batch, for another forward pass and no privacy: other images' logits see an image through the private
-        gradient only.
+    A check on random images of each shape refuses an apply_fn that mixes the images of a batch. It can miss mixing that
+    depends on the images. Privacy does not rest on it: private steps and their predictions pass one image at a time by
+    `jax.vmap`. Under vmap only a callback or a custom batching rule could see two images.
 
-    Two random images of each shape test whether apply_fn mixes the images of a batch; mixing that shows elsewhere only
-    goes unseen. Privacy does not rest on it: private steps and their predictions give apply_fn one image at a time by
-    `jax.vmap`, under which only a callback or a batching rule of its own could see two.
+    Attributes:
+      apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`, without randomness. Each row of logits must be a
+        function of one image only, so BatchNorm must use frozen statistics.
+      params: The parameters of the source model. They never change, adapted parameters are copies.
+      method: One of `jaxdp.tta.METHODS`, your `Method`, or `private(...)` of it.
+      optimizer: Any optax optimizer. For private methods it gets the noisy G_t, so its step is post-processing.
+      adapted: `adapted(path, leaf) -> bool` with paths such as "block_0/norm_0/scale". The default is scale and bias of
+        all normalisation layers. For SAR and DeYO it is the lower three quarters of the blocks (`lower_blocks`).
+      accumulate: A, for private methods. The clipped gradients of A consecutive batches of one size B make one update,
+        with one noise draw and divisor A * B. This reduces noise at the price of latency, at the same privacy.
+      reset_every: The public number of batches between two resets to the source model. None never resets.
+      predict: "before" (the methods' default) returns logits of the parameters before this batch. "after" returns
+        logits of the parameters adapted to it. That takes another forward pass and costs no privacy: an image reaches
+        the logits of other images only through the private gradient.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong type or out of range, nothing is adapted, or (when stepping)
-        apply_fn mixes the images of a batch or has not the method's number of classes.
+      TypeError, ValueError: An argument has the wrong type or is out of range, or no parameter adapts. When stepping:
+        apply_fn mixes the images of a batch, or has another number of classes than the method.
     """
 
     apply_fn: ApplyFn
@@ -133,15 +133,15 @@ class Adapter:
             raise TypeError(f"method must be a jaxdp.tta.Method or private(...) of one, got {type(method).__name__}.")
         if self.accumulate < 1 or (self.accumulate > 1 and form is None):
             raise ValueError(
-                f"accumulate must be at least 1, and 1 for a method that is not private; got {self.accumulate}. "
+                f"accumulate must be at least 1, and 1 for a method that is not private, got {self.accumulate}. "
                 "Without noise, optax.MultiSteps(optimizer, every_k_schedule=A) averages the gradients of A batches."
             )
         if self.reset_every is not None and self.reset_every < 1:
             raise ValueError(f"reset_every must be at least 1 or None, got {self.reset_every}.")
         if self.reset_every is not None and self.reset_every % self.accumulate:
             raise ValueError(
-                f"reset_every must be a multiple of accumulate={self.accumulate}, got {self.reset_every}: batches of "
-                "an unfinished update would be paid for and forgotten."
+                f"reset_every must be a multiple of accumulate={self.accumulate}, got {self.reset_every}. Otherwise "
+                "a reset would drop the paid batches of an unfinished update."
             )
         if not isinstance(self.optimizer, optax.GradientTransformation):
             raise TypeError(
@@ -163,47 +163,50 @@ class Adapter:
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
-        """Paths of the parameters that adapt."""
+        """The paths of the parameters that adapt."""
         return tuple(sorted(self._program.adapted))
 
     def init(self, key: jax.Array | None = None) -> AdaptState:
         """Returns the state before the first batch.
 
-        The typed key of noise and second views is for tests; by default it has 128 bits of OS entropy. Updates of two
-        runs with one key would have a difference without noise. ValueError inside jit without a key.
+        The typed `key` of noise and second views is for tests. The default has 128 bits of OS entropy. Two runs with
+        one key share their noise, so the difference of their updates has none. Raises ValueError inside jit without it.
         """
         step = jnp.zeros((), jnp.int32)
         if key is None:
             if isinstance(step, jax.core.Tracer):
                 raise ValueError(
-                    "init draws its key from the operating system, and tracing would bake that one into the program, "
-                    "for all its runs; call init outside jit, or pass key."
+                    "init draws its key from the operating system, but under jit all runs of the program would share "
+                    "one key. Call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
         return self._whole(_fresh(self._program, self.constants, step, _typed(key)))
 
     def reset(self, state: AdaptState) -> AdaptState:
-        """Back to the source model: parameters, momentum, memory, previous gradient; the noise goes on as it was."""
+        """Returns the source model's parameters, momentum, memory and previous gradient. Step and key stay."""
         return self._whole(_fresh(self._program, self.constants, state.step, state.key))
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
     ) -> tuple[AdaptState, jax.Array]:
-        """Predicts a batch and adapts to it; returns the new state, and float logits [B, C].
+        """Predicts a batch and adapts to it.
 
         Args:
-          state: from `init`, `step` or `reset`, to be used once: two different batches from one state would get one
-            noise, and the difference of their gradients none.
-          batch: images [B, ...]; B is public and, for a private method, part of the divisor.
-          key: typed key for this step's noise and second views instead of the state's own, for `serve` and for tests;
-            it is folded with the step, so the same key may serve all steps.
-          mask: [B] bool, False for padding: it contributes nothing and leaves the divisor of a private method at B.
+          state: A state from `init`, `step` or `reset`, to be used once. Two batches from one state would get the same
+            noise, so the difference of their gradients would have none.
+          batch: Images [B, ...]. B is public and, for a private method, part of the divisor.
+          key: A typed key of this step's noise and second views, for `serve` and for tests. None for the state's key.
+            It is folded with the step, so one key may serve all steps.
+          mask: [B] bool, False for padding. Padding contributes nothing. The divisor of a private method stays B.
+
+        Returns:
+          The new state, and float logits [B, C].
         """
         batch = jnp.asarray(batch)
         if batch.ndim < 2 or not len(batch):
             raise ValueError(
-                f"batch must be images [B, ...] with B at least 1, the public divisor, got shape {batch.shape}; "
-                "a batch without records is padding under a mask of False."
+                f"batch must be images [B, ...] with B at least 1, the public divisor, got shape {batch.shape}. "
+                "For a batch without records pass padding and a mask of False."
             )
         if mask is not None and (jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]):
             raise ValueError(
@@ -211,16 +214,15 @@ class Adapter:
             )
         if self._program.private and jax.tree.leaves(state.memory):
             raise ValueError(
-                "state is of a method that is not private: it holds a memory of raw images, and nobody paid for its "
-                "parameters. Begin with init(), or with reset(state)."
+                "state comes from a method that is not private. It holds a memory of raw images, and its parameters "
+                "were not paid for. Begin with init(), or with reset(state)."
             )
         kind = (batch.shape[1:], batch.dtype)
         if kind not in self._separate and _mixes(self.apply_fn, *kind, self.params):
             raise ValueError(
                 "apply_fn mixes the images of a batch: the logits of one image changed with its neighbour, as with "
-                "BatchNorm in batch mode. No loss is then of one image, as private steps need, and adaptation to "
-                "small batches is unstable. Use frozen statistics (jaxdp.models.FrozenBatchNorm), "
-                "LayerNorm or GroupNorm."
+                "BatchNorm in batch mode. Private steps need a loss of each single image. Use frozen statistics "
+                "(jaxdp.models.FrozenBatchNorm), LayerNorm or GroupNorm."
             )
         self._separate.add(kind)
         mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
@@ -229,10 +231,10 @@ class Adapter:
         return self._whole(moving), logits
 
     def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
-        """Returns the text of the program of `step` for a batch; lowered once per kind of batch."""
+        """Returns the text of the program of `step` for a batch. Each kind of batch is lowered once."""
         batch = jnp.asarray(batch)
         arguments = (self.constants, self._moving(state), batch, jnp.ones(len(batch), bool), state.key)
-        facts = ("weak_type", "sharding", "committed")  # besides shapes, what a program depends on; keys lack the first
+        facts = ("weak_type", "sharding", "committed")  # a program depends on these too, keys lack the first
         leaves = jax.tree.leaves(arguments[1:])
         kind = tuple((x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in leaves)
         if kind not in self._texts:
@@ -240,7 +242,7 @@ class Adapter:
         return self._texts[kind]
 
     def parts(self, state: AdaptState) -> tuple[Any, ...]:
-        """Returns what steps change, without the key and what never adapts: all that must be kept to go on."""
+        """Returns the parts of a state that must be kept to resume: all that steps change, without the key."""
         return self._moving(state)[:-1]
 
     def whole(self, parts: tuple[Any, ...], key: jax.Array) -> AdaptState:
@@ -254,7 +256,7 @@ class Adapter:
         return state._replace(params=kept)
 
     def _whole(self, state: AdaptState) -> AdaptState:
-        """With the source model's own arrays where nothing adapts: a compiled step would copy what it only hands on."""
+        # A compiled step would copy arrays that it only passes on, so frozen ones stay outside.
         return state._replace(params=merge(state.params, self.constants.params))
 
 
@@ -267,21 +269,20 @@ def _typed(key: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _mixes(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any, params: Any) -> jax.Array:
-    """Whether a row of logits depends on another image of the batch, on random images."""
+    """Returns whether a row of logits depends on another image of the batch, on random images."""
     scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
     x, y, z = (scale * jax.random.uniform(jax.random.key(0), (3, *shape))).astype(dtype)
     by_y, by_z = (apply_fn(params, jnp.stack([x, other])) for other in (y, z))
     if not isinstance(by_y, jax.Array) or by_y.ndim != 2 or len(by_y) != 2:
         shapes = jax.tree.map(jnp.shape, by_y)
-        raise ValueError(f"apply_fn must return logits [B, num_classes]; for a batch of 2 it gave {shapes}.")
+        raise ValueError(f"apply_fn must return logits [B, num_classes], but returned {shapes} for a batch of 2.")
     return ~jnp.allclose(by_y[0], by_z[0], rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
-# From here on the params of a state are those that adapt, with None elsewhere.
+# From here on the params of a state hold only the parameters that adapt, with None elsewhere.
 
 
 def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.Array) -> AdaptState:
-    """The state of the source model at a step."""
     zeros = jax.tree.map(jnp.zeros_like, _wide(constants.moving))
     memory = () if program.private else program.method.start()
     released = zeros if program.private and program.method.radius else None
@@ -297,10 +298,10 @@ def _step(
         due = (state.step > 0) & (state.step % program.reset_every == 0)
         state = _reset_where(due, program, constants, state)
     if not program.private:
-        # Padding may be NaN, and so would be the gradient of a loss that counts it zero times.
+        # Padding may be NaN, and zero times NaN in a loss has a NaN gradient.
         images = jnp.where(mask.reshape(-1, *[1] * (images.ndim - 1)) | jnp.isfinite(images), images, 0)
     noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
-    # Keys of this kind stay independent under vmap, and tell nothing about the noise.
+    # Keys of this kind stay independent under vmap, and reveal nothing about the noise.
     view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
     own_keys, common_key = jax.random.split(view_key, len(images)), jax.random.fold_in(view_key, len(images))
     views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
@@ -316,7 +317,7 @@ def _step(
 def _plain_step(
     program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, views: Any, mask: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
-    """One step of the method as published."""
+    """Makes one step of the method as published."""
     method = program.method
 
     def loss(moving: Any, candidates: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Sample, jax.Array]]:
@@ -344,7 +345,7 @@ def _plain_step(
 def _private_step(
     program: _Program, constants: _Constants, state: AdaptState, examples: Any, mask: jax.Array, noise_key: jax.Array
 ) -> tuple[AdaptState, jax.Array]:
-    """One step of the private form; the equations are those of `jaxdp.tta.private`."""
+    """Makes one step of the private form by the equations in `jaxdp.tta.private`."""
     method, images = program.method, examples[0]
 
     def loss(params: Any, example: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
@@ -386,7 +387,7 @@ def _private_step(
 
 
 def _predict(program: _Program, params: Any, images: jax.Array) -> jax.Array:
-    """Logits [B, C]; of a private method each image's by itself, so that no image can touch another's."""
+    """Returns logits [B, C]. A private method passes each image alone, so that no image affects another's logits."""
     if program.private:
         return jax.vmap(functools.partial(_predict_one, program, params))(images)
     return program.apply_fn(params, images)
@@ -401,7 +402,6 @@ def _in(paths: frozenset[str], path: str, leaf: Any) -> bool:
 
 
 def _update(program: _Program, constants: _Constants, state: AdaptState, gradient: Any) -> AdaptState:
-    """Pulls towards the source, then lets the optimizer step."""
     displacement = jax.tree.map(lambda new, old: (new - old).astype(jnp.float32), state.params, constants.moving)
     pull = program.method.pull(displacement)
     gradient = _wide(gradient) if pull is None else _add(_wide(gradient), pull)
@@ -410,7 +410,6 @@ def _update(program: _Program, constants: _Constants, state: AdaptState, gradien
 
 
 def _ascent(radius: float, gradient: Any) -> Any:
-    """e = rho g / (||g|| + 1e-12)."""
     scale = radius / (optax.tree.norm(gradient) + 1e-12)
     return jax.tree.map(lambda g: scale * g, gradient)
 
@@ -420,7 +419,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def _wide(tree: Any) -> Any:
-    """In float32 or wider, as optimizers get gradients: bf16 momentum would change its type in the first step."""
+    """Converts to float32 or wider. With bf16 gradients, momentum would change its type in the first step."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 

@@ -1,4 +1,4 @@
-"""DeYO (Lee et al. 2024, arXiv:2403.07366): trust an entropy only if destroying the object's shape lowers confidence.
+"""DeYO (Lee et al. 2024, arXiv:2403.07366): a filter that keeps images whose confidence depends on the object's shape.
 
 S1 = {i: H_i < tau_ent},  PLPD_i = p_i[y] - p'_i[y],  y = argmax p_i, p' of the transformed image  (their Eq. 5)
 S2 = {i in S1: PLPD_i > tau}
@@ -25,12 +25,12 @@ class DeYO(Method):
     Attributes:
       num_classes: C.
       entropy_margin: tau_ent as a fraction of ln C.
-      plpd_margin: tau; 0.2 for ViT and in all of the paper's wild settings, 0.3 for ResNet-50 in the mild one.
+      plpd_margin: tau. The paper uses 0.2 for ViT and in all wild settings, 0.3 for ResNet-50 in the mild setting.
       margin: E0 as a fraction of ln C.
-      augmentation: "patch" permutes a grid of patches, independently for each image; "pixel" permutes all pixels, alike
-        for the whole batch; "occlusion" paints the middle quarter of the image in its mean colour; or
-        `augmentation(key, image [H, W, C]) -> image`.
-      patches: side of the grid of "patch".
+      augmentation: "patch" permutes a grid of patches, independently for each image. "pixel" permutes all pixels, alike
+        for the whole batch. "occlusion" fills the middle quarter of the image with its mean colour. A function
+        `augmentation(key, image [H, W, C]) -> image` is allowed too.
+      patches: The side of the grid of "patch".
     """
 
     num_classes: int
@@ -47,19 +47,19 @@ class DeYO(Method):
         if not callable(self.augmentation):
             check_name("augmentation", self.augmentation, Destruction, " or a function")
         if self.patches < 2:
-            raise ValueError(f"patches must be at least 2, got {self.patches}: one patch cannot be permuted.")
+            raise ValueError(f"patches must be at least 2, got {self.patches}. One patch cannot be permuted.")
 
     def weight(self, sample: Sample) -> jax.Array:
-        """entropy and PLPD weight exp(E0 - H) + exp(PLPD)"""
+        """Weighs images by exp(E0 - H) + exp(PLPD)."""
         return jnp.exp(self.margin * math.log(self.num_classes) - sample.uncertainty) + jnp.exp(sample.drop)
 
     def reliable(self, sample: Sample) -> jax.Array:
-        """entropy filter H < tau_ent and PLPD filter PLPD > tau"""
+        """Keeps images with entropy H < tau_ent and PLPD > tau."""
         certain = sample.uncertainty < self.entropy_margin * math.log(self.num_classes)
         return certain & (sample.drop > self.plpd_margin)
 
     def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array:
-        """second view with its shape destroyed, for PLPD"""
+        """Destroys the object's shape in a second view, for PLPD."""
         if self.augmentation == "pixel":
             flat = image.reshape(-1, image.shape[-1])
             return flat[jax.random.permutation(common_key, len(flat))].reshape(image.shape)
@@ -74,7 +74,7 @@ def _permute_patches(key: jax.Array, image: jax.Array, grid: int) -> jax.Array:
     height, width, channels = image.shape
     h, w = height // grid, width // grid
     if not h or not w:
-        raise ValueError(f"patches={grid} does not fit an image of {height}x{width}; use fewer.")
+        raise ValueError(f"patches={grid} does not fit an image of {height}x{width}. Use fewer patches.")
     exact = (h * grid, w * grid, channels)
     x = image if exact == image.shape else jax.image.resize(image, exact, "bilinear")
     x = x.reshape(grid, h, grid, w, channels).transpose(0, 2, 1, 3, 4).reshape(grid * grid, h, w, channels)

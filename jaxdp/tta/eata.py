@@ -1,4 +1,4 @@
-"""EATA (Niu et al. 2022, arXiv:2204.02610): adapt on reliable and non-redundant samples, and forget little.
+"""EATA (Niu et al. 2022, arXiv:2204.02610): adaptation on reliable and non-redundant samples with a Fisher anchor.
 
 S1 = {i: H_i < E0},  S2 = {i in S1: |cos(m, p_i)| < d}                                     filters (their Eq. 3-5)
 loss = 1/|S2| sum_{S2} exp(E0 - H_i) H_i  +  alpha sum_k F_k (theta_k - theta_0,k)^2       (their Eq. 2, 8)
@@ -27,9 +27,9 @@ class EATA(Method):
     Attributes:
       num_classes: C.
       margin: E0 as a fraction of ln C.
-      diversity: d; the papers use 0.05 for 1000 classes and 0.4 for 10.
-      fisher: importance F of each adapted parameter, from `fisher`; None leaves the anchor out (ETA).
-      fisher_strength: alpha. Its value belongs to how F was estimated, see `fisher`.
+      diversity: d. The papers use 0.05 for 1000 classes and 0.4 for 10.
+      fisher: The importance F of each adapted parameter, from `fisher`. None leaves the anchor out (ETA).
+      fisher_strength: alpha. The right value depends on the estimate of F, see `fisher`.
     """
 
     num_classes: int
@@ -41,7 +41,7 @@ class EATA(Method):
     def __post_init__(self) -> None:
         check_constants(self.num_classes, margin=self.margin)
         if not self.diversity > 0:
-            raise ValueError(f"diversity must be positive, got {self.diversity}; values above 1 switch the filter off.")
+            raise ValueError(f"diversity must be positive, got {self.diversity}. Values above 1 switch the filter off.")
         if not self.fisher_strength >= 0:
             raise ValueError(f"fisher_strength must not be negative, got {self.fisher_strength}.")
 
@@ -50,38 +50,38 @@ class EATA(Method):
         return self.margin * math.log(self.num_classes)
 
     def weight(self, sample: Sample) -> jax.Array:
-        """entropy weight exp(E0 - H)"""
+        """Weighs images by exp(E0 - H)."""
         return jnp.exp(self._threshold - sample.uncertainty)
 
     def reliable(self, sample: Sample) -> jax.Array:
-        """entropy filter H < E0"""
+        """Keeps images with entropy H < E0."""
         return sample.uncertainty < self._threshold
 
     def pull(self, displacement: Any) -> Any:
-        """Fisher anchor 2 alpha F (theta - theta_0)"""
+        """Adds the Fisher anchor 2 alpha F (theta - theta_0)."""
         if self.fisher is None:
             return None
         if [path for path, _ in paths_of(self.fisher)] != [path for path, _ in paths_of(displacement)]:
-            raise ValueError("fisher is of other parameters than those that adapt: give both the same `adapted`.")
+            raise ValueError("fisher holds other parameters than the adapter adapts. Give both the same `adapted`.")
         return jax.tree.map(lambda f, d: 2 * self.fisher_strength * f * d, self.fisher, displacement)
 
     def overrides(self, hook: str) -> bool:
-        """Whether this method has its own `hook`; without Fisher information it has no pull."""
+        """Returns whether this method has its own `hook`. Without Fisher information it has no pull."""
         return super().overrides(hook) and not (hook == "pull" and self.fisher is None)
 
     def start(self) -> Average:
-        """moving average m of the kept predictions"""
+        """Returns an empty moving average m of predictions."""
         return jnp.zeros(self.num_classes), jnp.zeros((), bool)
 
     def novel(self, memory: Average, sample: Sample) -> jax.Array:
-        """diversity filter |cos(m, p)| < d"""
+        """Keeps images with diversity |cos(m, p)| < d."""
         mean, started = memory
         p = jax.nn.softmax(sample.logits.astype(jnp.float32))
         cosine = jnp.vdot(mean, p) / jnp.maximum(jnp.linalg.norm(mean) * jnp.linalg.norm(p), 1e-8)
         return ~started | (jnp.abs(cosine) < self.diversity)
 
     def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:
-        """moving average m of the kept predictions"""
+        """Updates the moving average m of the kept predictions."""
         return moving_average(memory, jax.nn.softmax(samples.logits.astype(jnp.float32)), kept)
 
 
@@ -93,17 +93,17 @@ def fisher(
     *,
     gradients: Gradients = "batch",
 ) -> Any:
-    """Importance of each adapted parameter for the source model's own predictions (Niu et al. 2022, Eq. 9).
+    """Computes the importance of each adapted parameter for the source model's predictions (Niu et al. 2022, Eq. 9).
 
     Args:
       apply_fn: `apply_fn(params, images [B, ...]) -> logits [B, C]`.
-      params: source parameters.
-      batches: image batches [B, ...] of PUBLIC source data, disjoint from any protected stream. Every later model shows
-        what is computed here, and no ledger has paid for it.
-      adapted: which parameters, as in `Adapter`.
-      gradients: "batch" squares the gradient of the batch's mean cross entropy to its own predicted labels, as the
-        public code does: roughly 1/B of the Fisher information, to which their alpha = 2000 (at B = 64) belongs.
-        "example" averages the squared gradients of single examples: the diagonal of the Fisher information.
+      params: The source parameters.
+      batches: Image batches [B, ...] of PUBLIC source data, disjoint from any protected stream. Every later model
+        depends on them, and no ledger pays for that.
+      adapted: The rule of the parameters that adapt, as in `Adapter`.
+      gradients: "batch" squares the gradient of a batch's mean cross entropy to its predicted labels, like the public
+        code. This is roughly 1/B of the Fisher information, and their alpha = 2000 (at B = 64) belongs to it.
+        "example" averages the squared gradients of single examples, the diagonal of the Fisher information.
 
     Returns:
       A pytree like params: float32 importances at adapted leaves, None elsewhere.
@@ -128,5 +128,5 @@ def fisher(
 
     squares = [squared(params, jnp.asarray(images)) for images in batches]
     if not squares:
-        raise ValueError("batches is empty; the Fisher information needs public source images.")
+        raise ValueError("batches is empty. Give at least one batch of public source images.")
     return jax.tree.map(lambda *each: sum(each) / len(each), *squares)

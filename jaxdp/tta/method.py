@@ -1,6 +1,6 @@
 """The parts of a test-time adaptation method: one hook per operator.
 
-`Adapter` runs the hooks. `private` decides of each what becomes of it. `describe()` quotes the docstring of a hook.
+`Adapter` runs the hooks. `private` keeps, moves or removes each of them. `describe()` quotes the docstring of a hook.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Uncertainty = Callable[[jax.Array], jax.Array]
 
 
 class Sample(NamedTuple):
-    """What weights and filters read of one image, all at the same parameters and without gradient."""
+    """The values of one image that weights and filters read, at the same parameters and without gradient."""
 
     logits: jax.Array  # [C]
     uncertainty: jax.Array  # scalar, the method's loss before weighting, such as the entropy in nats
@@ -23,21 +23,21 @@ class Sample(NamedTuple):
 
 
 def entropy(logits: jax.Array) -> jax.Array:
-    """entropy H = -sum_k p_k log p_k of the prediction, in nats"""
+    """Computes the entropy H = -sum_k p_k log p_k of the prediction, in nats."""
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     p = jnp.exp(log_p)
-    return -jnp.vdot(p, jnp.where(p > 0, log_p, 0))  # classes masked by -inf count nothing, in the gradient too
+    return -jnp.vdot(p, jnp.where(p > 0, log_p, 0))  # classes masked by -inf add nothing, in the gradient too
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Method:
-    """A method: its public constants, and hooks that it overrides; those of this class do nothing.
+    """A method: its public constants, and the hooks that it overrides. The hooks of this class do nothing.
 
-    On one image: `uncertainty`, `weight`, `reliable`, `augment`. Across images or steps: `start`, `novel`, `remember`,
-    `lost`. On parameters only: `radius`, `pull`.
+    Hooks on one image are `uncertainty`, `weight`, `reliable`, `augment`. Hooks across images or steps are `start`,
+    `novel`, `remember`, `lost`. Hooks on parameters only are `radius`, `pull`.
 
     Attributes:
-      uncertainty: `uncertainty(logits [C]) -> scalar`, what adaptation minimises.
+      uncertainty: `uncertainty(logits [C]) -> scalar`, the loss of one image that adaptation minimises.
     """
 
     uncertainty: Uncertainty = dataclasses.field(default=entropy, kw_only=True)
@@ -46,53 +46,53 @@ class Method:
     skips_empty = True  # a batch from which nothing is selected makes no step
 
     def weight(self, sample: Sample) -> jax.Array:
-        """factor of an image's uncertainty in the loss; no gradient flows through it"""
+        """Returns the factor of an image's uncertainty in the loss, without gradient."""
         return jnp.ones_like(sample.uncertainty)
 
     def reliable(self, sample: Sample) -> jax.Array:
-        """filter on one image: whether it takes part"""
+        """Returns whether an image takes part, by itself."""
         return jnp.ones((), bool)
 
     def augment(self, key: jax.Array, common_key: jax.Array, image: jax.Array) -> jax.Array | None:
-        """second view of an image, from randomness of its own or common to its batch"""
+        """Returns a second view of an image, by its own key or by the common key of its batch."""
         return None
 
     radius = 0.0  # rho: the gradient is taken at theta + rho g / ||g||
 
     def pull(self, displacement: Any) -> Any:
-        """gradient of a regulariser in theta - theta_0"""
+        """Returns the gradient of a regulariser in theta - theta_0."""
         return None
 
     def start(self) -> Any:
-        """memory before the first batch: a pytree of arrays"""
+        """Returns the memory before the first batch, a pytree of arrays."""
         return ()
 
     def novel(self, memory: Any, sample: Sample) -> jax.Array:
-        """filter on the memory of earlier images: whether this one is new"""
+        """Returns whether an image is new, by the memory of earlier images."""
         return jnp.ones((), bool)
 
     def remember(self, memory: Any, samples: Sample, kept: jax.Array) -> Any:
-        """memory after a batch, from its samples [B] and which of them took part [B]"""
+        """Returns the memory after a batch, from its samples [B] and whether each took part [B]."""
         return memory
 
     def lost(self, memory: Any) -> jax.Array:
-        """reset triggered by what is in memory"""
+        """Returns whether the memory calls for a reset."""
         return jnp.zeros((), bool)
 
     def overrides(self, hook: str) -> bool:
-        """Whether this method has its own `hook`."""
+        """Returns whether this method has its own `hook`."""
         return getattr(type(self), hook) is not getattr(Method, hook)
 
     def explain(self, hook: str) -> str:
-        """Returns the first line of the docstring of this method's `hook`, or the hook's name."""
+        """Returns the first line of the docstring of `hook` without its full stop, or the hook's name."""
         operator = self.uncertainty if hook == "uncertainty" else getattr(type(self), hook)
         documented = None if isinstance(operator, float) else inspect.getdoc(getattr(operator, "func", operator))
-        return (documented or hook).splitlines()[0]
+        return (documented or hook).splitlines()[0].removesuffix(".")
 
     def __call__(self, logits: jax.Array, view_logits: jax.Array | None = None) -> Sample:
-        """Looks at one image, given its logits [C] and those [C] of its second view at the same parameters.
+        """Returns the sample of one image, from the logits [C] of its views at the same parameters.
 
-        Gradients flow through `uncertainty` of the logits only.
+        Gradients flow through `uncertainty` of `logits` only.
         """
         declared = getattr(self, "num_classes", logits.shape[-1])
         if logits.shape[-1] != declared:
@@ -108,7 +108,7 @@ Average = tuple[jax.Array, jax.Array]  # the average, and whether anything is in
 
 
 def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Average:
-    """average <- 0.9 average + 0.1 mean of the kept values [B, ...]; the first mean is taken as it is."""
+    """Returns 0.9 average + 0.1 mean of the kept values [B, ...]. The first average is the first mean."""
     average, started = memory
     count = kept.sum()
     mean = jnp.where(kept.reshape(-1, *[1] * (values.ndim - 1)), values, 0).sum(0) / jnp.maximum(count, 1)
@@ -123,8 +123,8 @@ def check_constants(num_classes: int, **fractions: float) -> None:
     for name, value in fractions.items():
         if not 0 < value <= 1:
             raise ValueError(
-                f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}; a threshold of t nats is "
-                f"{name}=t / ln(num_classes)."
+                f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}. Choose "
+                "t / ln(num_classes) for a threshold of t nats."
             )
 
 

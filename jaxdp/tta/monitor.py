@@ -1,4 +1,4 @@
-"""Notices when an adapted model has collapsed, from public images and released parameters only."""
+"""Detection of a collapsed model from public images and released parameters only."""
 
 import dataclasses
 import functools
@@ -14,40 +14,40 @@ ApplyFn = Callable[[Any, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class CollapseReport:
-    """What a `CollapseMonitor` saw.
+    """The measurements of a `CollapseMonitor`.
 
-    The entropy is that of the mean predicted distribution, as a fraction of ln(num_classes): near 0 if all images get
-    one class. The drift is the L2 distance of the parameters from the source's, over the source's norm; both over the
-    leaves that changed.
+    The entropy of the mean predicted distribution is a fraction of ln(num_classes). It is near 0 if all images get one
+    class. The drift is the L2 distance of the parameters from the source's, divided by the source's norm. Distance and
+    norm cover the leaves that changed.
     """
 
     agreement: float  # fraction of probe images that get the source model's class
     entropy: float
     drift: float
-    collapsed: bool  # whether agreement or entropy is below its threshold, or not a number
+    collapsed: bool  # whether agreement or entropy is below its threshold or not a number
 
 
 class CollapseMonitor:
-    """Compares adapted parameters with the source model's on a fixed set of probe images.
-
-    Formal guarantees: a report is a function of the probe images, the source model and the parameters. With a public
-    probe (or one whose release is paid for elsewhere) and released parameters it is post-processing: neither it nor a
-    reset on it costs anything. A report on images of the private stream, or on unclean copies of them, is a release
-    that no ledger sees.
+    """A comparison of adapted parameters with the source model's on a fixed set of probe images.
 
     Args:
         apply_fn: `apply_fn(params, images) -> logits [N, C]`.
-        params: of the source model.
-        probe_images: public images [N, ...], few enough for one forward pass; best with every class among them.
-        min_agreement, min_entropy: thresholds in [0, 1]; `monitor.source.entropy` is the source model's.
-        every: how many batches `serve` lets pass between two looks.
-        reset: whether `serve` goes back to the source model after a report of a collapse.
+        params: The parameters of the source model.
+        probe_images: Public images [N, ...], few enough for one forward pass. They should contain every class.
+        min_agreement, min_entropy: Thresholds in [0, 1]. `monitor.source.entropy` is the source model's entropy.
+        every: The number of batches between two reports of `serve`.
+        reset: Whether `serve` resets to the source model after a report of a collapse.
 
     Attributes:
-        source: the report of the source model itself.
+        source: The report of the source model.
 
     Raises:
-        ValueError: an argument is out of range, or the source model itself counts as collapsed on this probe.
+        ValueError: An argument is out of range, or the source model counts as collapsed on this probe.
+
+    Formal guarantees:
+        A report is a function of the probe images, the source model and the parameters. With a public probe (or one
+        whose release is paid for elsewhere) and released parameters, reports and resets are post-processing. A report
+        on images of the private stream, or on altered copies of them, is a release outside of any ledger.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class CollapseMonitor:
     ):
         for name, value in (("min_agreement", min_agreement), ("min_entropy", min_entropy)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {value}")
+                raise ValueError(f"{name} must be in [0, 1], got {value}.")
         if every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
+            raise ValueError(f"every must be at least 1, got {every}.")
         if not len(probe_images):
-            raise ValueError("probe_images must hold at least one image")
+            raise ValueError("probe_images must hold at least one image.")
         self.every, self.reset = every, reset
         self._thresholds = (min_agreement, min_entropy)
         self._apply_fn, self._params, self._images = apply_fn, params, jnp.asarray(probe_images)
@@ -76,15 +76,15 @@ class CollapseMonitor:
         if self.source.collapsed:
             raise ValueError(
                 f"the source model has entropy {self.source.entropy:.3g} on probe_images, below "
-                f"min_entropy={min_entropy}: use a probe with more classes, or a lower threshold"
+                f"min_entropy={min_entropy}. Use a probe with more classes, or a lower threshold."
             )
 
     def __call__(self, params: Any) -> CollapseReport:
-        """Looks at adapted parameters, like the source's in structure and shapes."""
+        """Returns the report of adapted parameters with the source's structure and shapes."""
         measured = _measure(self._apply_fn, params, self._params, self._images, self._expected)
         agreement, entropy, drift = (float(value) for value in measured)
         min_agreement, min_entropy = self._thresholds
-        healthy = agreement >= min_agreement and entropy >= min_entropy  # NaN is not
+        healthy = agreement >= min_agreement and entropy >= min_entropy  # False for NaN
         return CollapseReport(agreement, entropy, drift, not healthy)
 
 

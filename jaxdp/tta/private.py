@@ -1,9 +1,10 @@
-"""The private form of a method, derived from its operators by the rule of "Private and Stable Test-Time Adaptation with
-Differential Privacy" (arXiv:2606.01908): remove what breaks privacy, move outside what is post-processing, absorb the
-rest into the clipped per-sample loss.
+"""The private form of a method ("Private and Stable Test-Time Adaptation with Differential Privacy", arXiv:2606.01908).
+
+The paper derives it from the method's operators. Operators that break privacy are removed. Operators that are
+post-processing move outside. The others are absorbed into the clipped per-sample loss.
 
     G_t = (1/B) ( sum_i clip_C( grad [w_i u_i](theta_t + e_t) ) + sigma C Z_t ),   Z_t ~ N(0, I)
-    e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0                                            where there is rho
+    e_t = rho G_{t-1} / (||G_{t-1}|| + 1e-12),  e_0 = 0                                            if the method has rho
     theta_{t+1} = optimizer(theta_t, G_t + pull(theta_t - theta_0))                                post-processing
 """
 
@@ -14,12 +15,12 @@ from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.tta.accounts import check_adjacency, epsilons
-from jaxdp.tta.method import Method, check_name, entropy
+from jaxdp.tta.method import Method, check_name
 
 Filters = Literal["remove", "keep"]
 _LARGEST = 1e38  # about float32's
 
-# What becomes of each operator.
+# How `private` treats each operator.
 _ABSORBED = "absorbed: inside the clipped loss of its own image"
 RULES = {
     "uncertainty": _ABSORBED,
@@ -30,14 +31,14 @@ RULES = {
     "pull": "moved outside: added after the noise, it reads parameters only",
     "remember": "removed: a memory of raw images would survive the step",
     "novel": "removed: it compares with a memory of raw images",
-    "lost": "removed: the moment of a reset would tell about images; use reset_every",
+    "lost": "removed: the time of a reset would depend on images (use reset_every)",
 }
-_KEPT_FILTER = "absorbed: a factor 0 or 1 inside the clip, which leaves the divisor as it is"
+_KEPT_FILTER = "absorbed: a factor 0 or 1 inside the clip, which does not change the divisor"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Private:
-    """A private method; `private` makes and documents it."""
+    """A private method. `private` makes and documents it."""
 
     method: Method
     clip_norm: float
@@ -48,36 +49,36 @@ class Private:
 
     @property
     def event(self) -> DpEvent:
-        """The event of one batch for the records in it; `jaxdp.tta.StreamAccount` composes it over a stream."""
+        """The event of one batch for the records in it. `jaxdp.tta.StreamAccount` composes it over a stream."""
         return GaussianDpEvent(self.noise_multiplier) if self.noise_multiplier else NonPrivateDpEvent()
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
-        """L2 sensitivity of the clipped sum of a batch, that of `clipped_grad`: 2 C, or C under "zero_out"."""
+        """Returns the L2 sensitivity of the clipped sum of a batch, as `clipped_grad`: 2 C, or C under "zero_out"."""
         check_adjacency(adjacency)
         gradient = clipped_grad(self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule)
         return gradient.sensitivity(adjacency)
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise: sigma times the largest norm that a record contributes."""
+        """The standard deviation of the noise: sigma times the largest norm that a record contributes."""
         return self.noise_multiplier * self.sensitivity("zero_out")
 
     def epsilon(self, *, delta: float, adjacency: Adjacency = "replace_one", visits: int = 1) -> float:
-        """Epsilon of the whole transcript for a unit that is in `visits` batches, once in each; inf without noise.
+        """Returns the epsilon of the whole transcript for a unit that is in `visits` batches, once in each.
 
-        mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of that under "zero_out".
+        The transcript is mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of it under "zero_out".
+        Without noise epsilon is inf.
         """
         if visits < 1:
             raise ValueError(f"visits must be at least 1, got {visits}.")
         return epsilons(self.event, visits=visits, delta=delta, adjacency=adjacency).unit
 
     def describe(self) -> str:
-        """Returns what was done to each operator of the method, one a line."""
+        """Returns text with one line for each operator of the method and its treatment."""
         method, noise = self.method, self.noise_multiplier
-        exchanged = "" if method.uncertainty is entropy else f" with {method.explain('uncertainty')}"
         rule = "" if self.clip_rule == "global" else f" by the rule {self.clip_rule!r}"
         kind = f"noise {noise:g} x clip norm" if noise else "clipped only, no noise: epsilon = inf"
-        lines = [f"private {type(method).__name__}{exchanged}, clip norm {self.clip_norm:g}{rule}, {kind}"]
+        lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}{rule}, {kind}"]
         for hook, fate in RULES.items():
             if hook == "uncertainty" or method.overrides(hook):
                 fate = _KEPT_FILTER if hook == "reliable" and self.filters == "keep" else fate
@@ -98,35 +99,36 @@ def private(
     kept_fraction: float = 1.0,
     clip_rule: Any = "global",
 ) -> Private:
-    """Returns the private form of a test-time adaptation method, which `Adapter` takes for a method.
+    """Returns the private form of a test-time adaptation method. `Adapter` accepts it in place of a method.
 
     Args:
-      method: one of `jaxdp.tta.METHODS`, or your own `Method`.
-      clip_norm: C > 0, L2 norm to which each image's gradient over all adapted parameters is clipped.
-      noise_multiplier: sigma >= 0, standard deviation of the noise over C. 0 clips only: epsilon is inf.
-      filters: "remove" filters on single images, as in the paper; or "keep" them as factors 0 or 1 inside the clip,
-        which costs nothing: they are functions of their own image and of released parameters.
-      kept_fraction: with "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor
+      method: One of `jaxdp.tta.METHODS`, or your `Method`.
+      clip_norm: C > 0, the L2 norm to which each image's gradient over all adapted parameters is clipped.
+      noise_multiplier: sigma >= 0, the standard deviation of the noise divided by C. 0 clips only: epsilon is inf.
+      filters: "remove" removes filters on single images, as in the paper. "keep" makes them factors 0 or 1 inside the
+        clip. That costs nothing, because a filter is a function of one image and of released parameters.
+      kept_fraction: With "keep", the fraction kappa in (0, 1] of images expected to pass, a public guess. The divisor
         is then kappa B, which keeps the length of steps.
-      clip_rule: how a gradient is scaled, as in `jaxdp.clipped_grad`.
+      clip_rule: The rule that scales a gradient, as in `jaxdp.clipped_grad`.
 
     Raises:
       TypeError: method is not a `Method`, or is private already.
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
 
     Formal guarantees:
-      The stream is cut into batches by a rule that does not look at contents, and a record is in one batch. Then the
+      Condition: a rule that does not read contents cuts the stream into batches, and a record is in one batch. Then the
       sequence of all parameters, momenta and released gradients is 2/sigma-GDP for replacing the record by another
-      ("replace_one"), 1/sigma-GDP for replacing it by one that contributes nothing ("zero_out"): its batch's clipped
-      sum moves by at most 2 C (C), the noise is sigma C, earlier steps do not depend on it and later ones see it
-      through G only. No step depends on a record in any other way: weights and filters act inside the clip, the divisor
-      is public, noise is added whatever the batch holds, a record whose gradient is NaN or infinite counts as zero.
-      Assumed public, as constants of the program: what the method holds and its hooks close over (EATA's Fisher
-      information), the optimizer, the source model. A record's own logits are NOT protected: give them to its owner
-      only.
+      ("replace_one"). It is 1/sigma-GDP for replacing it by one that contributes nothing ("zero_out"). Proof: the
+      clipped sum of its batch moves by at most 2 C ("zero_out": C), and the noise has standard deviation sigma C.
+      Earlier steps do not depend on the record, and later steps depend on it through G only. No step depends on a
+      record in any other way. Weights and filters act inside the clip. The divisor is public. Every batch gets noise,
+      whatever its contents. A record whose gradient is NaN or infinite counts as zero.
+      The constants of the program are assumed public: the source model, the optimizer, the fields of the method and
+      everything that its hooks close over (EATA's Fisher information). The logits of a record are NOT protected: give
+      them to its owner only.
     """
     if isinstance(method, Private):
-        raise TypeError("method is private already; give the method itself.")
+        raise TypeError("method is private already. Give the method inside it, method.method.")
     if not isinstance(method, Method):
         raise TypeError(f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}.")
     if not 0 < clip_norm < _LARGEST:
@@ -135,7 +137,7 @@ def private(
         raise ValueError(f"noise_multiplier must be finite and not negative, got {noise_multiplier}.")
     check_name("filters", filters, Filters)
     if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
-        raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep'; got {kept_fraction}.")
+        raise ValueError(f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}.")
     form = Private(method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction), clip_rule)
-    form.sensitivity()  # refuses a clip_rule that there is not
+    form.sensitivity()  # refuses an unknown clip_rule
     return form

@@ -2,10 +2,10 @@
 
     S1 = {i: H_i < E0},  g1 = grad mean_{S1} H_i,  e = rho g1 / (||g1|| + 1e-12)               (their Eq. 2, 5)
     S2 = {i in S1: H_i(theta + e) < E0},  descend along grad at theta + e of mean_{S2} H_i     (their Eq. 6)
-    average <- 0.9 average + 0.1 mean_{S2} H_i(theta + e);  reset the model when it is below 0.2
+    average <- 0.9 average + 0.1 mean_{S2} H_i(theta + e),  reset the model when it is below 0.2
 
-Two bugs of the public code are mended: there the line after a reset restores the average, and the optimizer's momentum
-survives a reset.
+Two bugs of the public code are fixed here. There the line after a reset restores the average, and the optimizer's
+momentum survives a reset.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from jaxdp.tta.method import Average, Method, Sample, check_constants, moving_av
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SAR(Method):
-    """Sharpness-aware, reliable entropy minimisation of the lower blocks.
+    """Sharpness-aware and reliable entropy minimisation of the lower blocks.
 
     Attributes:
       num_classes: C.
       margin: E0 as a fraction of ln C.
-      rho: radius of the ascent step, in the norm of all adapted parameters together.
-      reset_below: average loss below which the model counts as collapsed and is reset.
+      rho: The radius of the ascent step, in the norm of all adapted parameters together.
+      reset_below: The average loss below which the model counts as collapsed and is reset.
     """
 
     num_classes: int
@@ -42,23 +42,23 @@ class SAR(Method):
             raise ValueError(f"rho must be finite and not negative, got {self.rho}.")
 
     def reliable(self, sample: Sample) -> jax.Array:
-        """entropy filter H < E0"""
+        """Keeps images with entropy H < E0."""
         return sample.uncertainty < self.margin * math.log(self.num_classes)
 
     @property
     def radius(self) -> float:  # type: ignore[override]
-        """ascent to theta + e, e = rho g / ||g||, before the gradient is taken"""
+        """The ascent to theta + e with e = rho g / ||g|| before the gradient is taken."""
         return self.rho
 
     def start(self) -> Average:
-        """moving average of the loss"""
+        """Returns an empty moving average of the loss."""
         return jnp.zeros(()), jnp.zeros((), bool)
 
     def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:
-        """moving average of the loss"""
+        """Updates the moving average of the loss."""
         return moving_average(memory, samples.uncertainty, kept)
 
     def lost(self, memory: Average) -> jax.Array:
-        """reset when the moving average of the loss falls below reset_below"""
+        """Resets when the moving average of the loss is below reset_below."""
         average, started = memory
         return started & (average < self.reset_below)

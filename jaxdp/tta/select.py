@@ -1,4 +1,4 @@
-"""Which parameters adapt: by default scale and bias of the normalisation layers."""
+"""The choice of the parameters that adapt. The default is scale and bias of the normalisation layers."""
 
 import re
 from collections.abc import Callable
@@ -16,14 +16,14 @@ _BLOCK = re.compile(r"(?:^|[/.])(?:block|layer|encoderblock)s?[/._](\d+)(?=[/.]|
 
 
 def normalisation(path: str, leaf: Any) -> bool:
-    """Whether a parameter is the scale or bias of a normalisation layer, by its path such as "block_0/norm_1/scale"."""
+    """Returns whether a path such as "block_0/norm_1/scale" is the scale or bias of a normalisation layer."""
     *modules, name = re.split("[/.]", path)
     affine = name.lower() in ("scale", "bias", "weight", "gamma", "beta")
     return affine and bool(modules) and bool(_NORMALISATION.search(modules[-1]))
 
 
 def lower_blocks(params: Any) -> Adapted:
-    """Returns SAR's and DeYO's rule, relative to depth: not the last quarter of the blocks, nor what is outside them.
+    """Returns the rule of SAR and DeYO: normalisation layers in the lower three quarters of the blocks.
 
     The public code skips blocks 9 to 11 and the final LayerNorm of a 12-block ViT by name. A network without one flat
     list of blocks ("block_0", "blocks/0", "layer.0", ...), such as a ConvNeXt with stages, keeps all its layers.
@@ -42,24 +42,24 @@ def lower_blocks(params: Any) -> Adapted:
 
 
 def selected(params: Any, adapted: Adapted | None) -> frozenset[str]:
-    """Returns the paths of the parameters that adapt; ValueError if there are none."""
+    """Returns the paths of the parameters that adapt. Raises ValueError if there are none."""
     rule, leaves = adapted or normalisation, paths_of(params)
     floating = [(path, leaf) for path, leaf in leaves if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
     if paths := frozenset(path for path, leaf in floating if rule(path, leaf)):
         return paths
     raise ValueError(
-        "adapted selects no parameter. By default those of normalisation layers adapt; this model's paths are such "
-        f"as {[path for path, _ in leaves][:3]}. Pass adapted=lambda path, leaf: ..."
+        "adapted selects no parameter. The default selects normalisation layers, this model has paths such "
+        f"as {[path for path, _ in leaves][:3]}. Pass adapted=lambda path, leaf: ... for other layers."
     )
 
 
 def trainable_part(params: Any, paths: frozenset[str]) -> Any:
-    """`params` with None in place of what does not adapt."""
+    """Returns `params` with None in place of parameters that do not adapt."""
     leaves, structure = jax.tree.flatten(params)
     kept = [leaf if path in paths else None for (path, _), leaf in zip(paths_of(params), leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
 
 
 def merge(moving: Any, params: Any) -> Any:
-    """`params` with the leaves of `moving` where it has any."""
+    """Returns `params` with the leaves of `moving` wherever `moving` is not None."""
     return jax.tree.map(lambda new, old: old if new is None else new, moving, params, is_leaf=lambda x: x is None)

@@ -1,9 +1,8 @@
 """The loop over a stream: reset, pay, step, compare, keep.
 
 Each batch is one release of the till (`jaxdp.release`). Its noise and second views come from the secret of that
-release: no state can put one noise on two gradients. With a workdir a process that died goes on where it was: the
-interrupted batch is repeated bit for bit and is not charged again. If anything is different, its noise is fresh and it
-is charged again.
+release, so no state can put one noise on two gradients. A killed process resumes in its workdir. It repeats the
+interrupted batch bit for bit and does not pay again. If anything differs, it draws fresh noise and pays again.
 """
 
 import contextlib
@@ -33,24 +32,24 @@ from jaxdp.tta.streams import Batch
 
 _LABEL = "test-time adaptation"
 _STATE, _ROWS = "state.safetensors", "served.jsonl"
-_DAMAGED = "Restore the workdir from a copy, or use a new one, in which batches are served, and charged, once more."
+_DAMAGED = "Restore the workdir from a copy, or use a new one. A new one serves and charges all batches again."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """What came of a stream. Everything but `state.params`, `resets` and `reports` is NOT protected.
+    """The results of a stream. Everything but `state.params`, `resets` and `reports` is NOT protected.
 
-    A record's own prediction is for its owner only. Accuracies and counts tell about single records beyond what the
-    ledger says: publish them for public benchmarks, or pay for them separately.
+    The prediction of a record is for its owner only. Accuracies and counts reveal more about single records than the
+    ledger accounts for. Publish them for public benchmarks, or pay for them separately.
 
     Attributes:
-        state: of the adapter, after the last batch; holds secrets besides its params.
-        accuracy: {domain: fraction of its records that were predicted right}, in the order of the stream.
+        state: The adapter's state after the last batch. It holds secrets besides its params.
+        accuracy: {domain: fraction of its records with a correct prediction}, in the order of the stream.
         correct: int64 [T], correct predictions in each batch.
         count: int64 [T], records in each batch.
-        resets: numbers of the batches before which the model went back to its source, other than by the adapter.
-        reports: (number of the batch after which it was made, report) of the monitor.
-        evaluated: what `evaluate` said after each batch; empty without it.
+        resets: The numbers of the batches before which the stream or the monitor reset the model.
+        reports: Pairs (number of the batch before it, report) of the monitor.
+        evaluated: The results of `evaluate` after each batch, empty without `evaluate`.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -74,52 +73,55 @@ def serve(
     deliver: Callable[[Batch, np.ndarray], None] | None = None,
     evaluate: Callable[[Batch, Any], dict[str, float]] | None = None,
 ) -> Served:
-    """Adapts to a stream batch by batch, paying for each before it is touched.
+    """Adapts to a stream batch by batch. Pays for each batch before reading it.
 
     Args:
-        adapter: an `Adapter`; it decides whether a batch is predicted before or after adapting to it.
-        stream: a `Stream`, or any iterable of `Batch`; `tqdm.tqdm(stream)` shows a bar.
-        account: what is charged, for the identities of its `unit`. None says that the stream is public, or that others
-            keep the account: nothing is charged and nothing guaranteed. With a workdir it is for that workdir only, and
+        adapter: An `Adapter`. It decides whether a batch is predicted before or after adapting to it.
+        stream: A `Stream`, or any iterable of `Batch`. `tqdm.tqdm(stream)` shows a bar.
+        account: The account that is charged, for the ids of its `unit`. None charges and guarantees nothing: the stream
+            is public, or its cost is charged elsewhere. An account with a workdir is for that workdir only, and its
             units are text, integers or tuples of them.
-        workdir: a folder of this stream alone, made if needed and then for its owner only. It holds the state, the rows
-            behind `Served`, and notes of who came in which batch and what that cost. After a crash, or with a longer
-            stream, call again with it and the stream from its beginning: batches that are done are skipped. A copy or a
+        workdir: A folder for this stream only, readable by its owner only. It holds the state, the rows behind
+            `Served`, and notes of the units and the charge of each batch. After a crash, or with a longer stream, call
+            again with the same workdir and the stream from its beginning. Finished batches are skipped. A copy or a
             backup would forget visits. None keeps nothing, and an interrupted stream is paid again.
-        state: from `adapter.init()` or an earlier call; by default a new one. Not read where the workdir holds one.
-        seed: 16 secret bytes, to reproduce the noise in a test; by default fresh ones of the operating system for every
-            batch.
-        monitor: looks at the parameters after every `monitor.every` batches.
-        deliver: `deliver(batch, logits [B, C])` after every batch, to give each record's owner its own row, and nobody
-            else. After a crash it is called again for the interrupted batch only.
-        evaluate: `evaluate(batch, params) -> {name: number}` after every batch, on public or held-out images under the
-            batch's domain, never on the stream itself.
+        state: A state from `adapter.init()` or an earlier call. None for a new one. A state in the workdir wins.
+        seed: 16 secret bytes that reproduce the noise, for tests. None draws fresh bytes from the operating system for
+            every batch.
+        monitor: A monitor that measures the parameters after every `monitor.every` batches.
+        deliver: `deliver(batch, logits [B, C])` after every batch. Give each row to the owner of its record only. After
+            a crash the call is repeated for the interrupted batch only.
+        evaluate: `evaluate(batch, params) -> {name: number}` after every batch. It may read public or held-out images
+            under the batch's domain, never the stream itself.
 
     Returns:
-        `Served`; its accuracies and counts mean nothing where the stream has no labels (-1). If a stream ends in the
-        middle of an update (`Adapter.accumulate`) with a workdir, the unfinished sum is dropped from the disk and from
-        the returned state, so that no secret stays: its batches were predicted and paid for, and make no update. After
-        an exception the sum stays there, to go on. Without a workdir the state keeps the sum, for a call with the same
+        `Served`. Its accuracies and counts are meaningless if the stream has no labels (-1). If a stream ends in the
+        middle of an update (`Adapter.accumulate`) with a workdir, disk and returned state drop the unfinished sum, so
+        that no secret stays. Its batches are predicted and paid for, and make no update. After an exception the sum
+        stays, so that a later call can resume. Without a workdir the state keeps the sum, for a call with the same
         account.
 
-    Formal guarantees:
-        With an account, the parameters after all batches together are as private as the ledger says. Resets are public
-        (the stream's) or post-processing (the monitor's, of released parameters and public images). Labels are compared
-        with predictions in memory and enter nothing else. A state in the middle of an update is accepted only by the
-        account that charged its batches, and only if it is the newest one of that update: two noisy sums of one pending
-        sum would be charged as one. An update whose interrupted batch cannot be repeated, as that of a model that calls
-        back to Python, is charged again with all of its batches.
-
     Raises:
-        ValueError: the account's event is not the method's; the account has charged for an update from this state, or
-            not for the update that it is in, or batches outside of the workdir; the workdir holds another stream or
-            other settings, is damaged, or is in use by another process.
-        TypeError: a unit that cannot be noted in the workdir.
-        BudgetExceeded: before the batch that the budget does not allow; what came of those before it is in the
-            attribute `served` of the exception.
+        ValueError: The account has another event than the method. It has charged an update from this state already, has
+            not charged the unfinished update of this state, or has charged batches outside of the workdir. Or the
+            workdir holds another stream or other settings, is damaged, or is in use by another process.
+        TypeError: The workdir cannot note a unit.
+        BudgetExceeded: The budget does not allow the next batch, which is not read. The attribute `served` of the
+            exception holds the results of the batches before it.
+
+    Formal guarantees:
+        With an account, the parameters after all batches together are as private as the ledger says. Resets of the
+        stream are public. Resets of the monitor are post-processing of released parameters and public images. Labels
+        are only compared with predictions in memory. Only the account that charged its batches accepts a state in the
+        middle of an update, and only the newest state of that update. Otherwise two noisy sums of one pending sum would
+        be charged as one. If an interrupted batch cannot be repeated, for example because the model calls back to
+        Python, its update is charged again with all of its batches.
     """
     if account is not None and account.event != (event := _event(adapter)):
-        raise ValueError(f"account charges {account.event} for a release, but the method's is {event}: make it again")
+        raise ValueError(
+            f"account charges {account.event} for a release, but the method has {event}. "
+            "Make a StreamAccount with event=method.event."
+        )
     if workdir is not None:
         pathlib.Path(workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -151,15 +153,15 @@ class _Loop:
 
     state: Any = dataclasses.field(init=False)
     step: int = dataclasses.field(init=False)  # of the state
-    name: str = dataclasses.field(init=False)  # of what makes the updates: the workdir, or the first state
+    name: str = dataclasses.field(init=False)  # of the updates: the workdir's, or the first state's
     entering: Sum = dataclasses.field(init=False)  # the sum that the next batch enters
-    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # what came of each batch
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the results of each batch
     run: str | None = None  # the workdir, for the account
-    noted: dict[int, str] = dataclasses.field(default_factory=dict)  # the records of batches that are done
+    noted: dict[int, str] = dataclasses.field(default_factory=dict)  # the records of finished batches
     seen: int = 0  # batches of the stream
 
     def begin(self, state: Any) -> None:
-        """Continues the workdir's state, or begins with the one that is given."""
+        """Continues the workdir's state, or begins with the given one."""
         kept = self.files.load(self.adapter, self._terms) if self.files else None
         if kept is not None:
             state, self.run, self.rows = kept
@@ -169,14 +171,14 @@ class _Loop:
         self.entering = self._next(None, self.step)
         if kept is None and self.account is not None:
             self.entering = self._admit(state, self.account)
-        # What is returned has another name than what was given, and the program is that of this kind of key.
+        # A new key gives the returned state another name, and fixes the kind of key that the program is compiled for.
         self.state = state._replace(key=release.stream(release.new_seed(), _LABEL))
         if kept is not None:
             self._recount()
         elif self.files is not None:
             if self.till.notes():
                 raise ValueError(
-                    f"{self.files.workdir} holds notes of a stream, but its state is gone; use a new workdir."
+                    f"{self.files.workdir} holds notes of a stream, but its state is missing. Use a new workdir."
                 )
             self.run = self.name = release.new_seed().hex()
             self.entering = self._next(None, self.step)
@@ -185,15 +187,15 @@ class _Loop:
             self._save()
 
     def serve(self, number: int, batch: Batch) -> None:
-        """Serves one batch, unless that is done."""
+        """Serves one batch, unless it is finished."""
         self.seen += 1
         units = batch.visitors(self._unit)
         records = None if self.files is None else _as_text(units, batch.domains)
         if self.files is not None and number < len(self.rows):
             if self.noted.get(number) != records:
                 raise ValueError(
-                    f"batch {number} of stream is not the one that was served in {self.files.workdir}: its units or "
-                    "domains differ. Give the same stream from its beginning, or use a new workdir."
+                    f"batch {number} of stream differs in units or domains from the batch that was served in "
+                    f"{self.files.workdir}. Give the same stream from its beginning, or use a new workdir."
                 )
             return
         before = self.adapter.reset(self.state) if batch.reset else self.state
@@ -242,7 +244,7 @@ class _Loop:
         self.entering = self._next(None if payment is None else payment.entered, self.step)
 
     def end(self) -> None:
-        """Refuses a stream that ended too early; leaves no unfinished sum in the workdir."""
+        """Refuses a stream that ended too early. Drops an unfinished sum from the workdir."""
         if self.files is None:
             return
         if self.seen < len(self.rows):
@@ -255,7 +257,7 @@ class _Loop:
             self._save()
 
     def served(self) -> Served:
-        """What came of the batches so far."""
+        """Returns the results of the batches so far."""
         if self.account is not None and self.files is None and self.entering.batches:
             self.account.leave_unfinished(_name(self.adapter, self.state), self.entering)
         hits: dict[str, Any] = {}
@@ -274,25 +276,25 @@ class _Loop:
         )
 
     def _admit(self, state: Any, account: StreamAccount) -> Sum:
-        """The sum that a state holds; refuses a state from which noise would cover less than the account charges."""
+        """Returns the sum that a state holds. Refuses a state whose next update would be charged too little."""
         visits, unfinished = account.visits, self.step % self.adapter.accumulate != 0
         if unfinished and (held := visits.under_way(self.name)) is not None:
             return held
         if unfinished and any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(getattr(state, "pending", None))):
             raise ValueError(
-                "state is in the middle of an update, and it is not the newest state that this account has charged for "
-                "that update: its pending sum would be in two updates and paid for in one. Go on from the newest state "
-                "with its account, or from adapter.reset(state), which drops the pending sum"
+                "state is in the middle of an update, but it is not the newest state that this account has charged for "
+                "that update. Its pending sum would be in two updates and paid for in one. Continue from the newest "
+                "state with its account, or from adapter.reset(state), which drops the pending sum."
             )
         if any(self.entering.release in releases for releases in visits.counts.values()):
             raise ValueError(
-                "state has been served from before, and the account would take its next update for the one that "
-                "came of that. Go on from the state that came of that, or from state._replace(key=adapter.init().key)"
+                "state has been served before, so the account would confuse its next update with a charged one. "
+                "Continue from the state of `Served`, or from state._replace(key=adapter.init().key)."
             )
         return self.entering
 
     def _recount(self) -> None:
-        """Counts what the workdir's notes say, which charges a ledger that does not know of it."""
+        """Counts the visits in the workdir's notes. This charges them if the ledger lacks them."""
         last, entered = -1, None
         if self.account is not None:
             release.check_history(self.till.notes(), self.account.ledger)
@@ -310,7 +312,7 @@ class _Loop:
             self.entering = self._next(entered, self.step)
 
     def _next(self, entered: Sum | None, step: int) -> Sum:
-        """The sum that the batch at a step enters: that of the batch before it, or a new one."""
+        """Returns the sum that the batch at a step enters: the sum of the batch before it, or a new one."""
         if entered is None or step % self.adapter.accumulate == 0:
             return Sum(f"{self.name}/{step // self.adapter.accumulate}")
         return entered
@@ -326,7 +328,7 @@ class _Loop:
 
     @property
     def _terms(self) -> dict[str, str]:
-        """What may not change in a workdir."""
+        """The settings that may not change in a workdir."""
         return {
             "unit": self._unit,
             "accumulate": str(self.adapter.accumulate),
@@ -340,7 +342,7 @@ class _Loop:
 
 
 class _Files:
-    """What is kept in a workdir beside what the till keeps: the state, and a row for each batch."""
+    """The files in a workdir besides the till's: the state, and a row for each batch."""
 
     def __init__(self, workdir: pathlib.Path):
         self.workdir = workdir
@@ -348,17 +350,16 @@ class _Files:
         self._rows = MetricsWriter(workdir / _ROWS, fsync=True)
 
     def close(self) -> None:
-        """Closes the files."""
         self._rows.close()
 
     def add(self, number: int, row: dict[str, Any]) -> None:
-        """Makes the row of a batch durable."""
+        """Writes the row of a batch durably."""
         self._rows.write(number, **row)
 
     def save(self, parts: Any, terms: dict[str, str]) -> None:
-        """Replaces the state in one step. Its owner alone may read it: a pending sum has no noise yet."""
+        """Replaces the state atomically. Only its owner may read it, because a pending sum has no noise yet."""
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(parts))]
-        # Number formats that NumPy itself lacks, such as bfloat16, are stored as integers of their size.
+        # Number formats that NumPy lacks, such as bfloat16, are stored as integers of the same size.
         plain = [x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}") for x in arrays]
         named = {str(number): np.asarray(array, order="C") for number, array in enumerate(plain)}
         described = terms | {"kind": _kind(parts)}
@@ -366,27 +367,27 @@ class _Files:
         write_durably(self.workdir / _STATE, data, mode=0o600)
 
     def load(self, adapter: Any, terms: dict[str, str]) -> tuple[Any, str, list[dict[str, Any]]] | None:
-        """The state that was kept, the name of the run and the rows of its batches; None if there is none."""
+        """Returns the stored state, the name of the run and the rows of its batches, or None without a state."""
         if not (path := self.workdir / _STATE).exists():
             return None
-        (self.workdir / f"{_STATE}.tmp").unlink(missing_ok=True)  # of a process that died while it wrote
+        (self.workdir / f"{_STATE}.tmp").unlink(missing_ok=True)  # left by a process that was killed
         with understood(path, _DAMAGED), safetensors.safe_open(path, framework="numpy") as file:
             found = file.metadata()
             named = {str(number): file.get_tensor(str(number)) for number in range(len(file.keys()))}
-            stated = found.pop("digest", None)  # the first release had none
+            stated = found.pop("digest", None)  # files of the first version have none
             if stated not in (None, release.digest([named, found])):
                 raise ValueError("it does not hold the state that was written")
             if missing := [name for name in (*terms, "kind", "run", "batches", "step") if name not in found]:
                 raise ValueError(f"it lacks {', '.join(missing)}")
-        # Records that were clipped to one norm need noise for that norm.
+        # An unfinished sum was clipped to the old norm, and needs noise for that norm.
         unfinished = int(found["step"]) % adapter.accumulate != 0
         different = [name for name in terms if terms[name] != found[name] and (name != "clip_norm" or unfinished)]
         if different:
-            raise ValueError(f"{self.workdir} holds a stream with another {', '.join(different)}; use a new workdir.")
+            raise ValueError(f"{self.workdir} holds a stream with another {', '.join(different)}. Use a new workdir.")
         empty = adapter.init()
         leaves, structure = jax.tree.flatten(adapter.parts(empty))
         if found["kind"] != _kind(adapter.parts(empty)):
-            raise ValueError(f"{path} holds the state of another adapter; use a new workdir.")
+            raise ValueError(f"{path} holds the state of another adapter. Use a new workdir.")
         arrays = [jax.device_put(array.view(x.dtype)) for array, x in zip(named.values(), leaves, strict=True)]
         self._rows.truncate_after(int(found["batches"]))
         rows = read_metrics(self.workdir / _ROWS)
@@ -402,12 +403,11 @@ def _event(adapter: Any) -> DpEvent:
 
 
 def _clip_norm(adapter: Any) -> float | None:
-    """The norm of a record's contribution; None for a method that is not private."""
+    """Returns the largest norm of a record's contribution, or None for a method that is not private."""
     return adapter.method.sensitivity("zero_out") if isinstance(adapter.method, Private) else None
 
 
 def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
-    """Counts of right predictions, in all and for each domain."""
     right = (logits.argmax(axis=-1) == batch.labels)[batch.mask]
     of = {domain: right[np.array(batch.domains) == domain] for domain in dict.fromkeys(batch.domains)}
     hits = {domain: [int(part.sum()), len(part)] for domain, part in of.items()}
@@ -415,7 +415,7 @@ def _compared(batch: Batch, logits: np.ndarray) -> dict[str, Any]:
 
 
 def _name(adapter: Any, state: Any) -> str:
-    """Names a state and the norm to which what it holds was clipped, without telling its key."""
+    """Names a state and the clip norm of its pending sum without revealing its key."""
     key = np.asarray(jax.random.key_data(state.key)).tobytes()
     return hashlib.sha256(key + f"{int(state.step)} {_clip_norm(adapter)!r}".encode()).hexdigest()[:16]
 
@@ -426,7 +426,7 @@ def _kind(parts: Any) -> str:
 
 
 def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
-    """Who came in a batch, for the notes of the workdir."""
+    """Returns the units and domains of a batch as text, for the notes of the workdir."""
 
     def plain(unit: Hashable) -> Any:
         if isinstance(unit, tuple):
@@ -434,8 +434,8 @@ def _as_text(units: Sequence[Hashable], domains: Sequence[str]) -> str:
         if isinstance(unit, str | int | np.integer):
             return str(unit) if isinstance(unit, str) else int(unit)
         raise TypeError(
-            f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}; "
-            "name them so, or leave workdir out."
+            f"units must be text, integers or tuples of them where a workdir notes them, got {type(unit).__name__}. "
+            "Rename them, or leave workdir out."
         )
 
     return json.dumps([[plain(unit) for unit in units], [str(domain) for domain in domains]])

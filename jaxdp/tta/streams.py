@@ -1,12 +1,12 @@
-"""Streams of test batches: which record comes in which batch, and where an evaluation starts afresh.
+"""Streams of test batches: the batch of each record, and the resets of an evaluation.
 
     stream = Stream({"gaussian_noise": noisy, "fog": foggy}, batch_size=64, seed=0)
     for batch in stream:
-        ...  # batch.images, batch.labels, batch.mask; batch.reset; batch.units
+        ...  # batch.images, batch.labels, batch.mask, batch.reset, batch.units
 
-A domain is a source under one condition (a corruption, a site). The protocols of the test-time adaptation papers are
-orders and reset rules of one class: continual ("never" reset), "episodic" in the sense of a reset per corruption
-("domain") or per batch ("batch"), all domains mixed, and label shift.
+A domain is a source under one condition (a corruption, a site). `Stream` has the protocols of the test-time adaptation
+papers as orders and reset rules. Continual protocols never reset. Episodic protocols reset before each corruption
+("domain") or each batch ("batch"). The other protocols mix all domains, or shift the labels.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ class Batch:
     """One batch of a stream. The first m = mask.sum() rows are records, the others padding.
 
     Attributes:
-      images: float32 [B, H, W, C]; zeros in padding.
-      labels: int32 [B]; -1 in padding. For evaluation only: adaptation never sees them.
+      images: float32 [B, H, W, C], zeros in padding.
+      labels: int32 [B], -1 in padding. They are for evaluation only, adaptation never reads them.
       mask: bool [B], False for padding. The divisor of an update stays the public B.
-      domains: [m] name of each record's domain.
-      positions: int64 [m] of each record in its domain.
-      units: [m] identity of what each record is a view of; see `Stream.units`.
-      reset: whether the model starts again from its source parameters before this batch.
+      domains: [m], the name of each record's domain.
+      positions: int64 [m], the position of each record in its domain.
+      units: [m], the unit of each record, see `Stream.units`.
+      reset: Whether the model is reset to its source parameters before this batch.
 
     Raises:
-      ValueError: units, domains or positions do not name every record, so that somebody would not be charged for.
+      ValueError: units, domains or positions do not name every record, so some record would not be charged.
     """
 
     images: np.ndarray = dataclasses.field(repr=False)
@@ -55,52 +55,53 @@ class Batch:
         records = int(np.sum(self.mask))
         for name in ("units", "domains", "positions"):
             if (count := len(getattr(self, name))) != records:
-                raise ValueError(f"{name} must name each of the {records} records under mask, got {count}")
+                raise ValueError(f"{name} must name each of the {records} records under mask, got {count}.")
 
     def visitors(self, unit: Unit) -> tuple[Hashable, ...]:
-        """[m] whom an account charges: "photograph", `units`, or "sample", the domain and position of each record."""
+        """Returns the [m] ids that an account charges: `units`, or for "sample" pairs (domain, position)."""
         check_name("unit", unit, Unit)
         return self.units if unit == "photograph" else tuple(zip(self.domains, self.positions.tolist(), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stream:
-    """Batches of one fixed size from one or several domains; every record comes at most once.
+    """Batches of one fixed size from one or several domains. Every record comes at most once.
 
     Orders:
-      "continual": domain after domain, each shuffled by the same seed; no batch spans two domains.
-      "mixed": the records of all domains shuffled together.
-      "label_shifted": as "continual", but inside a domain by phases, one for each class in turn. A record is in the
-        phase of its own class with odds `imbalance` : 1 against each other phase, independently of the other records;
-        inside a phase the order is random. Infinite odds are strictly class by class, odds of 1 are "continual".
-
-    Formal guarantees:
-      - Which position is in which batch, how many batches there are and where resets are depends on the numbers of
-        records, the public seed and the fields of this class only. Batches are disjoint and of fixed size, as parallel
-        composition over a stream needs; replacing what a record holds moves no record.
-      - "label_shifted" is the exception: it reads labels. It models a stream that arrives in such an order, and is
-        sound if that order is taken as given, like arrival times. To sort, route, reject or de-duplicate private
-        records by what they hold is a release of its own that no account here sees.
-      - Adding or removing a record shifts all later ones across batch boundaries. Neighbours are therefore streams
-        that differ in the content of one unit ("replace_one", "zero_out"), never in length.
-      - Each record comes once, but a unit may come back: by default position i of every domain is taken to be the same
-        photograph i, as in ImageNet-C and CIFAR-10-C, and 15 corruptions of it are 15 visits.
+      "continual": Domain after domain, each shuffled by the same seed. No batch spans two domains.
+      "mixed": The records of all domains shuffled together.
+      "label_shifted": As "continual", but each domain has one phase for each class in turn. A record is in the phase of
+        its class with odds `imbalance` : 1 against each other phase, independently of other records. The order in a
+        phase is random. Infinite odds give strictly one class after another, odds of 1 give "continual".
 
     Attributes:
-      domains: sources by name, in the order in which they come, with images of one shape and one number of classes.
+      domains: {name: source} in stream order, with one image shape and one number of classes.
       batch_size: B >= 1, the size of every batch and the public divisor of its update.
-      order: see above.
-      reset: "never"; "domain", before the first batch of every domain ("episodic" in the papers on ImageNet-C);
-        "batch", before every batch (Tent's flag EPISODIC), which shows only where predictions follow the update.
-      seed: public non-negative int below 2**128.
-      remainder: what becomes of the last n mod B records of a domain (of the stream, if mixed): "drop", as in the
-        papers, or "pad" the batch with masked rows.
-      imbalance: odds >= 1 of a "label_shifted" stream.
-      units: [n] public identity of position i in every domain, for example the patient of a scan; by default the
-        position itself. Where domains hold different photographs, protect the unit "sample" instead.
+      order: See above.
+      reset: "never", "domain" or "batch". "domain" resets before the first batch of every domain ("episodic" in the
+        papers on ImageNet-C). "batch" resets before every batch (Tent's flag EPISODIC), so it has an effect only if
+        predictions follow the update.
+      seed: A public non-negative int below 2**128.
+      remainder: The treatment of the last n mod B records of a domain (of the stream, if mixed). "drop" drops them, as
+        in the papers. "pad" fills the batch with masked rows.
+      imbalance: The odds >= 1 of a "label_shifted" stream.
+      units: [n], the public unit of position i in every domain, for example the patient of a scan. The default is the
+        position. If domains hold different photographs, protect the unit "sample" instead.
 
     Raises:
-      ValueError: on construction, for values outside the above or domains that yield no batch.
+      ValueError: On construction, if a value is out of range or a domain yields no batch.
+
+    Formal guarantees:
+      - The batch of each position, the number of batches and the resets depend only on the numbers of records, the
+        public seed and the fields of this class. Batches are disjoint and of fixed size, as parallel composition over a
+        stream needs. Replacing the contents of a record moves no record.
+      - "label_shifted" is the exception, because it reads labels. It models a stream that arrives in this order. It is
+        sound if the order is taken as given, like arrival times. To sort, route, reject or de-duplicate private records
+        by their contents is a separate release that no account here sees.
+      - Adding or removing a record shifts all later records across batch boundaries. Neighbours are therefore streams
+        that differ in the contents of one unit ("replace_one", "zero_out"), never in length.
+      - Each record comes once, but a unit may come back. By default position i is the same photograph i in every
+        domain, as in ImageNet-C and CIFAR-10-C. Its 15 corruptions are 15 visits.
     """
 
     domains: Mapping[str, Source]
@@ -117,32 +118,32 @@ class Stream:
         for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
             check_name(name, getattr(self, name), choices)
         if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}.")
         if not 0 <= self.seed < 2**128:
-            raise ValueError(f"seed must be in [0, 2**128), got {self.seed}")
+            raise ValueError(f"seed must be in [0, 2**128), got {self.seed}.")
         if not self.imbalance >= 1:
-            raise ValueError(f"imbalance must be at least 1, got {self.imbalance}")
+            raise ValueError(f"imbalance must be at least 1, got {self.imbalance}.")
         if self.imbalance < math.inf and self.order != "label_shifted":
-            raise ValueError(f"imbalance={self.imbalance} needs order='label_shifted', got order={self.order!r}")
+            raise ValueError(f"imbalance={self.imbalance} needs order='label_shifted', got order={self.order!r}.")
         if self.order == "mixed" and self.reset == "domain":
-            raise ValueError("reset='domain' has no meaning where order='mixed': use reset='never' or 'batch'")
+            raise ValueError("reset='domain' has no meaning with order='mixed'. Use reset='never' or 'batch'.")
         if not self.domains:
-            raise ValueError("domains must hold at least one source")
+            raise ValueError("domains must hold at least one source.")
         for name, source in self.domains.items():
             if "image" not in source.arrays:
-                raise ValueError(f"domains[{name!r}] has no images; it has the columns {sorted(source.arrays)}")
+                raise ValueError(f"domains[{name!r}] has no column 'image', only {sorted(source.arrays)}.")
         kinds = {(s.arrays["image"].shape[1:], s.num_classes) for s in self.domains.values()}
         if len(kinds) > 1:
-            raise ValueError(f"domains must have one image shape and number of classes, got {sorted(kinds)}")
+            raise ValueError(f"domains must have one image shape and number of classes, got {sorted(kinds)}.")
         longest = max(len(source) for source in self.domains.values())
         if self.units is not None and len(self.units) != longest:
-            raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}")
+            raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}.")
         sections = ["the stream"] if self.order == "mixed" else self.domains
         for name, batches in zip(sections, self._sections, strict=True):
             if not batches:
                 raise ValueError(
-                    f"{name!r} has too few records for a batch of batch_size={self.batch_size}: use a smaller one, "
-                    "or remainder='pad'"
+                    f"{name!r} has too few records for batch_size={self.batch_size}. Use a smaller batch_size, "
+                    "or remainder='pad'."
                 )
 
     def __len__(self) -> int:
@@ -152,9 +153,9 @@ class Stream:
         return map(self.batch, range(len(self)))
 
     def batch(self, index: int) -> Batch:
-        """Returns batch `index` in [0, len(stream)), and reads the images of that batch only; IndexError for others."""
+        """Returns batch `index` in [0, len(stream)) and reads the images of that batch only."""
         if not 0 <= index < len(self):
-            raise IndexError(f"index must be in [0, {len(self)}), got {index}")
+            raise IndexError(f"index must be in [0, {len(self)}), got {index}.")
         rows, reset = self._schedule[index]
         owner, positions = rows.T
         sources = list(self.domains.values())
@@ -168,13 +169,12 @@ class Stream:
         return Batch(images, labels, mask, *self._named(rows), reset)
 
     def visitors(self, unit: Unit) -> Iterator[tuple[Hashable, ...]]:
-        """Yields `Batch.visitors` of every batch, without reading an image."""
+        """Yields `Batch.visitors` of every batch. Reads no image."""
         nothing = np.zeros(0, np.float32)
         for rows, reset in self._schedule:
             yield Batch(nothing, nothing, np.ones(len(rows), bool), *self._named(rows), reset).visitors(unit)
 
     def _named(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray, tuple[Hashable, ...]]:
-        """Domains, positions and units of records."""
         owner, positions = rows.T
         names, numbers = list(self.domains), positions.tolist()
         units = numbers if self.units is None else [self.units[i] for i in numbers]
@@ -182,7 +182,7 @@ class Stream:
 
     @functools.cached_property
     def _schedule(self) -> list[tuple[np.ndarray, bool]]:
-        """Per batch: (domain number, position) of its records, int64 [m, 2], and whether to reset before it."""
+        """For each batch, the (domain number, position) of its records, int64 [m, 2], and whether it starts anew."""
         return [
             (rows, self.reset == "batch" or (self.reset == "domain" and number == 0))
             for batches in self._sections
@@ -191,7 +191,7 @@ class Stream:
 
     @functools.cached_property
     def _sections(self) -> list[list[np.ndarray]]:
-        """The batches by section of the stream that no batch leaves: a domain, or everything if mixed."""
+        """The batches of each section: a domain, or the whole stream if mixed. No batch spans two sections."""
         orders = {
             "continual": lambda source: _shuffled(self.seed, len(source)),
             "mixed": lambda source: np.arange(len(source)),
@@ -212,7 +212,7 @@ class Stream:
         labels = source.arrays["label"] if source.rows is None else source.arrays["label"][source.rows]
         own, count = 1 / (1 + (source.num_classes - 1) / self.imbalance), len(labels)
         order = _shuffled(self.seed, count)
-        # Words behind the `count` of the shuffle, so that phases are independent of the order inside a phase.
+        # The shuffle uses the first `count` words. Later words make phases independent of the order in a phase.
         words = _words(self.seed, 3 * count)[count:]
         strays = (words[:count] >> np.uint64(11)) * 2.0**-53 >= own
         other = 1 + (words[count:] % np.uint64(source.num_classes - 1)).astype(np.int64)
@@ -221,7 +221,7 @@ class Stream:
 
 
 def _words(seed: int, count: int) -> np.ndarray:
-    """Public random uint64 [count]; NumPy keeps the raw stream of a bit generator for ever."""
+    """Returns public random uint64 [count]. NumPy guarantees that the raw stream of a bit generator never changes."""
     return np.random.Philox(key=seed).random_raw(count)
 
 

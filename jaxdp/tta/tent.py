@@ -1,4 +1,4 @@
-"""Tent (Wang et al. 2021, arXiv:2006.10726): minimise the entropy of the predictions."""
+"""Tent (Wang et al. 2021, arXiv:2006.10726): minimisation of the entropy of the predictions."""
 
 import dataclasses
 
@@ -7,4 +7,4 @@ from jaxdp.tta.method import Method
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tent(Method):
-    """Loss of a batch: mean_i H_i, over every normalisation layer's scale and bias."""
+    """Minimisation of mean_i H_i over the scale and bias of every normalisation layer."""

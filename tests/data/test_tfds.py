@@ -243,7 +243,7 @@ def test_images_of_differing_sizes_are_prepared(data_dir):
 def test_the_size_of_an_image_is_read_before_it_is_decoded(data_dir):
     tracemalloc.start()
     with pytest.raises(
-        ValueError, match=r"image 1 of tiny_bomb/train in .*1\.0\.0 is 9000x9000, declared 4x5; prepare"
+        ValueError, match=r"image 1 of tiny_bomb/train in .*1\.0\.0 is 9000x9000, but declared 4x5. Prepare"
     ):
         from_tfds("tiny_bomb", "train", data_dir=data_dir)
     limited = {"prepare": lambda images: np.zeros((len(images), 2, 2, 3)), "limits": Limits(pixels=10**6)}

@@ -66,7 +66,7 @@ def test_files_with_one_stem_do_not_meet(tmp_path):
 def test_damaged_json_is_named_with_the_remedy(tmp_path, content):
     path = tmp_path / "result.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .*the same command then makes it again"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged: .*The same command then makes it again"):
         read_json(path, keys=["a"])
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "other.json"))):
         read_json(tmp_path / "other.json")

@@ -109,17 +109,17 @@ def test_without_digests_a_wrong_state_goes_unnoticed(tmp_path):
     other = saved(tmp_path / "other", {"w": np.arange(4.0) + 1})
     shutil.rmtree(folder / "checkpoints")
     shutil.copytree(other / "checkpoints", folder / "checkpoints")
-    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: its files are not those that were written"):
+    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: its files differ from the written ones"):
         Checkpoints(folder, keep=2)
     # With the digest of these files and that of the state before, it is the state that differs.
     files = json.loads((other / path.name).read_text())["digests"]["1"][0]
     write_json(path, {"digests": {"1": [files, listed["digests"]["1"][1]]}, "sum": listed["sum"]})
-    with pytest.raises(ValueError, match=r"run/checkpoints.json is damaged: it does not have the sum that it states"):
+    with pytest.raises(ValueError, match=r"run/checkpoints.json is damaged: its content differs from its sum"):
         Checkpoints(folder, keep=2)
     digests = {"1": [files, listed["digests"]["1"][1]]}
     write_json(path, {"digests": digests, "sum": checkpoints._sum(digests)})
     kept = Checkpoints(folder, keep=2)
-    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: it does not hold the state that was saved"):
+    with pytest.raises(ValueError, match=r"run/checkpoints/1 is damaged: its state differs from the saved one"):
         kept.restore(state)
     kept.close()
     (folder / "checkpoints.json").unlink()
@@ -144,5 +144,5 @@ def test_a_checkpoint_that_a_crash_left_unnamed_is_made_again(tmp_path):
     assert kept.restore({"w": np.zeros(2)})[1] == 2
     kept.close()
     shutil.rmtree(tmp_path / "checkpoints" / "2")
-    with pytest.raises(ValueError, match=r"checkpoints/2 is gone, which checkpoints.json names as the newest"):
+    with pytest.raises(ValueError, match=r"checkpoints/2 is missing, but checkpoints.json names it as the newest"):
         Checkpoints(tmp_path, keep=2)

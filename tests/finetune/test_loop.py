@@ -470,7 +470,7 @@ def test_the_secret_seed_is_secret_and_is_deleted(tmp_path):
         fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
     assert len(set(seeds)) == 2 and all(len(bytes.fromhex(seed)) == 16 for seed in seeds)
     assert path.read_text() == seeds[1]  # of the chunk that was interrupted
-    with pytest.raises(ValueError, match="seed differs from that of the unfinished release"):
+    with pytest.raises(ValueError, match="seed differs from the one of the unfinished release"):
         fit(trainer, ledger, workdir=tmp_path, seed=bytes(16))
     fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
     assert seeds[2] == seeds[1]

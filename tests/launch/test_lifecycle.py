@@ -326,7 +326,7 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
 def test_a_lost_ledger_is_told_everything_again(copied, ran):
     before = spent(copied)
     (copied / "ledger.sqlite").unlink()
-    with pytest.raises(LedgerDamaged, match="is gone: only its head is there"):  # nobody starts from 0 by accident
+    with pytest.raises(LedgerDamaged, match="is missing: only its head exists"):  # nobody starts from 0 by accident
         life.run(tiny.lifecycle(), copied)
     (copied / "ledger.sqlite.head").unlink()
     life.run(tiny.lifecycle(), copied)
@@ -368,7 +368,7 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
     refused(tiny.lifecycle(data__sources=21), "ValueError: .*every one needs an image")
     with alone(root), pytest.raises(SystemExit, match="ValueError: another process is running"):
         frame.tell(experiment, tiny.lifecycle(), str(root))
-    with pytest.raises(SystemExit, match=r"ValueError: path .* does not exist; create the directory first"):
+    with pytest.raises(SystemExit, match=r"ValueError: path .* does not exist. Create the directory first"):
         frame.tell(experiment, tiny.lifecycle(ledger=str(tmp_path / "nowhere" / "ledger.sqlite")), str(root))
     assert not (root / "ledger.sqlite").exists()
 

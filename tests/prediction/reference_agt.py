@@ -30,7 +30,7 @@ def train(
     lr_decay: float = 0.0,
     lr_min: float = 0.0,
 ) -> tuple[Params, Params, Params]:
-    """Return (nominal, lower, upper) after a step for each row of `order`; up to k records of each batch may differ.
+    """Returns (nominal, lower, upper) after a step for each row of `order`; up to k records of each batch may differ.
 
     Args:
         params: (weight [in, out], bias [out]) of each dense layer; ReLU between them.
@@ -84,7 +84,7 @@ def descent_bounds(gradients: np.ndarray, k: int, clip: float) -> np.ndarray:
 
 
 def record_gradients(theta: list[np.ndarray], x: np.ndarray, y: np.ndarray, loss: str) -> list[np.ndarray]:
-    """Return boxes [2, b, ...] of each record's gradient, one per array of `theta` (weight, bias, weight, ...)."""
+    """Returns boxes [2, b, ...] of each record's gradient, one per array of `theta` (weight, bias, weight, ...)."""
     inputs, outputs = _forward(theta, x)
     delta = logit_gradient(outputs[-1], y, loss)
     gradients: list[np.ndarray] = []
@@ -99,7 +99,7 @@ def record_gradients(theta: list[np.ndarray], x: np.ndarray, y: np.ndarray, loss
 
 
 def logit_gradient(z: np.ndarray, y: np.ndarray, loss: str) -> np.ndarray:
-    """Return the box [2, b, C] of the loss gradient at logits in the box z [2, b, C]."""
+    """Returns the box [2, b, C] of the loss gradient at logits in the box z [2, b, C]."""
     if loss == "bce":
         return expit(z) - y.reshape(-1, 1)
     if loss == "mse":
@@ -110,14 +110,14 @@ def logit_gradient(z: np.ndarray, y: np.ndarray, loss: str) -> np.ndarray:
 
 
 def softmax_bounds(z: np.ndarray) -> np.ndarray:
-    """Return the box of softmax over the box z [2, b, C]: p_c is least at z_c lowest and every other logit highest."""
+    """Returns the box of softmax over the box z [2, b, C]: p_c is least at z_c lowest and every other logit highest."""
     own = np.eye(z.shape[2], dtype=bool)
     others = [logsumexp(np.where(own, -np.inf, end[:, None, :]), axis=2) for end in z]
     return np.stack([expit(z[0] - others[1]), expit(z[1] - others[0])])
 
 
 def certified(lower: Params, upper: Params, queries: np.ndarray) -> np.ndarray:
-    """Whether each query [q, in] has one label for all parameters in the box, by the published rule: bool [q]."""
+    """Returns whether all parameters in the box give a query [q, in] one label, by the published rule: bool [q]."""
     theta = [np.stack(ends) for low, high in zip(lower, upper, strict=True) for ends in zip(low, high, strict=True)]
     z = _forward(theta, queries)[1][-1]
     if z.shape[2] == 1:
@@ -128,7 +128,7 @@ def certified(lower: Params, upper: Params, queries: np.ndarray) -> np.ndarray:
 
 
 def _forward(theta: list[np.ndarray], x: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return boxes of the input and of the output before ReLU of each layer."""
+    """Returns boxes of the input and of the output before ReLU of each layer."""
     inputs, outputs = [np.stack([x, x]).astype(np.float64)], []
     for weight, bias in zip(theta[::2], theta[1::2], strict=True):
         outputs.append(_product("bi,io->bo", inputs[-1], weight) + bias[:, None])
@@ -137,7 +137,7 @@ def _forward(theta: list[np.ndarray], x: np.ndarray) -> tuple[list[np.ndarray], 
 
 
 def _product(subscripts: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiply boxes by midpoints and radii (Rump)."""
+    """Multiplies boxes by midpoints and radii (Rump)."""
     (am, ar), (bm, br) = [((box[0] + box[1]) / 2, (box[1] - box[0]) / 2) for box in (a, b)]
     middle = np.einsum(subscripts, am, bm)
     radius = sum(np.einsum(subscripts, u, v) for u, v in ((abs(am), br), (ar, abs(bm)), (ar, br)))

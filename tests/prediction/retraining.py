@@ -11,7 +11,7 @@ Leaves = list[np.ndarray]  # weight [in, out] and bias [out] of each dense layer
 
 
 def forward(leaves: Leaves, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the input of each layer and the logits."""
+    """Returns the input of each layer and the logits."""
     inputs = [x]
     for weight, bias in zip(leaves[:-2:2], leaves[1:-2:2], strict=True):
         inputs.append(np.maximum(inputs[-1] @ weight + bias, 0))
@@ -19,7 +19,7 @@ def forward(leaves: Leaves, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray
 
 
 def gradients(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str) -> Leaves:
-    """Return each record's gradient of "bce", "ce" or "mse" (the sum of squares): arrays [b, ...] like `leaves`."""
+    """Returns each record's gradient of "bce", "ce" or "mse" (the sum of squares): arrays [b, ...] like `leaves`."""
     inputs, z = forward(leaves, x)
     if loss == "bce":
         small = np.exp(-abs(z))
@@ -38,12 +38,12 @@ def gradients(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str) -> Leaves
 
 
 def clipped(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str, clip: float) -> np.ndarray:
-    """Return each record's clipped gradient, flat: [b, P]."""
+    """Returns each record's clipped gradient, flat: [b, P]."""
     return np.clip(flatten(gradients(leaves, x, y, loss)), -clip, clip)
 
 
 def flatten(leaves: Leaves) -> np.ndarray:
-    """Return arrays [b, ...] as one array [b, P]."""
+    """Returns arrays [b, ...] as one array [b, P]."""
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
@@ -64,7 +64,7 @@ def train(
     lr_decay: float = 0.0,
     trace: bool = False,
 ) -> Any:
-    """Train with one step for each array of rows in `batches`.
+    """Trains with one step for each array of rows in `batches`.
 
     `divisor` None divides by the number of records in the batch. Returns the parameters; with `trace`, also each
     step's clipped gradients of ALL records, [steps, n, P].
@@ -87,7 +87,7 @@ def train(
 def worst_change(
     seen: np.ndarray, order: np.ndarray, n: int, k: int, direction: np.ndarray, threat: str, epochs: int
 ) -> list[np.ndarray]:
-    """Choose, to first order, the k changes that move the result most along `direction`.
+    """Chooses, to first order, the k changes that move the result most along `direction`.
 
     Rows 0..n-1 of the pool are the data, the rest candidates that may be added any number of times. `seen` [steps,
     pool, P] are clipped gradients along a training. Returns the changed batches: "add_remove" and "replace_one" change

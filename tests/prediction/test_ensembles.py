@@ -29,7 +29,7 @@ def key(purpose):
 
 
 def steps_of(member, num_classes, farthest):
-    """What one changed record can make of one member's (label, distance)."""
+    """Yields each (label, distance) of a member after a change of one record."""
     label, distance = member
     yield from ((label, k) for k in (distance - 1, distance + 1) if 0 <= k <= farthest)
     if distance == 0:
@@ -37,7 +37,7 @@ def steps_of(member, num_classes, farthest):
 
 
 def graph(members, num_classes, farthest):
-    """All states of an ensemble, and per state the index of every state that one changed record can lead to."""
+    """Returns all states of an ensemble, and for each state the indices of the states one changed record away."""
     single = list(itertools.product(range(num_classes), range(farthest + 1)))
     states = list(itertools.product(single, repeat=members))
     index = {state: i for i, state in enumerate(states)}
@@ -55,7 +55,7 @@ def graph(members, num_classes, farthest):
 
 
 def violations(label, distance, neighbours):
-    """Number of neighbouring states that break what a mechanism needs."""
+    """Returns the number of neighbouring states that break the condition of a mechanism."""
     bad = 0
     for i, near in enumerate(neighbours):
         for j in near:
@@ -112,7 +112,7 @@ def test_the_votes_distance_is_the_length_of_the_shortest_way_out(members, num_c
 
 
 def simple_vote(labels, distances, num_classes, *, winners_only):
-    """n = ceil((n_1 - n_2) / 2) smallest distances, plus n - 1: right for two classes and the winner's voters only."""
+    """Returns the n = ceil((n_1 - n_2) / 2) smallest distances plus n - 1. Right for two classes and winners_only."""
     counts = np.stack([(labels == c).sum(axis=0) for c in range(num_classes)])
     winner = counts.argmax(axis=0)
     ordered = np.sort(counts, axis=0)
@@ -248,7 +248,7 @@ def split_votes(*counts):
 
 
 def laplace_difference(gap, scale):
-    """P(gap + difference of two Laplace variables < 0)."""
+    """Returns P(gap + difference of two Laplace variables < 0)."""
     x = gap / scale
     return math.exp(-x) * (0.5 + x / 4)
 

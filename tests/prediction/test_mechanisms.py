@@ -28,7 +28,7 @@ def key(purpose):
 
 
 def neighbours(last):
-    """All pairs of (label, distance) that neighbouring data sets may have; 0 and 1 stand for any two labels."""
+    """Yields all pairs of (label, distance) of neighbouring data sets. 0 and 1 stand for any two labels."""
     for k in range(last + 1):
         yield (0, k), (0, k)
     for k in range(last):
@@ -37,7 +37,7 @@ def neighbours(last):
 
 
 def largest_ratio(flips, num_classes, total=1):
-    """The largest ratio of the probabilities of any answer under any two neighbours; exact for integer `flips`.
+    """Returns the largest probability ratio of any answer under any two neighbours, exact for integer `flips`.
 
     flips[k] is the probability (over `total`) of EACH other label.
     """
@@ -63,7 +63,7 @@ def exact_table(name, epsilon, num_classes, last):
             for c in CAUCHY
         },
     }[name](np.arange(last + 1))
-    table = mechanisms._thresholds(flips, last, epsilon=epsilon, num_classes=num_classes)
+    table = mechanisms.exact_thresholds(flips, last, epsilon=epsilon, num_classes=num_classes)
     return table + [1] * (last + 1 - len(table))
 
 
@@ -187,7 +187,7 @@ def test_the_enumeration_rejects_flips_that_are_too_rare(num_classes):
 
 
 def cauchy_loss(shift, one, other):
-    """Numerical maximum of the log density ratio of Cauchy laws `shift` apart with scales `one`, `other`."""
+    """Maximises the log density ratio of Cauchy laws `shift` apart with scales `one`, `other`."""
     z = np.concatenate([np.linspace(-30, 30, 200_001), np.geomspace(30, 1e7, 2000), -np.geomspace(30, 1e7, 2000)])
     z = z * max(one, other)
     ratio = stats.cauchy(scale=one).logpdf(z - shift) - stats.cauchy(scale=other).logpdf(z)
@@ -222,7 +222,7 @@ def test_cauchy_noise_on_a_label_is_private_before_rounding(epsilon):
 def test_cauchy_noise_on_values_is_private_for_joint_changes(epsilon, share):
     """Centres that move by the smaller sensitivity while the scale changes by exp(beta) at most: tight at epsilon."""
     beta = share * epsilon
-    multiplier = mechanisms._cauchy_multiplier(epsilon, beta)
+    multiplier = mechanisms.cauchy_multiplier(epsilon, beta)
 
     def worst(multiplier):
         steps = np.linspace(0, beta, 9)
@@ -234,7 +234,7 @@ def test_cauchy_noise_on_values_is_private_for_joint_changes(epsilon, share):
 
 
 def hockey_stick(epsilon, one, other):
-    """delta(epsilon) of centred Laplace laws with scales `one` and `other`, by quadrature."""
+    """Returns delta(epsilon) of centred Laplace laws with scales `one` and `other`, by quadrature."""
 
     def excess(x):
         return max(math.exp(-x / one) / one - math.exp(epsilon - x / other) / other, 0.0)
@@ -269,16 +269,16 @@ def test_a_flip_uses_exactly_its_share_of_the_64_bit_numbers():
     r, classes = 5, 4
     ends = [0, 4, 5, 9, 10, 14, 15, 2**32, 2**64 - 1]
     draws = np.array(ends, np.uint64)
-    got = mechanisms._flip(draws, np.full(len(ends), 2), np.full(len(ends), r, np.uint64), classes)
+    got = mechanisms.flip_labels(draws, np.full(len(ends), 2), np.full(len(ends), r, np.uint64), classes)
     assert got.tolist() == [3, 3, 0, 0, 1, 1, 2, 2, 2] and got.dtype == np.int32
     huge = np.array([2**63 - 1, 2**63, 2**64 - 1], np.uint64)
-    assert mechanisms._flip(huge, np.zeros(3, int), np.full(3, 2**63, np.uint64), 2).tolist() == [1, 0, 0]
-    assert mechanisms._flip(draws, np.zeros(9, int), np.zeros(9, np.uint64), 2).tolist() == [0] * 9
+    assert mechanisms.flip_labels(huge, np.zeros(3, int), np.full(3, 2**63, np.uint64), 2).tolist() == [1, 0, 0]
+    assert mechanisms.flip_labels(draws, np.zeros(9, int), np.zeros(9, np.uint64), 2).tolist() == [0] * 9
 
 
 def test_all_64_bits_are_drawn(monkeypatch):
     seen = []
-    monkeypatch.setattr(mechanisms, "_flip", lambda draws, *rest: seen.append(draws))
+    monkeypatch.setattr(mechanisms, "flip_labels", lambda draws, *rest: seen.append(draws))
     mechanisms.randomised_response(key("bits"), [0] * 4096, [0] * 4096, epsilon=1.0, num_classes=2)
     (draws,) = seen
     assert draws.dtype == np.uint64 and len(np.unique(draws)) == 4096
@@ -354,7 +354,7 @@ def test_same_key_same_answers_other_key_other_answers():
 
 
 def worlds(rng, nodes):
-    """Data sets on a ring (neighbours are adjacent) with a value each, and the exact boxes for distance 1, 2, ..."""
+    """Makes data sets on a ring (neighbours are adjacent) with values and exact boxes for distance 1, 2, ..."""
     values = np.cumsum(rng.normal(size=nodes) * (rng.random(nodes) < 0.5))
     values -= np.linspace(0, values[-1] - values[0], nodes)
     reach = [[values[np.arange(i - j, i + j + 1) % nodes] for i in range(nodes)] for j in range(1, nodes // 2)]
@@ -399,7 +399,7 @@ VALUES = {
     "cauchy": (
         lambda k, v, lo, up, r: mechanisms.cauchy_values(k, v, lo, up, epsilon=0.5, output_range=r, beta=0.2),
         stats.cauchy,
-        mechanisms._cauchy_multiplier(0.5, 0.2),
+        mechanisms.cauchy_multiplier(0.5, 0.2),
         0.2,
     ),
 }
@@ -440,10 +440,10 @@ def test_values_and_answers_stay_in_the_declared_range():
 def test_default_beta_is_free_or_useful():
     for epsilon in (0.1, 1.0, 10.0, 1000.0):
         beta = mechanisms.default_beta(epsilon)
-        assert 0 < beta < epsilon and mechanisms._cauchy_multiplier(epsilon, beta) > 0
+        assert 0 < beta < epsilon and mechanisms.cauchy_multiplier(epsilon, beta) > 0
         free = math.log(2 * math.cosh(min(epsilon, 30)) - 1)
         if epsilon <= 30:
-            assert mechanisms._cauchy_multiplier(epsilon, 0.999 * free) == pytest.approx(
+            assert mechanisms.cauchy_multiplier(epsilon, 0.999 * free) == pytest.approx(
                 1 / (2 * math.sinh(epsilon / 2)), rel=1e-9
             )
             assert beta == pytest.approx(max(0.8 * epsilon, free))
@@ -488,7 +488,7 @@ def test_more_bad_arguments():
     with pytest.raises(TypeError, match="typed key"):
         mechanisms.randomised_response(jax.random.PRNGKey(0), **GOOD)
     for mechanism in (mechanisms.smooth_cauchy, mechanisms.global_laplace):
-        with pytest.raises(ValueError, match="use randomised_response"):
+        with pytest.raises(ValueError, match="Use randomised_response"):
             mechanism(key("bad"), [0], [0], epsilon=1.0, num_classes=3)
     with pytest.raises(ValueError, match="calibration must be"):
         mechanisms.flip_probability_cauchy([0], epsilon=1.0, calibration="best")

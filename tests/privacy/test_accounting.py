@@ -182,7 +182,7 @@ def test_published_runs(q, sigma, steps, pld, rdp):
 @pytest.mark.parametrize(("q", "sigma"), list(itertools.product((1e-6, 0.005, 0.3, 0.99, 1.0), (0.3, 1.0, 30.0))))
 def test_vectorised_pld_is_that_of_dp_accounting(q, sigma):
     interval = 2e-3
-    ours = accounting._leaf_pld(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), "add_remove", interval)
+    ours = accounting.leaf_pld(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), "add_remove", interval)
     theirs = privacy_loss_distribution.from_gaussian_mechanism(
         sigma, sampling_prob=q, value_discretization_interval=interval
     )
@@ -275,9 +275,9 @@ def test_laplace_is_exact_and_replacement_doubles_its_sensitivity():
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
 def test_a_scalar_shift_is_the_worst_laplace_vector(share):
     """A vector of L1 norm 1 split over two coordinates loses no more than the same norm in one."""
-    one = accounting._leaf_pld(LaplaceDpEvent(0.7), "add_remove", 1e-3)
-    split = accounting._leaf_pld(LaplaceDpEvent(0.7 / share), "add_remove", 1e-3).compose(
-        accounting._leaf_pld(LaplaceDpEvent(0.7 / (1 - share)), "add_remove", 1e-3)
+    one = accounting.leaf_pld(LaplaceDpEvent(0.7), "add_remove", 1e-3)
+    split = accounting.leaf_pld(LaplaceDpEvent(0.7 / share), "add_remove", 1e-3).compose(
+        accounting.leaf_pld(LaplaceDpEvent(0.7 / (1 - share)), "add_remove", 1e-3)
     )
     for epsilon in (0.0, 0.3, 0.7, 1.0, 1.3):
         assert split.get_delta_for_epsilon(epsilon) <= one.get_delta_for_epsilon(epsilon) + 1e-6

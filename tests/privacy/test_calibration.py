@@ -136,7 +136,7 @@ def test_tolerance_is_respected_and_saves_work():
     [
         (lambda z: PureDpEvent(9.0), "cannot be met"),
         (lambda z: unproven("why"), "cannot be met"),
-        (lambda z: GaussianDpEvent(40.0), "met by the noise multiplier"),
+        (lambda z: GaussianDpEvent(40.0), "needs no noise"),
         (lambda z: GaussianDpEvent(1 / z), "not monotone"),
         (lambda z: ComposedDpEvent([PureDpEvent(6.0), GaussianDpEvent(z)]), "cannot be met"),
         (lambda z: PoissonSampledDpEvent(0.1, PureDpEvent(1 / z)), "no accounting rule"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -120,7 +121,7 @@ def full_disk():
 def test_a_full_disk(path):
     with Ledger(path) as ledger:
         register(ledger)
-        words = r"ledger '.*' cannot be read or written: .*still counts.*free space on its disk"
+        words = r"ledger '.*' cannot be read or written: .*still counts.*Free space on its disk"
         with full_disk(), pytest.raises(OSError, match=words), ledger.spend("data", PureDpEvent(1.0)):
             pytest.fail("the body ran although nothing was reserved")
         assert ledger.epsilon("data", delta=0.0) == 0.0
@@ -145,23 +146,27 @@ def test_a_full_disk(path):
 def test_an_interrupt_leaves_no_transaction_open(path, monkeypatch):
     """Ctrl-C just after a transaction began, or in it: others are not kept waiting, and the ledger can be used."""
     monkeypatch.setattr(store, "BUSY_SECONDS", 0.1)
-    with Ledger(path) as ledger, Ledger(path) as other:
+
+    class Interrupting(sqlite3.Connection):
+        armed = False
+
+        def execute(self, statement, *values):
+            found = super().execute(statement, *values)
+            if self.armed and statement.startswith("BEGIN"):
+                raise KeyboardInterrupt
+            return found
+
+    with contextlib.ExitStack() as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Interrupting))
+            ledger = opened.enter_context(Ledger(path))
+        other = opened.enter_context(Ledger(path))
         register(ledger)
 
-        class Interrupting:
-            in_transaction = property(lambda self: connection.in_transaction)
-
-            def execute(self, statement, *values):
-                found = connection.execute(statement, *values)
-                if statement.startswith("BEGIN"):
-                    raise KeyboardInterrupt
-                return found
-
-        connection = ledger._store.db
-        ledger._store.db = Interrupting()
+        Interrupting.armed = True
         with pytest.raises(KeyboardInterrupt):
             spend(ledger, PureDpEvent(1.0))
-        ledger._store.db = connection
+        Interrupting.armed = False
         spend(other, PureDpEvent(2.0))
         spend(ledger, PureDpEvent(4.0))
         assert other.epsilon("data", delta=0.0) == 6.0
@@ -672,7 +677,7 @@ def test_schema_of_version_2_is_frozen(tmp_path):
 def test_a_newer_schema_is_refused(path):
     Ledger(path).close()
     rows(path, f"PRAGMA user_version = {store.SCHEMA_VERSION + 1}")
-    with pytest.raises(ValueError, match=r"schema version 3.*upgrade jaxdp"):
+    with pytest.raises(ValueError, match=r"schema version 3.*Upgrade jaxdp"):
         Ledger(path)
 
 
@@ -693,9 +698,9 @@ def test_other_files_are_refused_untouched(tmp_path):
 
 
 def test_durability_settings(path):
-    with Ledger(path) as ledger:
-        assert ledger._store.db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-        assert ledger._store.db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
+    with contextlib.closing(store.Store(os.fspath(path))) as opened:
+        assert opened.db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+        assert opened.db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
 
 
 def test_reopening_forgets_nothing(path):

@@ -51,22 +51,39 @@ def table(path):
 
 
 DIE_AT = """
-import os, signal, sys
+import functools, json, os, signal, sqlite3, sys
 from jaxdp.privacy import Ledger, PureDpEvent
-path, instant = sys.argv[1:]
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+path, names, instant = sys.argv[1], *map(json.loads, sys.argv[2:])
+def reach(step):
+    if step.startswith(instant[0]):
+        instant.pop(0)
+        instant or os.kill(os.getpid(), signal.SIGKILL)
+class Dying(sqlite3.Connection):
+    def execute(self, text, *values):
+        reach(text)
+        return super().execute(text, *values)
+    def executemany(self, text, rows):
+        reach(text)
+        return super().executemany(text, rows)
+sqlite3.connect = functools.partial(sqlite3.connect, factory=Dying)
 ledger = Ledger(path)
-if instant == "before the reservation commits":
-    append = ledger._store.append
-    ledger._store.append = lambda *row: (append(*row), die())
-if instant == "before the head is written":
-    ledger._store._write_head = die
-if instant == "before the commit is recorded":
-    ledger._finish = lambda *args: die()
-with ledger.spend("data", PureDpEvent(1.0), label="doomed", token="step 1"):
-    if instant == "in the body":
-        die()
+os.pwrite = lambda *args: reach("write the head")
+with ledger.spend_all([(name, PureDpEvent(1.0)) for name in names], label="doomed", token="step 1"):
+    reach("body")
 """
+# The steps after which the program dies. It dies before the last of them.
+INSTANTS = {
+    "between two reservations": ["INSERT INTO spends", "INSERT INTO spends"],
+    "before the reservation commits": ["INSERT INTO totals", "COMMIT"],
+    "before the head is written": ["write the head"],
+    "in the body": ["body"],
+    "before the commit is recorded": ["UPDATE spends SET status"],
+}
+
+
+def die_at(instant, path, *names):
+    done = run(DIE_AT, path, json.dumps(names), json.dumps(INSTANTS[instant]), check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -79,7 +96,7 @@ with ledger.spend("data", PureDpEvent(1.0), label="doomed", token="step 1"):
     ],
 )
 def test_kill_at_a_chosen_instant(path, instant, statuses):
-    assert run(DIE_AT, path, instant, check=False).returncode == -signal.SIGKILL
+    die_at(instant, path, "data")
     assert table(path) == (statuses, len(statuses))
     with Ledger(path) as ledger:
         assert ledger.epsilon("data") == float(len(statuses))
@@ -88,23 +105,6 @@ def test_kill_at_a_chosen_instant(path, instant, statuses):
             assert record.replay == bool(statuses)
         assert ledger.epsilon("data") == 1.0
     assert table(path) == ({"committed": 1}, 1)
-
-
-DIE_AMONG_MANY = """
-import os, signal, sys
-from jaxdp.privacy import Ledger, PureDpEvent
-path, instant = sys.argv[1:]
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-ledger = Ledger(path)
-append = ledger._store.append
-if instant == "between two reservations":
-    ledger._store.append = lambda dataset, *row: die() if dataset == 2 else append(dataset, *row)
-if instant == "before the commit is recorded":
-    ledger._finish = lambda *args: die()
-with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):
-    if instant == "in the body":
-        die()
-"""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ with ledger.spend_all([("data", PureDpEvent(1.0)), ("more", PureDpEvent(1.0))]):
 def test_kill_while_several_accounts_pay(path, instant, statuses):
     with Ledger(path) as ledger:
         ledger.register("more", adjacency="add_remove", unit="example", epsilon=10.0, delta=0.0)
-    assert run(DIE_AMONG_MANY, path, instant, check=False).returncode == -signal.SIGKILL
+    die_at(instant, path, "data", "more")
     assert table(path) == (statuses, sum(statuses.values()))
     with Ledger(path) as ledger:
         assert ledger.epsilon("data") == ledger.epsilon("more") == (1.0 if statuses else 0.0)

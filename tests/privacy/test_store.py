@@ -51,13 +51,13 @@ EDITS = {
     "a total": ("UPDATE totals SET spends = 1 WHERE dataset = 1", "totals of dataset 'data'"),
     "a total's row": ("DELETE FROM totals WHERE dataset = 2 AND partition = 'part 0'", "totals of dataset 'other'"),
     "a total's label": ("UPDATE totals SET last_label = 'x' WHERE dataset = 1", "totals of dataset 'data'"),
-    "a spend's event": ("UPDATE spends SET event = 1 WHERE id = 6", "spend 6 is not what was written"),
-    "a spend's token": ("UPDATE spends SET token = 'x' WHERE id = 3", "spend 3 is not what was written"),
-    "a spend's author": ("UPDATE spends SET who = 'x' WHERE id = 4", "spend 4 is not what was written"),
-    "an event": ("""UPDATE events SET json = '{"epsilon":0.01,"type":"Pure"}' WHERE id = 1""", "spend 1 is not what"),
+    "a spend's event": ("UPDATE spends SET event = 1 WHERE id = 6", "spend 6 or an earlier one was changed"),
+    "a spend's token": ("UPDATE spends SET token = 'x' WHERE id = 3", "spend 3 or an earlier one was changed"),
+    "a spend's author": ("UPDATE spends SET who = 'x' WHERE id = 4", "spend 4 or an earlier one was changed"),
+    "an event": ("""UPDATE events SET json = '{"epsilon":0.01,"type":"Pure"}' WHERE id = 1""", "spend 1 or an earlier"),
     "a budget": ("UPDATE datasets SET epsilon = 400.0 WHERE name = 'data'", "terms of dataset 'data'"),
     "the number of records": ("UPDATE datasets SET records = 10 WHERE name = 'data'", "terms of dataset 'data'"),
-    "a dataset": ("DELETE FROM datasets WHERE name = 'data'", "no dataset"),
+    "a dataset": ("DELETE FROM datasets WHERE name = 'data'", "unknown dataset"),
     "the name": ("UPDATE meta SET value = 'x' WHERE key = 'id'", "terms of dataset"),
     "a spend in the middle": ("DELETE FROM spends WHERE id = 5", "spend 5 is missing"),
 }
@@ -109,14 +109,13 @@ def test_a_copy_of_the_database_alone_is_complete(path, tmp_path):
 
 
 LATE = """
-import os, sys
+import functools, os, sqlite3, sys
 from jaxdp.privacy import Ledger, PureDpEvent
+class NoCheckpoint(sqlite3.Connection):
+    def execute(self, text, *values):
+        return super().execute("SELECT 1" if "checkpoint" in text else text, *values)
+sqlite3.connect = functools.partial(sqlite3.connect, factory=NoCheckpoint)
 ledger = Ledger(sys.argv[1])
-ledger._store.db = type("NoCheckpoint", (), {
-    "__init__": lambda self, db: setattr(self, "db", db),
-    "__getattr__": lambda self, name: getattr(self.db, name),
-    "execute": lambda self, text, *values: self.db.execute("SELECT 1" if "checkpoint" in text else text, *values),
-})(ledger._store.db)
 for _ in range(3):
     with ledger.spend("data", PureDpEvent(0.1)):
         pass
@@ -248,7 +247,7 @@ def test_a_backup_is_a_ledger(path, tmp_path):
         head = ledger.head
         with ledger.spend("data", TENTH):
             pass
-        with pytest.raises(ValueError, match="exists already"):
+        with pytest.raises(ValueError, match=r"exists\. A backup replaces nothing"):
             ledger.backup(tmp_path / "backup.sqlite")
         with pytest.raises(ValueError, match="does not exist"):
             ledger.backup(tmp_path / "missing" / "backup.sqlite")
@@ -334,8 +333,8 @@ def test_a_program_of_the_first_release_cannot_write_any_more(path):
 
 HOLDER = """
 import sys, time
-from jaxdp.privacy import Ledger
-with Ledger(sys.argv[1])._store.transaction():
+from jaxdp.privacy.store import Store
+with Store(sys.argv[1]).transaction():
     print("held", flush=True)
     time.sleep(60)
 """

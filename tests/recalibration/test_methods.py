@@ -31,7 +31,7 @@ SPACINGS = ("linear", "log")
 
 
 def golden_section(f, low, high, iterations):
-    """Section C.1 in float64, as in textbooks: (ends of what is left, where f was evaluated)."""
+    """Runs Section C.1 in float64, as in textbooks: (last ends, points where f was evaluated)."""
     left, right = high - RATIO * (high - low), low + RATIO * (high - low)
     asked = [left, right]
     at_left, at_right = f(left), f(right)
@@ -61,7 +61,7 @@ def bisection(f, low, high, iterations):
 
 
 def searched(search, f, bracket, iterations):
-    """(temperature, whether an end was left alone, asked temperatures) of a search for f(T) over T or log T."""
+    """Searches f(T) over T or log T: (temperature, whether an end stayed, asked temperatures)."""
     to, back = (float, float) if bracket.spacing == "linear" else (math.log, math.exp)
     first = (to(bracket.low), to(bracket.high))
     (low, high), asked = search(lambda position: f(back(position)), *first, iterations)
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def wave(seed):
-    """A function with many ups and downs, so that a search takes any path."""
+    """Returns a function with many minima, so that a search takes any path."""
     rng = np.random.default_rng(seed)
     speed, phase = rng.uniform(1, 40), rng.uniform(0, 7)
     return lambda t: math.sin(speed * t + phase) + 2.0
@@ -218,7 +218,7 @@ def one_hot(index, size):
 
 
 def contributions(method, k, logits, labels, temperature):
-    """The equations of Sections 3.3 and 4, for valid records."""
+    """Computes the equations of Sections 3.3 and 4 for valid records."""
     p = softmax(logits, temperature)
     top, right = p.max(1), (np.argmax(logits, 1) == labels).astype(np.float64)
     if isinstance(method, NllT):
@@ -307,7 +307,7 @@ def people(m, rng):
 
 
 def furthest(added, adjacency):
-    """The largest L1 distance between contributions of one record: from nothing, or from another."""
+    """Returns the largest L1 distance of one record's contribution from nothing, or from another record's."""
     added = np.asarray(added, np.float64)
     if adjacency != "replace_one":
         return np.abs(added).sum(1).max()
@@ -395,7 +395,7 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
 
 
 def estimating_equation(method, line, answer, variance):
-    """Gradient and curvature of the Gaussian quasi-likelihood with its weights at the line, in float64."""
+    """Returns gradient and curvature of the Gaussian quasi-likelihood with its weights at the line, in float64."""
     right, wrong = np.split(np.asarray(answer, np.float64), 2)
     design = np.stack([np.array(method.places), np.ones(method.cells)], 1)
     q = special.expit(design @ line)

@@ -23,7 +23,7 @@ def examples(n, seed=0, accuracy=lambda c: c):
 
 
 def bins_of(confidence, bins, binning):
-    """One boolean array per bin, in float64 and without sorting."""
+    """Computes with one boolean array per bin, in float64 and without sorting."""
     confidence = confidence.astype(np.float64)
     if binning == "equal_width":
         lows = [k / bins for k in range(bins)] + [math.inf]
@@ -141,7 +141,7 @@ def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
 
 
 def test_debiasing_removes_its_share_of_the_bias_and_no_more():
-    """On calibrated data (true error 0), and on data 0.1 off everywhere, where gaps are many deviations.
+    """Checks calibrated data (true error 0), and data that are 0.1 off, where gaps are many deviations.
 
     Eight bins of 250 examples of one confidence p each: s = sqrt(p (1 - p) / 250), E|g| = s sqrt(2 / pi) without and
     2 - sqrt(2) times that with the correction if calibrated; 0.1 if not. The errors of 1000 trials have standard
@@ -203,15 +203,15 @@ def test_a_label_out_of_range_is_no_number(label):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\); .* jax.vmap"),
+        (lambda: ece(np.ones((2, 3)), np.ones((2, 3), bool)), r"confidence .* \(2, 3\). .* jax.vmap"),
         (lambda: ece(np.ones(3), np.ones(2, bool)), r"correct .* \(3,\), got shape \(2,\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), mask=np.ones((), bool)), r"mask .* got shape \(\)"),
         (lambda: ece(np.ones(3), np.ones(3, bool), bins=0), "bins must be at least 1, got 0"),
         (lambda: ece(np.ones(3), np.ones(3, bool), binning="log"), "binning must be \"equal_width\" .* got 'log'"),
         (lambda: reliability(np.ones(3), np.ones(3, bool), bins=-1), "bins must be at least 1, got -1"),
         (lambda: reliability(np.ones(3), np.ones((3, 1), bool)), r"correct .* got shape \(3, 1\)"),
-        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\); add a batch axis"),
-        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\); take argmax"),
+        (lambda: brier(np.ones(3), np.zeros(3, int)), r"probabilities must be \[n, m\].* \(3,\). Add a batch axis"),
+        (lambda: nll(np.ones((3, 2)), np.ones((3, 2))), r"labels .* of logits, got shape \(3, 2\). Take argmax"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(call, message):

@@ -1,6 +1,6 @@
 """The two parties: how much noise, exact sums, what an answer gives away, what a source accepts.
 
-Statistical tests use fixed keys, so they are deterministic; over the choice of key a correct implementation fails one
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
 with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart with certainty to the same degree.
 """
 
@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
-from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Party, play, protocol, recalibrate
+from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT, Party, play, recalibrate
 from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, summands, with_noise
+from jaxdp.release import Till
 from jaxdp.transforms import noise
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +84,7 @@ def test_without_noise_there_is_no_scale():
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_the_smallest_epsilon_is_named_and_works(method):
-    with pytest.raises(ValueError, match=r"epsilon=1e-09 needs more noise .* use at least") as error:
+    with pytest.raises(ValueError, match=r"epsilon=1e-09 needs more noise .* Use at least") as error:
         scale_of(method, 1e-9)
     smallest = float(re.search(r"at least (.*)\.$", str(error.value))[1])
     assert scale_of(method, smallest).noise <= noise.LARGEST_DISCRETE_SCALE
@@ -98,7 +99,7 @@ def test_impossible_noise_is_refused():
             scale_of(AccT(), epsilon)
     with pytest.raises(ValueError, match=r"adjacency must be one of .* got 'substitute'"):
         scale_of(AccT(), 1.0, "substitute")
-    with pytest.raises(ValueError, match=r"NllT.* sensitivity of 513.0; exact sums hold at most 512"):
+    with pytest.raises(ValueError, match=r"NllT.* sensitivity of 513.0. Exact sums hold at most 512"):
         scale_of(NllT(bound=513.0), 1.0)
 
 
@@ -163,7 +164,7 @@ DRAWS = 400_000
 
 
 def answers(method, source, epsilon, key, rounds=1):
-    """Many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
+    """Returns many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
     scale = scale_of(method, epsilon, num_classes=source.logits.shape[1])
     records = Records(jnp.asarray(source.logits), jnp.asarray(source.labels))
     out = []
@@ -176,7 +177,7 @@ def answers(method, source, epsilon, key, rounds=1):
 
 
 def log_ratio(first, second):
-    """log of the ratio of two events' frequencies among DRAWS each, and five standard errors of it."""
+    """Returns the log ratio of two events' frequencies among DRAWS each, and five standard errors."""
     a, b = first.sum(), second.sum()
     return math.log(a / b), 5 * math.sqrt((1 - a / DRAWS) / a + (1 - b / DRAWS) / b)
 
@@ -247,7 +248,7 @@ def test_impossible_sources_are_refused_without_their_size(logits, labels, error
 
 
 def test_too_many_records_for_exact_sums_are_refused():
-    with pytest.raises(ValueError, match="more than 131072 records; divide it"):
+    with pytest.raises(ValueError, match=r"more than 131072 records\. Divide it"):
         Party(np.zeros((2**17 + 1, 2), np.float32), np.zeros(2**17 + 1, np.int32))
 
 
@@ -363,14 +364,14 @@ def test_a_question_is_answered_once_and_may_be_repeated():
 
 
 def test_threads_that_ask_at_once_do_not_share_noise(monkeypatch):
-    """Two questions in one round: one is answered, and the other is an error."""
-    answer = protocol._answer
+    # Two questions in one round: one is answered, and the other is an error.
+    keeper = Till.keeper
 
-    def slow(*args):
-        time.sleep(0.05)
-        return answer(*args)
+    def slow(till, what):
+        keep = keeper(till, what)
+        return lambda arrays: (time.sleep(0.05), keep(arrays))
 
-    monkeypatch.setattr(protocol, "_answer", slow)
+    monkeypatch.setattr(Till, "keeper", slow)
     with Party(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk, ThreadPoolExecutor(4) as pool:
         heard = [pool.submit(talk.answer, temperature, round=0) for temperature in (0.7, 1.3, 0.9, 0.7)]
         errors = [future.exception() for future in heard]
@@ -382,16 +383,17 @@ CHILD = """
 import os, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
-from jaxdp.recalibration import AccT, Party, protocol
+from jaxdp.recalibration import AccT, Party
+from jaxdp.release import Till
 
 path, workdir, dies_after = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = np.random.default_rng(0)
 with Ledger(path) as ledger:
     source = Party(rng.normal(size=(20, 3)), rng.integers(0, 3, 20), account=ledger.account("clinic"))
+    if dies_after == 0:  # as soon as an answer is to be kept
+        Till.keeper = lambda till, what: lambda arrays: os.kill(os.getpid(), signal.SIGKILL)
     with source.begin(AccT(iterations=2), epsilon=1.0, workdir=workdir) as talk:
         print(talk.answered, flush=True)
-        if dies_after == 0:
-            protocol._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         for k, temperature in enumerate((1.0, 2.0, 3.0)):
             print(talk.answer(temperature, round=k)[0], flush=True)
             if talk.answered == dies_after:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import logging
 import math
 import os
 import signal
@@ -85,7 +86,7 @@ SHORT = {
 
 
 def objectives(logits, labels, bound=10.0, bins=15):
-    """What each method wants small, or (for signs) through zero, as functions of T in float64."""
+    """Returns each method's objective or, for signs, its function with a zero, of T in float64."""
     logits = logits.astype(np.float64)
     right = logits.argmax(1) == labels
 
@@ -206,7 +207,7 @@ def test_one_source_is_not_private_and_says_so():
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("epsilon", [1.0, math.inf])
 def test_all_invalid_records_are_the_same_record(name, epsilon):
-    """That it adds zero is shown for each method by itself."""
+    """Compares kinds of invalid records. Tests of the methods show that each adds zero."""
     logits, labels = people(120)
     bad, wrong = np.tile(logits[:1], (5, 1)), np.array([0, 0, 0, -1, 6])
     bad[0, 0], bad[1, 2], bad[2, 5] = np.nan, np.inf, -np.inf
@@ -214,7 +215,13 @@ def test_all_invalid_records_are_the_same_record(name, epsilon):
     one_kind = np.concatenate([np.full_like(bad, np.nan), logits[5:]]), labels
     method = SHORT[name](SOURCES, epsilon=math.inf).method
     first, second = (  # under one noise, which two releases of different records never share
-        MODULE.converse(method, MODULE._parties(divided(*records, SIZES)), KEY, epsilon=epsilon, adjacency="add_remove")
+        MODULE.converse(
+            method,
+            [Party(*source) for source in divided(*records, SIZES)],
+            KEY,
+            epsilon=epsilon,
+            adjacency="add_remove",
+        )
         for records in (many_kinds, one_kind)
     )
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
@@ -254,7 +261,7 @@ def test_the_result_shows_methods_parameters_and_the_price_alone():
 
 
 def counts(sources=SOURCES, **arguments):
-    """Something that is different whenever the noise is."""
+    """Returns a value that differs whenever the noise differs."""
     return histogram_binning(sources, epsilon=1.0, **arguments).parameters.tolist()
 
 
@@ -280,7 +287,7 @@ def test_payments_never_share_noise():
 
 
 def test_sources_do_not_share_noise():
-    """The noise of 400 sources that are empty adds up like 400 independent ones: 20 times that of one."""
+    """Checks that the noise of 400 empty sources is 20 times the noise of one, as if independent."""
     nothing = [(np.zeros((0, 2), np.float32), np.zeros(0, int))] * 400
     drawn = []
 
@@ -300,7 +307,7 @@ def test_sources_do_not_share_noise():
 
 
 def test_noise_has_the_scale_of_its_epsilon():
-    """The error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
+    """Checks the error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
     logits = np.tile(np.float32([[0.0, 0.0]]), (4000, 1))
     sources = divided(logits, np.arange(4000) % 2, [1000] * 4)
     shares = [
@@ -376,24 +383,24 @@ GOOD = people(20)
 MISTAKES = {
     "epsilon 0": ({"epsilon": 0.0}, ValueError, "epsilon must be > 0 .* got 0.0"),
     "epsilon nan": ({"epsilon": math.nan}, ValueError, "epsilon must be > 0 .* got nan"),
-    "epsilon small": ({"epsilon": 1e-8}, ValueError, "epsilon=1e-08 .* use at least 0.0003"),
+    "epsilon small": ({"epsilon": 1e-8}, ValueError, "epsilon=1e-08 .* Use at least 0.0003"),
     "adjacency": ({"adjacency": "swap"}, ValueError, "adjacency must be one of .* got 'swap'"),
     "other adjacency": ({"adjacency": "replace_one"}, ValueError, "'replace_one', but 'source 0' .* 'add_remove'"),
     "old key": ({"key": np.zeros(2, np.uint32)}, TypeError, "key must be a typed key"),
-    "many keys": ({"key": jax.random.split(KEY)}, ValueError, r"key has shape \(2,\)"),
+    "many keys": ({"key": jax.random.split(KEY)}, ValueError, r"key must have shape \(\), got \(2,\)"),
     "iterations": ({"iterations": 0}, ValueError, "iterations .* got 0"),
     "half iterations": ({"iterations": 2.5}, ValueError, "iterations must be an integer .* got 2.5"),
     "bracket": ({"bracket": (3.0, 0.5)}, ValueError, r"bracket must be .* got \(3.0, 0.5\)"),
     "long bracket": ({"bracket": (1, 2, 3)}, ValueError, r"bracket must be .* got \(1, 2, 3\)"),
     "spacing": ({"spacing": "cubic"}, ValueError, "spacing must be 'log' or 'linear', got 'cubic'"),
     "search": ({"search": "ternary"}, ValueError, "search must be 'golden' or 'bisection', got 'ternary'"),
-    "no sources": ({"sources": []}, ValueError, "sources is empty; give at least one"),
+    "no sources": ({"sources": []}, ValueError, "sources is empty. Give at least one"),
     "no list": ({"sources": GOOD}, TypeError, r"sources\[0\] must be a pair \(logits, labels\) .* got ndarray"),
     "triple": ({"sources": [(*GOOD, 3)]}, TypeError, r"sources\[0\] must be a pair"),
     "classes": ({"sources": [GOOD, people(9, m=4)]}, ValueError, r"same number of classes, got .* \[4, 6\]"),
     "labels": ({"sources": [(GOOD[0], GOOD[1] * 1.0)]}, TypeError, r"sources\[0\].* integer labels, got .* float64"),
     "lengths": ({"sources": [GOOD, (GOOD[0], GOOD[1][1:])]}, ValueError, r"sources\[1\].* must have logits"),
-    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account and others have"),
+    "some accounts": ({"sources": [0, GOOD, 1]}, ValueError, r"sources \[1\] have no account but others do"),
 }
 
 
@@ -634,19 +641,21 @@ def test_a_workdir_keeps_one_result(tmp_path):
 # --- Speed ------------------------------------------------------------------------------------------------------------
 
 
-def test_other_data_keys_epsilons_and_divisions_compile_nothing():
+def test_other_data_keys_epsilons_and_divisions_compile_nothing(caplog):
     def once(seed, epsilon, sizes):
         records = people(120, seed=seed)
         return SHORT["acc"](divided(*records, sizes), epsilon=epsilon, key=jax.random.fold_in(KEY, 3 + seed))
 
-    play = MODULE._play
     once(0, 1.0, SIZES)
-    before = play._cache_size()
-    temperatures = {
-        once(seed, epsilon, sizes).temperature
-        for seed, (epsilon, sizes) in enumerate(4 * [(0.3, SIZES), (7.0, [120, 0, 0, 0, 0]), (1e3, [9, 9, 9, 9, 84])])
-    }
-    assert len(temperatures) > 1 and play._cache_size() == before  # two reductions of the bracket leave four values
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        temperatures = {
+            once(seed, epsilon, sizes).temperature
+            for seed, (epsilon, sizes) in enumerate(
+                4 * [(0.3, SIZES), (7.0, [120, 0, 0, 0, 0]), (1e3, [9, 9, 9, 9, 84])]
+            )
+        }
+    assert len(temperatures) > 1  # two reductions of the bracket leave four values
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
 
 
 def test_every_function_has_the_common_arguments():

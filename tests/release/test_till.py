@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Head, Ledger, LedgerDamaged, PureDpEvent, store
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Head, Ledger, LedgerDamaged, PureDpEvent, Reservation, store
 from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
 from jaxdp.release import till as module
@@ -212,8 +212,8 @@ def test_a_ledger_that_lost_what_a_workdir_knows_is_refused(tmp_path):
         ((secrets, "stored"), 0),
         ((store.Store, "append"), 0),
         ((MetricsWriter, "write"), 1),
-        ((module, "_save_arrays"), 1),
-        ((Ledger, "_finish"), 1),
+        ((module, "write_durably"), 1),
+        ((Reservation, "__exit__"), 1),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
@@ -238,7 +238,7 @@ def test_a_release_that_stops_anywhere_is_the_same_later_and_paid_once(tmp_path,
 KILLED = """
 import sys, os, signal, pathlib
 import numpy as np, jax
-from jaxdp.privacy import Ledger, PureDpEvent
+from jaxdp.privacy import Ledger, PureDpEvent, Reservation
 from jaxdp.release import Release, Till, stream
 from jaxdp.release import secrets, till as module
 place, folder = sys.argv[1], pathlib.Path(sys.argv[2])
@@ -247,8 +247,8 @@ def die(*args, **kwargs):
 def before(owner, name):
     setattr(owner, name, die)
 {"paid": lambda: before(module.MetricsWriter, "write"), "noted": lambda: before(secrets, "derive"),
- "kept": lambda: before(Ledger, "_finish"), "committed": lambda: before(secrets, "forget"),
- "renamed": lambda: before(module, "_save_arrays"), "": lambda: None}[place]()
+ "kept": lambda: before(Reservation, "__exit__"), "committed": lambda: before(secrets, "forget"),
+ "renamed": lambda: before(module, "write_durably"), "": lambda: None}[place]()
 def compute(secret):
     with (folder / "seen").open("a") as file:
         file.write(secret.hex() + chr(10))
@@ -325,7 +325,7 @@ def test_releases_of_a_run_may_share_a_secret_until_it_ends(tmp_path):
 def test_a_damaged_or_another_seed_is_refused(tmp_path):
     ledger = new_ledger()
     crash(ledger, tmp_path)
-    with pytest.raises(ValueError, match="seed differs from that of the unfinished release"):
+    with pytest.raises(ValueError, match="seed differs from the one of the unfinished release"):
         Till(tmp_path, seed=bytes(16))
     for text in ("", "00", "zz" * 16, "00" * 17):
         (tmp_path / "secret_seed").write_text(text)
@@ -365,7 +365,7 @@ def test_a_damaged_value_is_named_and_not_made_again(tmp_path):
         till.once(release_of(ledger))
     path.write_bytes(path.read_bytes()[:40])
     with (
-        pytest.raises(ValueError, match=r"released\.safetensors is damaged: .*charged, once more"),
+        pytest.raises(ValueError, match=r"released\.safetensors is damaged: .*charged once more"),
         Till(tmp_path) as till,
     ):
         till.once(release_of(ledger))
@@ -380,7 +380,7 @@ def test_a_shared_secret_needs_a_till_that_keeps_it(tmp_path):
 def test_a_value_that_cannot_be_written_is_made_again_as_it_was(tmp_path, monkeypatch):
     ledger, seen = new_ledger(), []
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_save_arrays", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(module, "write_durably", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(OSError), Till(tmp_path) as till:
             till.once(release_of(ledger, seen=seen))
     with Till(tmp_path) as till:

@@ -1,7 +1,9 @@
 """One tiny ViT on real digits, whole and cut in two, in JAX and in NumPy."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import pathlib
 from typing import Any, NamedTuple
 
@@ -44,7 +46,7 @@ class TinyViT(NamedTuple):
     exact: Any
 
     def cut_after(self, blocks: int) -> "TinyViT":
-        """The same with another frontend."""
+        """Returns the same model with another cut."""
         backbone = dataclasses.replace(self.backbone, cut=blocks)
         front, back = backbone.divide(self.params)
         return self._replace(backbone=backbone, front=front, back=back)
@@ -68,7 +70,7 @@ class TinyViT(NamedTuple):
         return self.reference.front(exact, images, self.backbone.cut, self.reference.quantising(pairs, frontend.bits))
 
     def quantized(self, bits: int = 8, factor: float = 1.0) -> QuantizedFrontend:
-        """A frontend with scales that nothing was searched for: `factor` times those of the largest entries."""
+        """Returns a frontend without a scale search: scales are `factor` times the scales of the largest entries."""
         first, second = {}, {}
         seen = self.reference.observe(self.exact, self.images, self.backbone.cut)
         (output,) = seen.pop("output")
@@ -102,3 +104,17 @@ def vit() -> TinyViT:
     front, back = backbone.divide(params)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     return TinyViT(backbone, params, front, back, batch["image"], batch["label"], _reference, exact)
+
+
+@pytest.fixture
+def nothing_compiles(caplog):
+    """Returns a context manager that fails if JAX compiles a program in it."""
+
+    @contextlib.contextmanager
+    def watch():
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), jax.log_compiles():
+            yield
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+
+    return watch

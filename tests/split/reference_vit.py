@@ -11,12 +11,12 @@ PRODUCTS = ("scores", "mixture")
 
 
 def plain(path, product, *operands):
-    """What a hook does that changes nothing."""
+    """Returns the output unchanged."""
     return product(*operands)
 
 
 def tapped(taps):
-    """A hook that adds taps to outputs, by path."""
+    """Returns a hook that adds taps to outputs, by path."""
 
     def hook(path, product, *operands):
         y = product(*operands)
@@ -74,7 +74,7 @@ def block(params, name, x, hook=plain):
 
 
 def cross_entropy(logits, labels):
-    """Of every image, [..., B]."""
+    """Returns the loss of every image, [..., B]."""
     log_p = special.log_softmax(logits, axis=-1)
     return -np.take_along_axis(log_p, np.broadcast_to(labels[:, None], (*log_p.shape[:-1], 1)), axis=-1)[..., 0]
 
@@ -99,7 +99,7 @@ def rounded(x, scale, bits):
 
 
 def largest(path, x, bits):
-    """max|x| / (2^(k-1) - 1/2): of everything, of every head, or of every channel of the patch embedding's kernel."""
+    """Returns max|x| / (2^(k-1) - 1/2) of the tensor, of every head, or of every channel of the patch kernel."""
     if path.endswith(PRODUCTS):
         peak = abs(x).max((0, 2, 3))
     else:
@@ -108,12 +108,12 @@ def largest(path, x, bits):
 
 
 def spread(path, scale):
-    """To be broadcast against an operand: the scales of heads stand beside [B, heads, T, d]."""
+    """Shapes a scale to broadcast against an operand. Scales of heads fit [B, heads, T, d]."""
     return scale[:, None, None] if path.endswith(PRODUCTS) else scale
 
 
 def quantising(scales, bits):
-    """A hook that rounds operands; `scales` has those of every operand by path, None for one that stays as it is."""
+    """Returns a hook that rounds operands. `scales` has one per operand by path, or None for no rounding."""
 
     def hook(path, product, *operands):
         given = scales.get(path, (None, None))
@@ -124,7 +124,7 @@ def quantising(scales, bits):
 
 
 def search(error, rounds, candidates):
-    """All results of the alternating search that ties within 1e-6 allow: pairs (first, second).
+    """Returns all results of the alternating search that ties within 1e-6 allow: pairs (first, second).
 
     Args:
       error: of two candidates, the first operand's and the second's; the first's is 1 before it is searched.

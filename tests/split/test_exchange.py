@@ -81,7 +81,7 @@ def assert_identical(one, other):
 
 
 def changed(folder, target, kind, fields=None, arrays=None):
-    """A package like that in `folder`, in which some fields and arrays are others, or None for none; its sums fit."""
+    """Copies a package with changed fields and arrays, None for a removed one. Its sums fit."""
     package = read_package(folder, kind)
     kept = {name: x for name, x in {**package.arrays, **(arrays or {})}.items() if x is not None}
     write_package(target, kind, fields={**package.fields, **(fields or {})}, arrays=kept)
@@ -170,7 +170,7 @@ def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
 
     refused("model.dtype must be None", backbone=with_model(vit.backbone.model.clone(dtype=jnp.bfloat16)))
     refused(
-        "activation must be one of gelu, .* got another",
+        "activation must be one of gelu, .* to be sent",
         backbone=with_model(vit.backbone.model.clone(activation=jnp.sin)),
     )
 
@@ -179,9 +179,9 @@ def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
 
     other = Other(**{name: getattr(vit.backbone.model, name) for name in ("num_classes", "patch_size", "depth")})
     refused("must be one of ViT, Swin to be sent, got Other", backbone=with_model(other))
-    refused("n_patches=17 is more than the 16 patches of a representation; use at most 16", n_patches=17)
+    refused("n_patches=17 is more than the 16 patches of a representation. Use at most 16", n_patches=17)
     refused("copies must be an integer of at least 0, got -1", copies=-1)
-    refused("projection and clip_norm must be given both", projection=None)
+    refused("projection and clip_norm go together", projection=None)
     refused("array 'codes/block_0/.* must be int8 of shape", backbone=with_model(vit.backbone.model.clone(mlp_width=5)))
     refused("does not belong there", backbone=Backbone(vit.backbone.model, vit.backbone.preprocessing, 1))
     assert list(tmp_path.iterdir()) == []
@@ -200,7 +200,7 @@ def prepared(**changes):
     [
         (lambda f: {"model": "ViT"}, {}, "model must have the fields 'class' and 'attributes'"),
         (lambda f: {"model": {**f["model"], "class": "MLP"}}, {}, "must be one of ViT, Swin, got 'MLP'"),
-        (attributes(secret=1), {}, r"attributes of ViT must be .* missing or unknown: \['secret'\]"),
+        (attributes(secret=1), {}, r"attributes of ViT must be .* Missing or unknown: \['secret'\]"),
         (attributes(activation="os.system"), {}, "activation must be one of gelu, .* got 'os.system'"),
         (attributes(activation=[]), {}, r"activation must be one of gelu, .* got \[\]"),
         (attributes(depth=True), {}, "depth must be like 12, got True"),
@@ -240,7 +240,7 @@ def test_what_describes_no_frontend_is_refused(sent, tmp_path, monkeypatch, fiel
     fields = fields(read_package(sent, "frontend").fields) if fields else {}
     changed(sent, tmp_path / "frontend", "frontend", fields, arrays)
     with pytest.raises(
-        ValueError, match=rf"frontend is whole but of no use; its sender must make another one: .*{match}"
+        ValueError, match=rf"frontend is whole but of no use. Its sender must make another one: .*{match}"
     ):
         receive_frontend(tmp_path / "frontend")
 
@@ -272,7 +272,7 @@ def test_a_changed_byte_is_noticed(shipment, sent, tmp_path):
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"0003.npy does not have the SHA-256 of the manifest; .* send it again"):
+    with pytest.raises(ValueError, match=r"0003.npy does not have the SHA-256 of the manifest. .* Send it again"):
         receive_frontend(tmp_path / "frontend")
 
 
@@ -369,7 +369,7 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
         with pytest.raises(ValueError, match=match):
             send_upload(tmp_path / "upload", upload, to)
 
-    refused("one image has no neighbours, from which 4 patches of its copies could come", NoisyOnce(x[:1], 3))
+    refused("one image has no neighbours, which must give 4 patches of its copies", NoisyOnce(x[:1], 3))
     refused("the client has no image", NoisyOnce(x[:0], 3))
     refused("num_classes must be an integer of at least 2, got 1", NoisyOnce(x, 1))
     refused("the upload declares 1000000000000 num_classes, more than the limit of 1000000", NoisyOnce(x, 10**12))
@@ -390,7 +390,7 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
     assert list(tmp_path.iterdir()) == []
     one = shipment._replace(n_patches=0)
     send_upload(tmp_path / "one", NoisyOnce(x[:1], 3), one)  # needs no neighbours
-    with pytest.raises(ValueError, match="it was made with another frontend than this one"):
+    with pytest.raises(ValueError, match="the package was made with another frontend"):
         receive_upload(tmp_path / "one", shipment)
     send_upload(tmp_path / "upload", private, shipment)
     for name, fields in (("a", {"mode": "raw"}), ("b", {"num_classes": 2}), ("c", {"mechanism": "none"})):
@@ -403,7 +403,7 @@ def test_queries_and_answers_come_back(shipment, representations, tmp_path):
     np.testing.assert_array_equal(receive_queries(tmp_path / "queries", shipment), representations)
     with pytest.raises(ValueError, match="made with another frontend"):
         receive_queries(tmp_path / "queries", shipment._replace(copies=1))
-    with pytest.raises(ValueError, match="representations must be at least one, got none"):
+    with pytest.raises(ValueError, match="representations must not be empty"):
         send_queries(tmp_path / "none", representations[:0], shipment)
     logits = np.arange(27, dtype=np.float32).reshape(9, 3)
     send_answers(tmp_path / "answers", logits, queries=tmp_path / "queries")
@@ -413,7 +413,7 @@ def test_queries_and_answers_come_back(shipment, representations, tmp_path):
     with pytest.raises(ValueError, match=r"'logits' must be float32 of shape \(9, 4\)"):
         receive_answers(tmp_path / "answers", queries=tmp_path / "queries", num_classes=4)
     send_queries(tmp_path / "others", representations[1:], shipment)
-    with pytest.raises(ValueError, match=r"they answer other queries than .*others; delete them"):
+    with pytest.raises(ValueError, match=r"answers are for other queries than .*others. Delete them"):
         receive_answers(tmp_path / "answers", queries=tmp_path / "others", num_classes=3)
 
 
@@ -526,7 +526,5 @@ def test_a_package_is_shared_once_and_never_exchanged(tmp_path):
         share(own, shared, "any")
     assert {p.name: p.read_bytes() for p in own.iterdir()} == {p.name: p.read_bytes() for p in shared.iterdir()}
     write_package(tmp_path / "other", "any", fields={"a": [2]}, arrays={})
-    with pytest.raises(
-        ValueError, match=r"shared is not the package that is in .*other: it belongs to another run. Delete"
-    ):
+    with pytest.raises(ValueError, match=r"shared is not the package in .*other. It belongs to another run. Delete"):
         share(tmp_path / "other", shared, "any")

@@ -1,6 +1,6 @@
 """The private mode: directions, clipping, noise, labels, what it costs, and who pays.
 
-Statistical tests use fixed seeds, so they are deterministic; over the choice of seed a correct implementation fails one
+Statistical tests use fixed seeds, so they are deterministic. Over the choice of seed a correct implementation fails one
 with probability below 1e-6, and noise or an epsilon that is 0.7 or 1.3 times right is rejected as surely.
 """
 
@@ -26,11 +26,12 @@ import scipy.stats
 from jaxdp import privacy
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from jaxdp.release import identity
+from jaxdp.release import Release, identity
 from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import (
     PrivateRelease,
     Projection,
+    Released,
     clip_representation,
     label_noise_matrix,
     lift,
@@ -103,7 +104,7 @@ def test_impossible_directions_are_refused():
             public_projection(x, k)
     with pytest.raises(ValueError, match=r"k=13 must be in \[1, 12\]"):
         public_projection(public(40), 13)
-    with pytest.raises(ValueError, match="k=3: the public representations vary in fewer directions"):
+    with pytest.raises(ValueError, match="k=3: public representations vary in fewer directions"):
         public_projection(np.repeat(x[:3], 5, axis=0), 3)
     assert public_projection(np.repeat(x[:3], 5, axis=0), 2).directions.shape == (12, 2)
     with pytest.raises(ValueError, match=r"representations must be \[N, T, D\], got shape \(6, 12\)"):
@@ -226,7 +227,7 @@ def test_labels_do_not_share_their_draws():
 @pytest.mark.parametrize("num_classes", [2, 3, 10, 1000, 2**16])
 @pytest.mark.parametrize("epsilon", [1e-6, 0.1, 1.0, math.log(3), 8.0, 40.0, 60.0, 1000.0])
 def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes, epsilon):
-    rare = noisy_upload._threshold(num_classes, epsilon)
+    rare = noisy_upload.response_threshold(num_classes, epsilon)
     own = 2**64 - (num_classes - 1) * rare
     with decimal.localcontext(prec=500):
         factor = fractions.Fraction(decimal.Decimal(epsilon).exp())
@@ -236,7 +237,7 @@ def test_the_distribution_that_is_sampled_satisfies_epsilon_exactly(num_classes,
 
 
 def test_the_answer_uses_all_64_bits(monkeypatch):
-    rare = noisy_upload._threshold(4, 2.0)
+    rare = noisy_upload.response_threshold(4, 2.0)
     ends = [0, rare - 1, rare, 2 * rare - 1, 2 * rare, 3 * rare - 1, 3 * rare, 2**64 - 1]
     words = jnp.asarray([[end >> 32 for end in ends], [end & 0xFFFFFFFF for end in ends]], jnp.uint32)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: words)
@@ -252,7 +253,7 @@ def test_without_a_finite_epsilon_labels_stay():
 
 def test_impossible_labels_are_refused_without_showing_them():
     for labels in ([0, 7], [-3, 1]):
-        with pytest.raises(ValueError, match=r"labels must lie in \[0, 4\); count the classes that there can") as error:
+        with pytest.raises(ValueError, match=r"labels must lie in \[0, 4\). Count all possible classes") as error:
             randomized_response(KEY, labels, num_classes=4, epsilon=1.0)
         assert not {"7", "-3"} & set(str(error.value).replace("[", " ").split())
     with pytest.raises(TypeError, match="labels must be integers, got float64"):
@@ -284,13 +285,13 @@ def config(**changes):
 
 
 def gaussian_delta(epsilon, shift, std):
-    """Balle and Wang 2018 (arXiv:1805.06530), Theorem 8."""
+    """Computes Theorem 8 of Balle and Wang 2018 (arXiv:1805.06530)."""
     a, b = shift / (2 * std), epsilon * std / shift
     return scipy.stats.norm.cdf(a - b) - math.exp(epsilon) * scipy.stats.norm.cdf(-a - b)
 
 
 def exact_epsilon(clip_norm, std, label_epsilon, delta):
-    """Gaussian noise on rows that move by 2 C, and the worst label mechanism, whose loss is +- label_epsilon."""
+    """Composes Gaussian noise on rows that move by 2 C with the worst label mechanism, of loss +- label_epsilon."""
     likely = 1 / (1 + math.exp(-label_epsilon))
 
     def excess(epsilon):
@@ -381,14 +382,14 @@ def test_impossible_settings_are_refused():
 
 
 def images(count, projection, seed=3):
-    """Representations, most of them longer than the clip norm, and labels."""
+    """Returns representations, most of them longer than the clip norm, and labels."""
     rng = np.random.default_rng(seed)
     coordinates = rng.normal(size=(count, K)).astype(np.float32) * 4
     return np.array(lift(projection, coordinates)), rng.integers(0, 4, count)
 
 
 def reference(x, projection, clip_norm, order):
-    """Clipped coordinates in float64."""
+    """Computes clipped coordinates in float64."""
     centred = (np.asarray(x, np.float64) - np.asarray(projection.mean, np.float64)).reshape(len(x), -1)
     z = centred @ np.asarray(projection.directions, np.float64)
     return z * np.minimum(1, clip_norm / np.linalg.norm(z, ord=order, axis=1))[:, None]
@@ -450,7 +451,7 @@ def call(ledger, fitted, **changes):
 
 
 def charges(ledger):
-    """How many releases the ledger was charged for."""
+    """Counts the releases that the ledger was charged for."""
     found = ledger.events("scans")
     return max(composition(found[None]).values()) if found else 0
 
@@ -461,7 +462,7 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
         cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
         assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
         drawn = []
-        monkeypatch.setattr(PrivateRelease, "_draw", lambda *args, **kwargs: drawn.append(args))
+        monkeypatch.setattr(noisy_upload, "Release", lambda **fields: Release(**{**fields, "compute": drawn.append}))
         with pytest.raises(BudgetExceeded):
             call(ledger, projection)
         assert ledger.epsilon("scans") == cost and not drawn
@@ -521,7 +522,7 @@ WIDE = np.zeros((20, 1, 1), "f4")
     [
         ({"representations": np.zeros((20, 12), "f4")}, ValueError, r"representations must be \[n, T, D\] with n >= 1"),
         ({"representations": np.zeros((0, 3, 4), "f4")}, ValueError, r"n >= 1 images, got shape \(0, 3, 4\)"),
-        ({"representations": np.zeros((20, 3, 4), "i1")}, TypeError, "floating point, got int8; dequantise them first"),
+        ({"representations": np.zeros((20, 3, 4), "i1")}, TypeError, "floating point, got int8. Dequantise them first"),
         ({"representations": np.zeros((20, 4, 3), "f4")}, ValueError, r"does not fit representations \(20, 4, 3\)"),
         ({"labels": np.zeros(19, int)}, ValueError, r"labels must be \[n\] for the 20 images, got shape \(19,\)"),
         ({"labels": np.full(20, 4)}, ValueError, r"labels must lie in \[0, 4\)"),
@@ -532,7 +533,7 @@ WIDE = np.zeros((20, 1, 1), "f4")
         (
             {"projection": Projection(np.zeros((1, 1)), np.zeros((1, 2**20 + 1), "i1")), "representations": WIDE},
             ValueError,
-            "1048577 directions; at most 1048576 can be clipped",
+            "at most 1048576 directions, got 1048577",
         ),
         ({"projection": Projection(np.zeros((3, 4)), np.zeros((12, 2), "c8"))}, TypeError, "complex"),
         ({"seed": b"short"}, ValueError, "seed must be 16 bytes, got 5"),
@@ -550,27 +551,25 @@ def test_nothing_is_spent_on_what_cannot_be_released(projection, changes, error,
 def test_another_adjacency_is_refused(projection, adjacency):
     with registered(adjacency=adjacency) as ledger:
         with pytest.raises(
-            ValueError, match=rf"registered with '{adjacency}'.*register it with adjacency='replace_one'"
+            ValueError, match=rf"registered with '{adjacency}'.*Register the dataset with adjacency='replace_one'"
         ):
             call(ledger, projection)
         assert ledger.epsilon("scans") == 0
 
 
-def test_a_second_release_with_other_settings_does_not_recompile(projection):
+def test_a_second_release_with_other_settings_does_not_recompile(projection, nothing_compiles):
     x, y = images(20, projection)
-    functions = project, lift, noisy_upload._clip, noisy_upload._release
     config().release(KEY, x, labels=y, projection=projection)
     with registered(epsilon=None) as ledger:
         call(ledger, projection)
-        before = [function._cache_size() for function in functions]
-        call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
-    config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
-    assert [function._cache_size() for function in functions] == before
+        with nothing_compiles():
+            call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
+            config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
 
 
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
-    """Inside the one program, where the compiler might compute a row twice, and large numbers cancel."""
+    """Checks the whole program, where the compiler might compute a row twice and large numbers cancel."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, TOKENS, WIDTH)) * 10.0 ** rng.uniform(-3, 6, (500, 1, 1)) + 1e4
     release = config(mechanism=mechanism, noise_multiplier=0.0)
@@ -587,16 +586,18 @@ class Crash(Exception):
 
 
 def crash(ledger, fitted, workdir, monkeypatch, **changes):
-    """Pays, computes, and dies before the values are kept; returns them."""
+    """Pays and computes, then dies before the values are kept. Returns the values."""
     lost = []
-    made = PrivateRelease._draw
 
-    def die(*args, **kwargs):
-        lost.append(made(*args, **kwargs))
-        raise Crash
+    def dying(**fields):
+        def compute(secret):
+            lost.append(Released(**fields["compute"](secret)))
+            raise Crash
+
+        return Release(**{**fields, "compute": compute})
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrivateRelease, "_draw", die)
+        patch.setattr(noisy_upload, "Release", dying)
         with pytest.raises(Crash):
             call(ledger, fitted, workdir=workdir, **changes)
     return lost[0]
@@ -648,17 +649,20 @@ KILLED = """
 import os, pathlib, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
-from jaxdp.release import till
+from jaxdp.release import Release
+from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, release_privately
 
 folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
 
-def die(path, arrays, metadata):
-    np.savez(folder / file, **arrays)
-    os.kill(os.getpid(), signal.SIGKILL)
+def dying(**fields):
+    def compute(secret):
+        np.savez(folder / file, **fields["compute"](secret))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Release(**{**fields, "compute": compute})
 
 if file == "lost.npz":
-    till._save_arrays = die
+    noisy_upload.Release = dying
 rng = np.random.default_rng(0)
 x = np.broadcast_to(rng.normal(size=(1, 8, 32)), (64, 8, 32)).astype(np.float32)  # equal, so that order is nothing
 projection = Projection(np.zeros((8, 32), np.float32), rng.normal(size=(256, 5)).astype(np.float32) / 16)
@@ -675,7 +679,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 
 @pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=true"])
 def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, flags):
-    """Other flags move the last bits of a result: under the same noise the two would differ by nothing but the data."""
+    """Checks that other flags, which move the last bits of a result, get other noise."""
 
     def run(file, flags=""):
         xla = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()

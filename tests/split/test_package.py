@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdp.split import package
 from jaxdp.split.package import package_bytes, read_package, write_package
 
 FIELDS = {"cut": 2, "scale": 0.1, "classes": ["cat", "dog"], "nested": {"ü": None, "on": True}}
@@ -25,10 +25,14 @@ ARRAYS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A package, alone in its folder."""
+    """Returns a package, alone in its folder."""
     target = tmp_path / "sent" / "frontend"
     write_package(target, "frontend", fields=FIELDS, arrays=ARRAYS)
     return target
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
 
 
 def manifest_of(folder):
@@ -36,10 +40,11 @@ def manifest_of(folder):
 
 
 def rewrite(folder, *, seal=True, **changes):
-    """Changes entries of the manifest as somebody would who knows the format; with `seal` its sum fits again."""
+    """Changes entries of the manifest as a forger would. With `seal` its sum fits again."""
     manifest = {**manifest_of(folder), **changes}
     if seal:
-        manifest["sha256"] = package._seal(manifest)
+        rest = {name: value for name, value in manifest.items() if name != "sha256"}
+        manifest["sha256"] = sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -53,7 +58,7 @@ def replace_array(folder, index, write):
     """Puts another file in the place of an array and makes its sum fit."""
     path = folder / f"{index:04d}.npy"
     write(path)
-    rewrite(folder, arrays=entries_with(folder, index, sha256=package._digest(path)))
+    rewrite(folder, arrays=entries_with(folder, index, sha256=sha256(path.read_bytes())))
 
 
 def refused(folder, match, error=ValueError, **kwargs):
@@ -120,7 +125,7 @@ def test_bytes_to_send_are_those_of_all_files(folder, tmp_path):
 
 def test_an_existing_folder_is_left_alone(tmp_path, folder):
     before = manifest_of(folder)
-    with pytest.raises(FileExistsError, match=r"frontend exists already.*choose another folder"):
+    with pytest.raises(FileExistsError, match=r"frontend exists already.*Choose another folder"):
         write_package(folder, "frontend", fields={}, arrays={})
     assert manifest_of(folder) == before
     (tmp_path / "empty").mkdir()
@@ -169,7 +174,7 @@ def _umask():
         ({"fields": {"x": np.float32(1)}}, ValueError, "fields must be JSON-able .* float32"),
         ({"fields": {"x": float("nan")}}, ValueError, "fields must be JSON-able .* not JSON compliant"),
         ({"arrays": {"": np.zeros(2)}}, ValueError, "every name in arrays must be a non-empty string"),
-        ({"arrays": {"x": np.array([{}])}}, TypeError, r"array 'x' has dtype object; .*astype\(np.float32\)"),
+        ({"arrays": {"x": np.array([{}])}}, TypeError, r"array 'x' has dtype object. .*astype\(np.float32\)"),
         ({"arrays": {"x": np.array(["a"])}}, TypeError, "array 'x' has dtype <U1"),
         ({"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}}, TypeError, "array 'x' has dtype bfloat16"),
         ({"arrays": {"x": np.zeros(2, complex)}}, TypeError, "complex128"),
@@ -191,10 +196,10 @@ def test_every_flipped_bit_of_an_array_is_noticed(folder):
     data = path.read_bytes()
     for index in range(len(data)):
         path.write_bytes(data[:index] + bytes([data[index] ^ 1 << index % 8]) + data[index + 1 :])
-        refused(folder, r"0001.npy does not have the SHA-256.* damaged: send it again")
+        refused(folder, r"0001.npy does not have the SHA-256.* damaged. Send it again")
     for wrong in (data[:-1], data + b"\0", b""):
         path.write_bytes(wrong)
-        refused(folder, r"0001.npy does not have the SHA-256.* send it again")
+        refused(folder, r"0001.npy does not have the SHA-256.* Send it again")
 
 
 def test_no_flipped_bit_of_the_manifest_changes_what_is_read(folder):
@@ -206,7 +211,7 @@ def test_no_flipped_bit_of_the_manifest_changes_what_is_read(folder):
         try:
             got = read_package(folder, "frontend")
         except ValueError as error:
-            assert re.search(r"manifest.json .*(send it again|upgrade jaxdp)", str(error))
+            assert re.search(r"manifest.json .*(Send it again|Upgrade jaxdp)", str(error))
             continue
         same += 1
         assert got.fields == FIELDS and got.arrays["../../labels"].tolist() == [1, 0, 2]
@@ -215,42 +220,42 @@ def test_no_flipped_bit_of_the_manifest_changes_what_is_read(folder):
 
 def test_changed_fields_are_noticed(folder):
     rewrite(folder, seal=False, fields={**FIELDS, "cut": 3})
-    refused(folder, r"manifest.json does not have the SHA-256 that it states.*send it again")
+    refused(folder, r"manifest.json does not have the SHA-256 that it states.*Send it again")
 
 
 def test_lost_and_added_files_are_noticed(folder):
     (folder / "notes.txt").write_text("hello")
-    refused(folder, r"notes.txt is not in the package's manifest; remove it")
+    refused(folder, r"notes.txt is not in the package's manifest. Remove it")
     (folder / "notes.txt").unlink()
     (folder / "0004.npy").mkdir()
     refused(folder, r"0004.npy is not in the package's manifest")
     (folder / "0004.npy").rmdir()
     read_package(folder, "frontend")
     (folder / "0002.npy").unlink()
-    refused(folder, r"0002.npy is missing from the package; send it again", FileNotFoundError)
+    refused(folder, r"0002.npy is missing from the package. Send it again", FileNotFoundError)
     (folder / "manifest.json").unlink()
-    refused(folder, r"manifest.json does not exist.*send it again", FileNotFoundError)
+    refused(folder, r"manifest.json does not exist.* send it again", FileNotFoundError)
     shutil.rmtree(folder)
-    refused(folder, r"manifest.json does not exist.*send it again", FileNotFoundError)
+    refused(folder, r"manifest.json does not exist.* send it again", FileNotFoundError)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "{}", "[" * 100_000, '{"format": 1e999}', "\xff"])
 def test_a_manifest_that_is_none_is_refused(folder, text):
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))
-    refused(folder, r"manifest.json is not (JSON|a manifest); the package is damaged: send it again")
+    refused(folder, r"manifest.json is not (JSON|a manifest)\. The package is damaged. Send it again")
 
 
 # --- Other packages than the one that is asked for --------------------------------------------------------------------
 
 
 def test_another_kind_is_refused(folder):
-    with pytest.raises(ValueError, match=r"manifest.json is of kind 'frontend', not 'release'; give the folder"):
+    with pytest.raises(ValueError, match=r"manifest.json is of kind 'frontend', not 'release'. Give a folder of kind"):
         read_package(folder, "release")
 
 
 def test_a_future_format_is_refused_whatever_else_it_has(folder):
     rewrite(folder, seal=False, format=2, arrays="elsewhere")
-    refused(folder, r"manifest.json has format 2, this jaxdp reads up to 1; upgrade jaxdp")
+    refused(folder, r"manifest.json has format 2, but this jaxdp reads formats up to 1. Upgrade jaxdp")
 
 
 def test_what_the_reader_needs_must_be_there(folder):
@@ -289,14 +294,14 @@ def test_what_the_reader_needs_must_be_there(folder):
 def test_impossible_entries_are_refused(folder, changes):
     np.save(folder.parent / "secret.npy", ARRAYS["blocks/0/kernel"])
     rewrite(folder, arrays=entries_with(folder, 0, **changes))
-    refused(folder, r"manifest.json does not describe a package.*send it again")
+    refused(folder, r"manifest.json does not describe a package.*Send it again")
 
 
 def test_impossible_manifests_are_refused(folder):
     for changes in ({"arrays": {}}, {"arrays": [3]}, {"fields": []}, {"more": 1}, {"format": 0}):
         original = manifest_of(folder)
         rewrite(folder, **changes)
-        refused(folder, r"manifest.json does not describe a package.*send it again")
+        refused(folder, r"manifest.json does not describe a package.*Send it again")
         (folder / "manifest.json").write_text(json.dumps(original))
     rewrite(folder, arrays=entries_with(folder, 1, name="empty"))
     refused(folder, r"manifest.json names an array twice")
@@ -306,7 +311,7 @@ def test_links_are_not_followed(folder, tmp_path):
     for name in ("0000.npy", "manifest.json"):
         shutil.move(folder / name, tmp_path / name)
         (folder / name).symlink_to(tmp_path / name)
-        refused(folder, rf"{name} is not a plain file.*send it again")
+        refused(folder, rf"{name} is not a plain file.*Send it again")
         (folder / name).unlink()
         shutil.move(tmp_path / name, folder / name)
     read_package(folder, "frontend")
@@ -322,7 +327,7 @@ def test_pickled_arrays_are_not_loaded(folder, tmp_path, monkeypatch):
     bomb = np.empty((2, 3), object)
     bomb[:] = Bomb()
     replace_array(folder, 0, lambda path: np.save(path, bomb, allow_pickle=True))
-    refused(folder, r"0000.npy is not the int8 array of shape \(2, 3\) that the manifest states.*send it again")
+    refused(folder, r"0000.npy is not the int8 array of shape \(2, 3\) that the manifest states.*Send it again")
     replace_array(folder, 0, lambda path: path.write_bytes(bomb.dumps()))
     refused(folder, r"0000.npy is not the int8 array")
     assert not os.path.exists("pickle-was-loaded")

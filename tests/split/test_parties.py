@@ -62,7 +62,7 @@ class Client:
         return run_client(config, self.root, self.shared, timeout=timeout, ledger_path=ledger_path, queries=queries)
 
     def spends(self, name=parties.DATASET, path="ledger.sqlite"):
-        """How often the ledger was charged, by default for the images to adapt to."""
+        """Counts the charges of the ledger, by default for the images to adapt to."""
         with Ledger(self.root / path) as ledger:
             entries = [entry for entry in ledger.report()["datasets"] if entry["name"] == name]
             return sum(row["spends"] for entry in entries for row in entry["spends"])
@@ -82,7 +82,7 @@ class Client:
         return (self.root / "secret_seed").exists()
 
     def untouched(self):
-        """Whether nothing was spent, sent or kept."""
+        """Tells whether nothing was spent, sent or kept."""
         kept = {path.name for path in self.root.glob("*") if not path.name.startswith("ledger.sqlite")}
         kept -= {"lock", "charges.jsonl"}
         return (
@@ -120,7 +120,7 @@ def test_wrong_images_cost_nothing(client, batch):
     image, label = batch["image"], batch["label"]
     for arrays, match in (
         ({"image": image}, r"images.npz has no array label; it has image\. Make it again"),
-        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, from which 4 patches"),
+        ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, which must give 4 patches"),
         ({"image": image[:0], "label": label[:0]}, r"images must be \[n, 8, 8, 1\] with n >= 1"),
         ({"image": image, "label": label[1:]}, "labels must be 17 integers, one per image"),
         ({"image": image, "label": label, "test_image": image, "test_label": label + 1}, r"labels must be in \[0, 3\)"),
@@ -143,7 +143,7 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
         client.run()
     manifest = client.shared / "frontend" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"cut": 2', '"cut": 1'))
-    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states; .* send it again"):
+    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states. .* Send it again"):
         client.run()
     assert client.untouched()
     replaced(None)
@@ -286,7 +286,7 @@ def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monke
 
 
 def test_other_noise_is_paid_again(client, monkeypatch):
-    """What was paid for and lost, on a machine that is another one now."""
+    """Checks a release that was paid and lost on a machine that has changed since."""
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "send_upload", full)
         with pytest.raises(OSError, match="disk full"):
@@ -326,7 +326,7 @@ def test_one_client_per_workdir(client):
 
 @pytest.fixture
 def server(tmp_path, vit, shipment):
-    """Config and workdir of a server that has everything that it makes before it meets a client."""
+    """Returns config and workdir of a server that is ready for a client."""
     root = tmp_path / "server"
     send_frontend(root / "frontend", shipment)
     save_params(root / "backend.safetensors", vit.back)

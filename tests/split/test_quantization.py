@@ -13,9 +13,9 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.checks import check_labels
 from jaxdp.split.quantization import (
     Scales,
-    _observe,
     dequantize,
     describe_frontend,
+    observe,
     quantize,
     quantize_frontend,
     quantized_front,
@@ -78,12 +78,12 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
         ([0, 1], r"labels must be 3 integers, one per image, got int64 \[2\]"),
         ([[0], [1], [2]], r"labels must be 3 integers, one per image, got int64 \[3, 1\]"),
         ([0.0, 1.0, 2.0], r"labels must be 3 integers, one per image, got float64 \[3\]"),
-        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the head; some are outside"),
+        ([0, 1, 3], r"labels must be in \[0, 3\), the classes of the head. Some labels are outside"),
         ([0, -1, 2], r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             check_labels(bad, 3, 3)
-    with pytest.raises(ValueError, match="images must be at least one, got none"):
+    with pytest.raises(ValueError, match="images must not be empty"):
         check_labels(np.zeros(0, int), 0, 3)
 
 
@@ -92,29 +92,29 @@ def test_only_one_label_per_image_within_the_classes_is_accepted():
 
 @pytest.fixture(scope="module")
 def calibration(vit):
-    """Four images, of which two at a time go through the model."""
+    """Observes four images, two at a time."""
     return vit.images[:4], vit.labels[:4]
 
 
 @pytest.fixture(scope="module")
 def observed(vit, calibration, quick_compilation):
-    parts = [_observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
+    parts = [observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def losses(vit, calibration, taps):
-    """Of every image, with taps added to outputs of sites: [..., B]."""
+    """Returns the loss of every image with taps added to outputs of sites, [..., B]."""
     representations = vit.reference.front(vit.exact, calibration[0], 2, vit.reference.tapped(taps))
     return vit.reference.cross_entropy(vit.logits(representations), calibration[1])
 
 
 def by_images(path, x):
-    """[4 heads, T, d] of attention as [4, heads, T, d]."""
+    """Reshapes [4 heads, T, d] of attention to [4, heads, T, d]."""
     return x.reshape(4, -1, *x.shape[1:]) if path.endswith(PRODUCTS) else x.reshape(4, -1, x.shape[-1])
 
 
 def outputs(vit, calibration):
-    """Of every site, without biases."""
+    """Returns the output of every site, without biases."""
     found = {}
 
     def hook(path, product, *operands):
@@ -135,8 +135,8 @@ def test_sites_are_all_products_of_the_frontend(vit, observed):
 def test_sites_are_found_after_jax_has_cached_the_frontend():
     model = Swin(num_classes=2, patch_size=4, window=2, width=2, depths=(2,), num_heads=(1,), mlp_ratio=1)
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
-    traced = backbone.front, backbone._init_front  # held, so that their traces stay
-    jax.eval_shape(traced[0], jax.eval_shape(traced[1]), backbone.images)
+    front, init = backbone.front, functools.partial(backbone.model.init, stop=1)  # held, so that their traces stay
+    jax.eval_shape(front, jax.eval_shape(init, jax.random.key(0), backbone.images)["params"], backbone.images)
     assert len(describe_frontend(backbone).sites) == 9
 
 
@@ -175,7 +175,7 @@ def scales(vit, calibration, quick_compilation):
 
 
 def gradient(vit, calibration, path, shape):
-    """Of the loss of every image with respect to the output of a site, by differences: [B, ...] like `shape`."""
+    """Computes gradients of every image's loss by the output of a site, from differences: [B, ...] like `shape`."""
     steps = 1e-5 * np.eye(np.prod(shape[1:])).reshape(-1, 1, *shape[1:])
     higher, lower = (losses(vit, calibration, {path: sign * steps}) for sign in (1, -1))
     return ((higher - lower) / 2e-5).T.reshape(shape)
@@ -202,7 +202,7 @@ def check_search(reference, path, bits, operands, y, g, scales):
     fractions = [np.asarray(s, np.float64) / base for s, base in zip(found, bases, strict=True)]
 
     def error(*candidates):
-        """Eq. 8, in every group."""
+        """Computes Eq. 8 in every group."""
         spread = [reference.spread(path, c * base) for c, base in zip(candidates, bases, strict=True)]
         both = [x if s is None else reference.rounded(x, s, bits) for x, s in zip(operands, spread, strict=True)]
         if path == "embed":
@@ -244,7 +244,7 @@ def test_every_scale_is_a_candidate_of_its_own_operand(vit, calibration, scales)
 
 
 def without(vit, *paths):
-    """The parameters with some kernels zero."""
+    """Returns the parameters with some kernels zero."""
 
     def leaf(path, value):
         name = "/".join(entry.key for entry in path)
@@ -258,23 +258,23 @@ def without(vit, *paths):
     [("head", "block_0/attention/key"), ("block_1/mlp_1", "block_1/mlp_0")],
 )
 def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
-    message = rf"with respect to {named} are numerically zero: any scale would do. .* metric='mse'"
+    message = rf"with respect to {named} are numerically zero, so they select no scale. .* metric='mse'"
     with pytest.raises(ValueError, match=message):
         search_scales(vit.backbone, without(vit, zero), *calibration, bits=BITS, batch_size=2)
 
 
 def test_gradients_that_are_round_off_are_refused(vit, calibration):
-    """The right classes with a probability of one, but for the last digits."""
+    """Checks parameters that give the right classes almost probability one."""
     images = calibration[0]
     params = {**vit.params, "head": {**vit.params["head"], "bias": jnp.array([16.0, 0.0, 0.0])}}
-    _, of_logits = _observe(vit.backbone, params, images, jnp.zeros(4, int))["logits"]
+    _, of_logits = observe(vit.backbone, params, images, jnp.zeros(4, int))["logits"]
     assert 1e-8 < abs(of_logits).max() < 1e-6
     with pytest.raises(ValueError, match="with respect to the logits are numerically zero"):
         search_scales(vit.backbone, params, images, jnp.zeros(4, int), bits=BITS)
 
 
 def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
-    """The output of the first head is not used; its scales are the largest ones."""
+    """Checks a first head whose output has no effect. Its scales are the largest ones."""
     params = jax.tree.map(jnp.copy, vit.params)
     out = params["block_0"]["attention"]["out"]
     width = len(out["kernel"]) // vit.backbone.model.num_heads
@@ -306,7 +306,7 @@ def test_impossible_searches_are_refused(vit):
     ]:
         with pytest.raises(ValueError, match=message):
             search(vit.images[:4], labels)
-    with pytest.raises(ValueError, match="images must be at least one"):
+    with pytest.raises(ValueError, match="images must not be empty"):
         search(vit.images[:0], vit.labels[:0])
     with pytest.raises(ValueError, match="metric must be 'hessian' or 'mse', got 'kl'"):
         search(vit.images, vit.labels, metric="kl")
@@ -352,7 +352,7 @@ def test_all_that_is_shipped_are_codes(vit, bits):
 
 
 def check_codes(found, expected, unit):
-    """Equal but for a few codes, which float32 may have rounded to the neighbour."""
+    """Checks equality except for a few codes that float32 may round to a neighbour."""
     steps = abs(np.asarray(found) - expected) / np.asarray(unit)
     assert steps.max() < 1.01 and np.mean(steps > 0.01) < 0.01, (steps.max(), np.mean(steps > 0.01))
 
@@ -383,7 +383,7 @@ def test_noisy_parameters_are_used_as_they_are(vit):
 
 
 def test_heads_of_all_windows_of_a_swin_share_scales(reference):
-    """Attention has images, windows and heads in one axis, heads fastest."""
+    """Checks attention with images, windows and heads in one axis, heads fastest."""
     model = Swin(num_classes=3, patch_size=2, window=2, width=8, depths=(2,), num_heads=(2,), mlp_ratio=1)
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.3,), std=(0.4,)), 1)
     rng = np.random.default_rng(0)
@@ -392,7 +392,7 @@ def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.5, leaf.shape).astype(np.float32), shapes)
     scales = search_scales(backbone, params, images, labels, batch_size=2)
     assert len(scales.first) == len(scales.second) == 9
-    observed = _observe(backbone, params, images, labels)
+    observed = observe(backbone, params, images, labels)
 
     attention = "stage_0_block_0/attention"
     weights = params["stage_0_block_0"]["attention"]["query"]

@@ -1,6 +1,6 @@
 """What a client does: noise on parameters, representations, copies of them with noise.
 
-Statistical tests use fixed keys, so they are deterministic; over the choice of key a correct implementation fails one
+Statistical tests use fixed keys, so they are deterministic. Over the choice of key a correct implementation fails one
 with probability below 1e-5, and noise that is scaled by 0.7 or 1.3 is rejected as surely.
 """
 
@@ -113,15 +113,18 @@ def test_impossible_images_are_refused(vit):
         (good[..., 0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 8, 8\]"),
         (good[:, :6], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[9, 6, 8, 1\]"),
         (good[:0], r"images must be \[n, 8, 8, 1\] with n >= 1, got \[0, 8, 8, 1\]"),
-        ((good * 16).astype(np.uint8), "images must be floating point in .* got uint8; divide by the largest value"),
-        (good - 0.01, r"images must be in \[0, 1\], and some are not"),
-        (good * 1.01, r"images must be in \[0, 1\], and some are not"),
-        (good * np.nan, r"images must be in \[0, 1\], and some are not"),
+        (
+            (good * 16).astype(np.uint8),
+            "images must be floating point in .* got uint8. Divide by the largest",
+        ),
+        (good - 0.01, r"images must be in \[0, 1\]. Some are outside"),
+        (good * 1.01, r"images must be in \[0, 1\]. Some are outside"),
+        (good * np.nan, r"images must be in \[0, 1\]. Some are outside"),
     ]:
         with pytest.raises(ValueError, match=message):
             vit.backbone.check_images(bad)
     vit.backbone.check_images(good)
-    with pytest.raises(ValueError, match=r"images must be in \[0, 1\], and some are not"):
+    with pytest.raises(ValueError, match=r"images must be in \[0, 1\]. Some are outside"):
         represent(vit.backbone, vit.quantized(8), vit.front, good * 2)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         represent(vit.backbone, vit.quantized(8), vit.front, good, batch_size=0)
@@ -141,12 +144,12 @@ def batch(made, images, numbers):
 
 
 def all_copies(made):
-    """Every copy [n, 1 + copies, T, D]."""
+    """Returns every copy [n, 1 + copies, T, D]."""
     return np.asarray(batch(made, *made.index())).reshape(N, 1 + COPIES, TOKENS, WIDTH)
 
 
 def is_laplace(x):
-    """Of scale B: |x| / B is exponential, with mean and standard deviation 1."""
+    """Checks noise of scale B: |x| / B is exponential, with mean and standard deviation 1."""
     x = np.ravel(x).astype(np.float64) / B
     assert x.size >= 1800
     return scipy.stats.kstest(x, "laplace").pvalue > 1e-6 and abs(abs(x).mean() - 1) < 5 / np.sqrt(x.size)
@@ -161,7 +164,7 @@ def test_copies_are_indexed_by_image_and_number():
 
 
 def test_patches_come_from_exact_representations_and_noise_afterwards():
-    """Eq. 13 on exact representations, then noise on the original and on every copy."""
+    """Checks Eq. 13 on exact representations, then noise on the original and on every copy."""
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
     assert np.array_equal(made.neighbors, retrieve_neighbors(X))
     clean = all_copies(augment_then_noise(KEY, X, laplace_scale=0.0, **OPTIONS))
@@ -183,7 +186,7 @@ def test_patches_come_from_exact_representations_and_noise_afterwards():
 
 
 def test_a_copy_is_the_same_whenever_it_is_asked_for():
-    """With an rbg key too, whose bits under vmap depend on the first key of a batch."""
+    """Checks also an rbg key, whose bits under vmap depend on the first key of a batch."""
     assert KEY.dtype == jax.random.key(0, impl="rbg").dtype
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
     whole = all_copies(made)
@@ -219,7 +222,7 @@ def test_impossible_copies_are_refused(make):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "copies": -1})
     with pytest.raises(ValueError, match="n_patches=8 is more than the 7 patch positions"):
         make(KEY, X, laplace_scale=B, **{**OPTIONS, "n_patches": 8})
-    with pytest.raises(ValueError, match="n_patches=3 needs a neighbour, but there is one image only"):
+    with pytest.raises(ValueError, match="n_patches=3 needs a neighbour, but there is only one image"):
         make(KEY, X[:1], laplace_scale=B, **OPTIONS)
     assert make(KEY, X[:1], laplace_scale=B, copies=2, n_patches=0, prefix_tokens=0).index()[1].tolist() == [0, 1, 2]
     with pytest.raises(TypeError, match="key must be a typed key"):

@@ -42,7 +42,7 @@ def test_merged_data_are_the_originals_and_then_their_transforms(vit, monkeypatc
 
 @pytest.fixture
 def searched(vit, monkeypatch):
-    """Which images and labels scales are searched for, and with which options; the results are numbered."""
+    """Records images, labels and options of every scale search. The results are numbered."""
     calls = []
 
     def search(backbone, params, images, labels, **options):
@@ -127,7 +127,7 @@ def test_impossible_parts_are_refused(vit, searched):
 
 
 def test_mixing_shares_are_beta_distributed():
-    """Eq. 10: one share per image, with mean 1/2 and variance 1 / (4 (2 beta + 1)); fails for one key in a million."""
+    """Checks Eq. 10: one share per image, mean 1/2, variance 1 / (4 (2 beta + 1)). One key in a million fails."""
     size, ones = 4000, jnp.ones((4000, 2, 3))
     mix = jax.jit(lambda key, quantized, exact: mixup_representations(key, quantized, exact, beta=0.75))
     mixed = np.asarray(mix(KEY, 3 * ones, ones), np.float64)
@@ -148,17 +148,17 @@ def test_mixing_shares_are_beta_distributed():
 
 
 def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monkeypatch):
-    """Eq. 11 for fixed shares, from representations that are mixed and classified in float64."""
+    """Checks Eq. 11 for fixed shares, with representations mixed and classified in float64."""
 
     def mix(key, quantized, exact, *, beta):
-        """With another share for every key and every image, and more than one for another beta."""
+        """Mixes with another share for every key, image and beta."""
         share = beta * jax.random.uniform(key, (9, 1, 1))
         return share * quantized + (1 - share) * exact
 
     monkeypatch.setattr(server, "mixup_representations", mix)
     vit = vit.cut_after(1)
     frontends = vit.quantized(8, factor=0.5), vit.quantized(8, factor=0.1)
-    loss = jax.jit(server._mixup_loss(vit.backbone, 0.8))
+    loss = jax.jit(server.mixup_loss(vit.backbone, 0.8))
     found = loss(vit.back, (vit.front, frontends), (jnp.asarray(vit.images), jnp.asarray(vit.labels)), KEY)
     exact, expected = vit.represent(vit.images), 0
     for key, frontend in zip(jax.random.split(KEY, 2), frontends, strict=True):
@@ -190,7 +190,7 @@ def test_tuning_lowers_the_loss_and_returns_the_backend_alone(vit):
 def test_impossible_tuning_is_refused(vit):
     with pytest.raises(ValueError, match=r"labels must be in \[0, 3\)"):
         tune_backend(KEY, vit.backbone, vit.params, (vit.quantized(8),), vit.images, vit.labels + 1)
-    with pytest.raises(ValueError, match="frontends must be at least one, got none"):
+    with pytest.raises(ValueError, match="frontends must not be empty"):
         tune_backend(KEY, vit.backbone, vit.params, (), vit.images, vit.labels)
 
 
@@ -231,7 +231,7 @@ def test_few_images_teach_the_task(vit):
 
 
 def test_noisy_labels_are_corrected_by_their_probabilities(vit):
-    """-log sum_k p_k P(observed | k), with the label of the image of which each row is a copy."""
+    """Checks -log sum_k p_k P(observed | k), with the label of each row's image."""
     x = vit.represent(vit.images[:4])
     copies = Shifted(jnp.asarray(x, jnp.float32))
     observed = np.array([2, 0, 1, 1])
@@ -243,7 +243,7 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
     @jax.jit
     def losses_and_gradient(matrix):
         frozen = (copies, jnp.asarray(observed), matrix)
-        loss = lambda back: server._copies_loss(vit.backbone)(back, frozen, (images, numbers), KEY)  # noqa: E731
+        loss = lambda back: server.copies_loss(vit.backbone)(back, frozen, (images, numbers), KEY)  # noqa: E731
         return loss(vit.back), jax.grad(lambda back: loss(back).sum())(vit.back)
 
     for matrix in (noise, np.eye(3)):
@@ -257,7 +257,7 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
 def test_impossible_adaptation_is_refused(vit):
     copies = Shifted(jnp.asarray(vit.represent(vit.images[:4]), jnp.float32))
     for labels, classes, message in [
-        ([0, 1, 2, 0], 2, r"labels must be in \[0, 2\), the classes of the head; some are outside"),
+        ([0, 1, 2, 0], 2, r"labels must be in \[0, 2\), the classes of the head. Some labels are outside"),
         ([0, 1, -1, 0], 2, r"labels must be in \[0, 2\)"),
         ([0, 1, 1], 2, r"labels must be 4 integers, one per image, got int64 \[3\]"),
         ([0, 0, 0, 0], 1, "num_classes must be at least 2, got 1"),

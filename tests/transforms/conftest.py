@@ -1,4 +1,4 @@
-"""What the clipping tests share: an independent float64 reference, and comparison with it."""
+"""An independent float64 reference for the clipping tests, and comparisons with it."""
 
 import dataclasses
 import types
@@ -47,7 +47,7 @@ def micro_batches_of_one(
     trainable: Callable[[str, Any], bool] = lambda path, leaf: True,
     compiler_options: Any = QUICK_COMPILE,
 ) -> Reference:
-    """`jax.grad` of `loss_fn` on one example after the other, in float64; norms by NumPy."""
+    """Computes `jax.grad` of `loss_fn` for one example after the other in float64, and norms by NumPy."""
     paths, structure = jax.tree_util.tree_flatten_with_path(_float64(params))
     leaves = [leaf for _, leaf in paths]
     moving = [
@@ -81,7 +81,7 @@ def micro_batches_of_one(
 def assert_same_sum(
     params: Any, grads: Any, expected: list[np.ndarray | None], *, rtol: float = 1e-5, err: str = ""
 ) -> None:
-    """Each entry within rtol of itself, or within rtol/10 of the largest entry of the whole gradient."""
+    """Checks each entry to rtol, or to rtol/10 of the largest entry of the whole gradient."""
     atol = rtol / 10 * max(np.abs(e).max(initial=0) for e in expected if e is not None)
     for g, e in zip(jax.tree.structure(params).flatten_up_to(grads), expected, strict=True):
         if e is None:
@@ -93,22 +93,22 @@ def assert_same_sum(
 
 @contextmanager
 def forced(method: str) -> Iterator[None]:
-    """Every component gets its norms and sum by `method`: "factors" (where there are factors), "keep" or "drop"."""
+    """Forces `method` for every component: "factors" (where factors exist), "keep" or "drop"."""
     with pytest.MonkeyPatch.context() as patch:
-        choose = clipping._choose
+        choose = clipping.choose_method
 
         def pick(component: Any, *args: Any) -> str:
-            if method == "auto" or (method == "factors" and not clipping._can_factor(component)):
+            if method == "auto" or (method == "factors" and not clipping.can_factor(component)):
                 return choose(component, *args)
             return method
 
-        patch.setattr(clipping, "_choose", pick)
+        patch.setattr(clipping, "choose_method", pick)
         yield
 
 
 @pytest.fixture(scope="session")
 def oracle() -> types.SimpleNamespace:
-    """The functions above: test modules cannot import each other."""
+    """Hands out the functions above, since test modules cannot import each other."""
     return types.SimpleNamespace(
         micro_batches_of_one=micro_batches_of_one,
         assert_same_sum=assert_same_sum,

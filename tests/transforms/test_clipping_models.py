@@ -45,7 +45,7 @@ def draws(seed: int, *shapes: tuple[int, ...], scale: float = 0.5) -> list[np.nd
 
 
 def plain(loss: Callable[..., Any], params: Any, *example: tuple[int, ...], seed: int = 1) -> Case:
-    """A case whose params are drawn from their shapes, and whose example is one array or a tuple of arrays."""
+    """Builds a case with params drawn from their shapes. An example is one array or a tuple of arrays."""
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     shapes, structure = jax.tree.flatten(params, is_leaf=is_shape)
     batch = draws(seed + 100, *((BATCH, *s) for s in example), scale=1.0)
@@ -55,7 +55,7 @@ def plain(loss: Callable[..., Any], params: Any, *example: tuple[int, ...], seed
 
 
 def energy(x: Any) -> Any:
-    """A scalar that no layer's symmetry makes constant."""
+    """Returns a scalar that no symmetry of a layer makes constant."""
     return jnp.sum(jnp.sin(x) + 0.3 * jnp.square(x)) / 2
 
 
@@ -167,7 +167,7 @@ def weights_through_functions_of_one_argument() -> Case:
 
 @case
 def weights_of_no_consequence() -> Case:
-    """The gradient is far smaller than that of the value which meets data, or zero."""
+    """Tests gradients that are zero or far smaller than the gradient of the value that meets data."""
 
     def loss(p: Any, x: Any) -> Any:
         return energy(x @ (p["w"] * 1e-6 + 1)) + energy(x @ (p["row"] - p["row"].mean(0, keepdims=True)) ** 2)
@@ -293,7 +293,7 @@ def take_out_of_range() -> Case:
 
 @case
 def lookups_by_small_integers() -> Case:
-    """The last row of a table, and -1, do not fit the dtype of the index."""
+    """Uses index dtypes that cannot represent -1 or the last row of a table."""
 
     def loss(p: Any, index: Any) -> Any:
         small, signed = index
@@ -332,7 +332,7 @@ def lookups_that_are_not_of_rows() -> Case:
 
 
 def linen(model: nn.Module, *example: tuple[int, ...], seed: int = 0) -> Case:
-    """The model is given one example with a leading axis of one, as users do."""
+    """Passes one example with a leading axis of one to the model, as users do."""
     (x,) = draws(seed + 7, (BATCH, *example[0]), scale=1.0)
     params = model.init(jax.random.key(seed), x[:1])
     noisy = jax.tree.map(lambda p: p + 0.1 * np.random.default_rng(3).normal(size=p.shape).astype(p.dtype), params)
@@ -656,7 +656,7 @@ def custom_derivatives_with_weights() -> Case:
 
 @case
 def custom_derivatives_of_weights_alone() -> Case:
-    """Not linear in the cotangent: the derivative of a clipped sum is not the clipped sum of the derivatives."""
+    """Uses a derivative that is not linear in the cotangent and does not commute with a clipped sum."""
 
     @jax.custom_vjp
     def bent(w: Any) -> Any:
@@ -721,7 +721,7 @@ def complex_weights_of_two_parts() -> Case:
 
 @case
 def global_filter() -> Case:
-    """GFNet and FNO: a product with a weight between two Fourier transforms."""
+    """Multiplies by a weight between two Fourier transforms, as in GFNet and FNO."""
 
     def loss(p: Any, x: Any) -> Any:
         y = jnp.fft.irfft(jnp.fft.rfft(x, axis=0) * lax.complex(p["re"], p["im"]), n=6, axis=0)
@@ -733,7 +733,7 @@ def global_filter() -> Case:
 
 @case
 def diagonal_state_space() -> Case:
-    """S4D: a complex recurrence, by a scan and as a convolution by Fourier transforms."""
+    """Evaluates the complex recurrence of S4D by a scan and by Fourier transforms."""
 
     def loss(p: Any, x: Any) -> Any:
         rate = lax.complex(-jnp.exp(p["re"]), p["im"])
@@ -807,7 +807,7 @@ def frozen_and_integer_leaves() -> Case:
 
 
 def every_method(case: Case, methods: tuple[str, ...], clip_norm: float, oracle: Any) -> dict[str, Any]:
-    """What each method returns, from one program: the methods share its compilation."""
+    """Computes the result of each method in one program, so that the methods share its compilation."""
 
     def run(params: Any, batch: Any) -> dict[str, Any]:
         out = {}
@@ -845,7 +845,7 @@ def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) 
         check(CASES[name](), METHODS, oracle)
 
 
-# --- Architectures nobody thought of ---
+# --- Unexpected architectures ---
 
 
 def _dense(width: int, out: int, draw: Any) -> tuple[Any, Any, int]:

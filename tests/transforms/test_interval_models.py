@@ -31,7 +31,7 @@ def bounds_of(fun):
 
 
 def worst_violation(fun, params, radius, args, points=20):
-    """How far values at sampled points and corners leave the bounds (negative: not at all), and the bounds' width."""
+    """Returns how far sampled values leave the bounds (negative if all are inside), and the width of the bounds."""
     low, high = ends(bounds_of(fun)(params, radius, args))
 
     def moved(key):
@@ -189,10 +189,10 @@ def test_a_missing_rule_names_the_primitive_the_line_and_the_remedy():
     ("lower", "upper", "message"),
     [
         (1.0, 0.0, "lower must be at most upper"),
-        (float("nan"), 1.0, "neither NaN"),
-        (np.zeros(2, np.float32), np.ones(3, np.float32), "one shape and dtype"),
-        (np.zeros(2, np.float32), np.ones(2, np.int32), "one shape and dtype"),
-        ({"a": 1.0}, {"b": 1.0}, "one structure"),
+        (float("nan"), 1.0, "neither may be NaN"),
+        (np.zeros(2, np.float32), np.ones(3, np.float32), "same shape and dtype"),
+        (np.zeros(2, np.float32), np.ones(2, np.int32), "same shape and dtype"),
+        ({"a": 1.0}, {"b": 1.0}, "same tree structure"),
     ],
 )
 def test_what_is_no_interval_is_refused(lower, upper, message):
@@ -201,9 +201,9 @@ def test_what_is_no_interval_is_refused(lower, upper, message):
 
 
 def test_settings_and_loops_that_depend_on_an_interval_are_refused():
-    with pytest.raises(ValueError, match="product='exact' is unknown"):
+    with pytest.raises(ValueError, match="product must be 'tight' or 'rump', got 'exact'"):
         jaxdp.interval(jnp.sin, product="exact")
-    with pytest.raises(intervals.UnsupportedPrimitive, match="while loop depends on an interval"):
+    with pytest.raises(intervals.UnsupportedPrimitive, match="The condition of the loop depends on an interval"):
         jaxdp.interval(lambda x: lax.while_loop(lambda v: v < 3.0, lambda v: v * 2.0, x))(
             jaxdp.Interval(jnp.asarray(1.0), jnp.asarray(2.0))
         )

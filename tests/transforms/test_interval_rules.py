@@ -24,13 +24,13 @@ class Case:
     """A function whose jaxpr applies `rules` to intervals.
 
     Attributes:
-      rules: names in the registry.
-      fun: of the operands; the same code runs in float32 on boxes and in float64 at points.
-      shapes: of the operands that are intervals.
-      domain: of all operands.
-      ulps: by how much nested results may fail to be nested, for functions that round in no monotone way.
-      exact: what to compare with instead of `fun`, in real arithmetic.
-      tight: whether the box of one point gives the function up to rounding.
+      rules: Names in the registry.
+      fun: The function of the operands. The same code runs in float32 on boxes and in float64 at points.
+      shapes: The shapes of the operands that are intervals.
+      domain: The domain of all operands.
+      ulps: The amount by which results may fail to be nested, for functions whose rounding is not monotone.
+      exact: The function to compare with instead of `fun`, in real arithmetic.
+      tight: Whether the box of one point gives the function up to rounding.
     """
 
     rules: str
@@ -50,7 +50,7 @@ POSITIVE = RNG.uniform(size=(1, 4, 4, 2)).astype(np.float32)
 
 
 def like(x, values=CONSTANTS):
-    """A constant of the dtype of x and the shape of its values."""
+    """Makes a constant with the dtype of x and the shape of its values."""
     return jnp.asarray(values, x.dtype)
 
 
@@ -63,7 +63,7 @@ def convolve(x, w, **kwargs):
 
 
 def fixed_softmax(x):
-    """A softmax written out, not by jax.nn."""
+    """Computes a softmax without jax.nn."""
     e = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
     return e / jnp.sum(e, axis=-1, keepdims=True)
 
@@ -280,7 +280,7 @@ def nested_boxes(case, rng):
         lower = upper = rng.uniform(low_end, high_end, size).astype(np.float32)
         levels = [(lower, upper)]
         for _ in range(LEVELS - 1):
-            # Radii from invisible to everything; some entries stay as they are.
+            # Steps from negligible to huge. Some entries do not grow.
             step = (high_end - low_end) * 10.0 ** rng.uniform(-7, 0, (2, *size)) * (rng.random((2, *size)) < 0.7)
             lower = np.maximum(lower - step[0], np.float32(low_end)).astype(np.float32)
             upper = np.minimum(upper + step[1], np.float32(high_end)).astype(np.float32)
@@ -290,7 +290,7 @@ def nested_boxes(case, rng):
 
 
 def sample(boxes_, rng, count=POINTS):
-    """Points [..., count, ...] in float64 of each operand; half of them corners."""
+    """Samples points [..., count, ...] of each operand in float64, half of them corners."""
     points = []
     for lower, upper in boxes_:
         lead, shape = lower.shape[:2], lower.shape[2:]

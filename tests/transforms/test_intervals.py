@@ -40,7 +40,7 @@ def box(lower, upper):
 
 
 def around(tree, radius):
-    """The box of numbers within `radius` of a tree of arrays."""
+    """Returns the box of numbers within `radius` of a tree of arrays."""
     return jaxdp.Interval(
         jax.tree.map(lambda x: np.asarray(x - radius, x.dtype), tree),
         jax.tree.map(lambda x: np.asarray(x + radius, x.dtype), tree),
@@ -52,7 +52,7 @@ def is_interval(x):
 
 
 def sample(box_, count, seed=0):
-    """`count` points of a box in float64, half of them corners; a tree of [count, ...]."""
+    """Samples `count` points of a box in float64, half of them corners, as a tree of [count, ...]."""
     rng = np.random.default_rng(seed)
 
     def points(lower, upper):
@@ -65,18 +65,18 @@ def sample(box_, count, seed=0):
 
 
 def in_float64(fun, *args):
-    """`jax.jit(fun)` evaluated in float64; a tree of NumPy arrays."""
+    """Evaluates `jax.jit(fun)` in float64 and returns a tree of NumPy arrays."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # Flax mixes float32 into float64
         return jax.tree.map(np.asarray, jax.jit(fun, compiler_options=QUICK)(*args))
 
 
 def bounded(fun, **kwargs):
-    """`jax.jit(jaxdp.interval(fun))`, compiled quickly."""
+    """Returns `jax.jit(jaxdp.interval(fun))`, compiled quickly."""
     return jax.jit(jaxdp.interval(fun, **kwargs), compiler_options=QUICK)
 
 
 def assert_inside(bounds, values, lead=1):
-    """Every value, with `lead` leading axes of samples, lies in its interval."""
+    """Checks that every value, with `lead` leading axes of samples, lies in its interval."""
     found = jax.tree.leaves(bounds, is_leaf=is_interval)
     for x, value in zip(found, jax.tree.leaves(values), strict=True):
         assert np.isfinite(value).all()
@@ -117,7 +117,7 @@ def test_slack_exceeds_the_error_of_any_order_of_operations(dtype):
 
 
 def every_float(count, seed):
-    """Normal float32 numbers of all exponents."""
+    """Draws normal float32 numbers of all exponents."""
     bits = np.random.default_rng(seed).integers(0, 2**32, 2 * count, dtype=np.uint32)
     x = bits.view(np.float32)
     return x[np.isfinite(x) & (np.abs(x) >= TINY)][:count]
@@ -204,7 +204,7 @@ def test_long_dot_products_contain_the_exact_value():
     points = jax.jit(jaxdp.interval(jnp.matmul))(x, weights)
     bounds = jax.jit(jaxdp.interval(jnp.matmul))(x, box(low, high))
     both = jax.jit(jaxdp.interval(jnp.matmul))(box(x, x), box(low, high))
-    length = interval_rules._dot((((1,), (0,)), ((), ())), n)[0]
+    length = interval_rules.dot_product((((1,), (0,)), ((), ())), n)[0]
     assert length < 200
     for i, j in itertools.product(range(len(x)), range(3)):
         row, exact = x[i].astype(np.float64), math.fsum((x[i].astype(np.float64) * weights[:, j]).tolist())
@@ -222,7 +222,7 @@ def test_long_dot_products_contain_the_exact_value():
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (16, 8), (16, 128)])
 def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
     for n in (784, 20_000):
-        length, multiply = interval_rules._dot((((1,), (0,)), ((), ())), n)
+        length, multiply = interval_rules.dot_product((((1,), (0,)), ((), ())), n)
         x = np.ones((rows, n), np.float32)
         x[:, 0] = 2.0**24  # every further 1 is lost by the accumulator that holds it
         exact = 2.0**24 + n - 1
@@ -247,7 +247,7 @@ def test_numbers_beyond_the_largest_and_below_the_smallest():
     largest = float(np.finfo(np.float32).max)
     sums = jax.jit(jaxdp.interval(lambda x: (jnp.sum(x), jnp.dot(x, x))))(jnp.full(8, largest, jnp.float32))
     assert contains(sums[0], 8 * largest) and contains(sums[1], 8 * largest**2)
-    # Relative slack that underflows is replaced; products that pass through zero on the way are not zero.
+    # A relative slack that underflows is replaced. Intermediate products that underflow do not make the result zero.
     small, large = np.full(2, 1.1e-35, np.float32), np.array([1.1e30, 1.3e30], np.float32)
     exact = float(np.dot(small.astype(np.float64), large.astype(np.float64)))
     assert contains(jaxdp.interval(jnp.dot)(box(small, small), large), exact)
@@ -293,7 +293,7 @@ def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
 
 
 def exact_products(a, b):
-    """The smallest and largest a @ b in float64 for boxes of matrices: all entries of a product are independent."""
+    """Computes the smallest and largest a @ b in float64 for boxes of matrices with independent entries."""
     corners = [np.asarray(x, np.float64)[:, :, None] * np.asarray(y, np.float64)[None] for x in a for y in b]
     return np.min(corners, axis=0).sum(1), np.max(corners, axis=0).sum(1)
 
@@ -436,7 +436,7 @@ def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
     given = around(params, 0.02)
     tight = jax.jit(jaxdp.interval(gradient))(given, x)
     assert_inside(tight, in_float64(jax.vmap(gradient, (0, None)), sample(given, 500), x))
-    monkeypatch.setattr(interval_rules, "_use_zero_sum", lambda *args: None)
+    monkeypatch.setattr(interval_rules, "use_zero_sum", lambda *args: None)
     loose = jax.jit(jaxdp.interval(lambda *args: gradient(*args)))(given, x)
     active = np.asarray(loose.width) > 1e-3
     assert active.any() and (np.asarray(tight.width)[active] < 0.7 * np.asarray(loose.width)[active]).all()
@@ -449,7 +449,7 @@ SOFT = np.array([0.2, 0.0, 0.5, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], np.float32)
 
 
 def labels_of(loss, classes):
-    """Every kind of label that a loss takes for so many logits; None as the number of logits means a scalar."""
+    """Returns every kind of label that a loss accepts for a number of logits. None means a scalar logit."""
     if loss is losses.sigmoid_cross_entropy:
         return [0, 1, 0.3] if classes is None else [SOFT[:classes], np.eye(10, dtype=np.float32)[0, :classes]]
     if loss is losses.squared_error:
@@ -491,7 +491,7 @@ def test_losses_and_their_gradients_contain_every_point(loss, classes):
     assert_inside(bounds, values)
     for x, value in zip(jax.tree.leaves(bounds, is_leaf=is_interval), jax.tree.leaves(values), strict=True):
         assert (np.asarray(x.width)[0] <= 3e-5 * (1 + np.abs(value[0, 0]))).all()  # the first box is a point
-    # Bounds of a batch, not a batch of bounds; once for each loss.
+    # Bounds of a batch, not a batch of bounds, once for each loss.
     if classes in (None, 3):
         batch = bounded(lambda z: jax.vmap(jax.grad(lambda z: loss(z, jnp.asarray(labels[0]))))(z))(given)
         assert_inside(batch, values[0][1])
@@ -552,7 +552,7 @@ class Perceptron(nn.Module):
 
 
 def task(model, shape):
-    """Value and gradient of the loss of an example, with parameters away from their special initial values."""
+    """Returns value and gradient of the loss of an example, with parameters that are not the initial ones."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape).astype(np.float32)
     params = model.init(jax.random.key(0), x[None])["params"]
@@ -605,7 +605,7 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     low, high = (jax.tree.map(lambda v: np.asarray(v, np.float64), end) for end in (given.lower, given.upper))
 
     def ascend(direction):
-        """The best of its steps for the output in a direction."""
+        """Returns the best of its steps for the output in a direction."""
 
         def step(params, size):
             slope = jax.grad(lambda p: flat(p) @ direction)(params)
@@ -884,9 +884,9 @@ def test_what_cannot_be_bounded_is_refused():
         (lambda x: lax.erf_inv(x / 4), r"'erf_inv'.*test_intervals\.py:\d+, in .*lambda"),
         (lambda x: jnp.linalg.inv(jnp.outer(x, x) + jnp.eye(2)), "no interval rule"),
         (lambda x: x.astype(jnp.int32) & 1, "bitwise"),
-        (lambda x: x.astype(jnp.int32) // 2, "is not supported|no interval rule"),
+        (lambda x: x.astype(jnp.int32) // 2, "integer division|no interval rule"),
         (lambda x: jnp.prod(x.astype(jnp.int32)), "products over an interval of integers"),
-        (lambda x: lax.sort((x, x), num_keys=1), "sorting several operands"),
+        (lambda x: lax.sort((x, x), num_keys=1), "does not sort several operands"),
         (lambda x: jnp.zeros(4)[x.astype(jnp.int32)], "depends on an interval"),
         (lambda x: lax.dynamic_update_slice(x, x[:1], (x[0].astype(jnp.int32),)), "depends on an interval"),
     ]

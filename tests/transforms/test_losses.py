@@ -18,7 +18,7 @@ SOFT = RNG.dirichlet(np.ones(CLASSES))
 
 
 def xent64(z, y):
-    """Cross-entropy in float64; `y` an integer class or probabilities."""
+    """Computes the cross-entropy in float64. `y` is an integer class or probabilities."""
     return float(np.sum((np.eye(len(z))[y] if np.ndim(y) == 0 else y) * (special.logsumexp(z) - z)))
 
 
@@ -202,14 +202,14 @@ def test_a_class_that_does_not_exist_is_nan(loss, label):
 @pytest.mark.parametrize(
     ("loss", "z", "y", "match"),
     [
-        (losses.softmax_cross_entropy, jnp.zeros((2, 3)), jnp.asarray(1), "use jax.vmap"),
-        (losses.softmax_cross_entropy, jnp.zeros(()), jnp.asarray(1), "use jax.vmap"),
+        (losses.softmax_cross_entropy, jnp.zeros((2, 3)), jnp.asarray(1), "Use jax.vmap"),
+        (losses.softmax_cross_entropy, jnp.zeros(()), jnp.asarray(1), "Use jax.vmap"),
         (losses.softmax_cross_entropy, jnp.zeros(3), jnp.zeros(4), r"shape \(3,\)"),
         (losses.softmax_cross_entropy, jnp.zeros(3), jnp.asarray(1.0), "integer class"),
-        (losses.hinge, jnp.zeros((2, 3)), jnp.asarray(1), "use jax.vmap"),
-        (losses.hinge, jnp.zeros(1), jnp.zeros(2), "needs that of the logits"),
-        (losses.sigmoid_cross_entropy, jnp.zeros(3), jnp.asarray(1), "needs that of the logits"),
-        (losses.squared_error, jnp.zeros(3), jnp.zeros((3, 1)), "needs that of the logits"),
+        (losses.hinge, jnp.zeros((2, 3)), jnp.asarray(1), "Use jax.vmap"),
+        (losses.hinge, jnp.zeros(1), jnp.zeros(2), "of the logits, got"),
+        (losses.sigmoid_cross_entropy, jnp.zeros(3), jnp.asarray(1), "of the logits, got"),
+        (losses.squared_error, jnp.zeros(3), jnp.zeros((3, 1)), "of the logits, got"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(loss, z, y, match):

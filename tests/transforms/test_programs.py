@@ -1,7 +1,7 @@
 """Random programs: every engine gives what `jax.grad` of one example after the other gives in float64.
 
 A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers `i`. Weights pass
-through functions of their own before they meet data, and meet it in every way that the generator knows. A failure
+through random functions before they meet data, and meet it in every way that the generator supports. A failure
 prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 100, and JAXDP_SEED=n starts at program n.
 """
 
@@ -29,7 +29,7 @@ BATCH = 4
 INDEX_TYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32")
 
 
-# --- Functions with derivatives of their own, which the programs call ---
+# --- Functions with custom derivatives, which the programs call ---
 
 
 @jax.custom_jvp
@@ -42,7 +42,7 @@ straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), t
 
 @jax.custom_vjp
 def bent(x: Any) -> Any:
-    """Its derivative is not that of its value, and is not linear in the cotangent."""
+    """Has a custom derivative that is not linear in the cotangent."""
     return jnp.sin(x)
 
 
@@ -58,7 +58,7 @@ dense.defvjp(lambda w, x: (x @ w, (w, x)), lambda wx, g: (wx[1].T @ g, jnp.clip(
 
 
 def bits(w: Any) -> Any:
-    """An integer that depends on every bit of a weight, as a float: no gradient."""
+    """Returns an integer that depends on every bit of a weight, as a float without gradient."""
     whole = lax.bitcast_convert_type(w, {4: jnp.int32, 8: jnp.int64}[w.dtype.itemsize])
     return 0 * whole.astype(w.dtype)
 
@@ -129,7 +129,7 @@ class Program:
 
 
 class Writer:
-    """Writes one program; `h` is its value so far, a real array [rows, columns]."""
+    """Writes one program. `h` is its value so far, a real array [rows, columns]."""
 
     def __init__(self, seed: int):
         self.rng = np.random.default_rng([seed, 1])
@@ -158,7 +158,7 @@ class Writer:
         self.columns = self.columns if columns is None else columns
 
     def weight(self, shape: tuple[int, ...]) -> str:
-        """An expression of a new weight or one already used, possibly through functions of its own."""
+        """Writes an expression of a new or used weight, possibly through functions of the weight."""
         same = [name for name, s in self.shapes.items() if s == shape]
         turned = [name for name, s in self.shapes.items() if len(s) == 2 and s[::-1] == shape]
         if turned and self.chance(0.3):
@@ -429,7 +429,7 @@ def setting_of(program: Program) -> Setting:
 
 
 def differences(program: Program, methods: tuple[str, ...], oracle: Any) -> dict[str, str]:
-    """What is wrong with each method; empty if nothing is."""
+    """Describes the error of each wrong method. The result is empty if all are right."""
     setting, loss = setting_of(program), program.loss
     mean = lambda p, e: jax.vmap(loss, (None, 0))(p, e).mean()  # noqa: E731
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -494,7 +494,7 @@ def test_random_programs(block: int, oracle: Any) -> None:
 
 
 def wrapping_record(rule: Any, operands: Any) -> Any:
-    """`sites.Lookup.record` with the bounds in the dtype of the index."""
+    """Replaces `sites.Lookup.record`, with the bounds in the dtype of the index."""
     index = operands[1][..., 0]
     last, nothing = (jnp.asarray(np.int64(n).astype(index.dtype)) for n in (rule.rows - 1, -1))
     if rule.clip:
@@ -502,19 +502,20 @@ def wrapping_record(rule: Any, operands: Any) -> Any:
     return jnp.where((index >= 0) & (index <= last), index, nothing)
 
 
-def apart(x: Any, y: Any, inner: Any = sites._inner) -> Any:
-    """`sites._inner` without the products of two different uses of a weight."""
+def apart(x: Any, y: Any, inner: Any = sites.inner_products) -> Any:
+    """Replaces `sites.inner_products`, without the products of two different uses of a weight."""
     return inner(x, y) if x is y else 0 * inner(x, y)
 
 
 TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
-    "complex values are constants": (walker, "_is_complex", lambda v: False, lambda p: "lax.complex(p[" in p.source),
-    "custom_vjp is linear": (walker, "_has_custom_vjp", lambda eqn: False, lambda p: "@ bent(p[" in p.source),
+    "complex values are constants": (walker, "is_complex", lambda v: False, lambda p: "lax.complex(p[" in p.source),
+    "custom_vjp is linear": (walker, "has_custom_vjp", lambda eqn: False, lambda p: "@ bent(p[" in p.source),
     "small indices wrap": (
         sites.Lookup, "record", wrapping_record, lambda p: "uint8" in p.index_type and "(300" in str(p.shapes),
     ),
     "uses of a weight are apart": (
-        sites, "_inner", apart, lambda p: len(p.shapes) == 1 and "softmax((h @ p['w0']) @ (h @ p['w0'])" in p.source,
+        sites, "inner_products", apart,
+        lambda p: len(p.shapes) == 1 and "softmax((h @ p['w0']) @ (h @ p['w0'])" in p.source,
     ),
 }  # fmt: skip
 

@@ -55,14 +55,14 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 def entropy(z: np.ndarray) -> Pair:
-    """H = -sum p log p of each row, and dH/dz = -p (log p + H)."""
+    """Returns H = -sum p log p of each row, and dH/dz = -p (log p + H)."""
     p = softmax(z)
     h = -(p * np.log(p)).sum(-1)
     return h, -p * (np.log(p) + h[:, None])
 
 
 def opinion(z: np.ndarray) -> Pair:
-    """COME's loss of each row, and its gradient: that of the loss in l, less its component along z."""
+    """Returns COME's loss of each row and its gradient: the gradient in l without its component along z."""
     num_classes = z.shape[1]
     e = np.exp(z)
     s = e.sum(1, keepdims=True) + num_classes
@@ -74,7 +74,7 @@ def opinion(z: np.ndarray) -> Pair:
 
 
 def plpd(z: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """By how much the probability of the predicted class falls from logits z to those of the second view."""
+    """Returns the fall of the predicted class's probability from logits z to the logits of the second view."""
     p, after = softmax(z), softmax(view)
     rows, y = np.arange(len(z)), p.argmax(1)
     return p[rows, y] - after[rows, y]
@@ -106,7 +106,7 @@ class Adaptation:
         self.closest, self.selected = np.inf, []
 
     def gradients(self, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Each image's gradient of its uncertainty, [B, 4, D], zero where nothing adapts."""
+        """Returns each image's gradient of its uncertainty, [B, 4, D], zero where nothing adapts."""
         _, slope = self.uncertainty(self.model.logits(theta, x))
         return self.model.gradients(theta, x, slope) * self.adapts
 
@@ -157,7 +157,7 @@ class EATA(Adaptation):
 
 
 class SAR(Adaptation):
-    """Attributes: average, the moving average of the loss or None; resets, the steps (from 0) that ended in one."""
+    """Attributes: average, the moving average of the loss or None. resets, the steps (from 0) that end in a reset."""
 
     def __init__(self, *args, threshold, rho, reset_below, **kwargs):
         super().__init__(*args, **kwargs)
@@ -210,7 +210,7 @@ class DeYO(Adaptation):
 
 
 class Private(Adaptation):
-    """The private form: weights and, if kept, filters inside the clip; noise; then pull and momentum.
+    """The private form: weights and kept filters inside the clip, then noise, then pull and momentum.
 
     Attributes:
         previous: G_{t-1}.
@@ -225,7 +225,7 @@ class Private(Adaptation):
         self.previous = np.zeros_like(self.theta)
 
     def clipped_sum(self, x: np.ndarray, views: np.ndarray | None = None, mask: np.ndarray | None = None) -> np.ndarray:
-        """sum_i clip(g_i), image by image."""
+        """Returns sum_i clip(g_i), image by image."""
         ahead = self.theta + self.rho * self.previous / (np.linalg.norm(self.previous) + 1e-12)
         total = np.zeros_like(self.theta)
         for i in range(len(x)):
@@ -245,7 +245,7 @@ class Private(Adaptation):
         return total
 
     def step(self, x, views=None, mask=None, noise=0.0) -> np.ndarray:
-        """One step; `noise` [4, D] is added to the sum and stands for sigma C Z."""
+        """Makes one step with `noise` [4, D], sigma C Z, added to the sum."""
         logits = self.model.logits(self.theta, x)
         gradient = (self.clipped_sum(x, views, mask) + noise * self.adapts) / (self.kept * len(x))
         self.previous = gradient
@@ -256,7 +256,7 @@ class Private(Adaptation):
 
 
 def fisher(model: Model, theta: np.ndarray, batches: list[np.ndarray], kind: str) -> np.ndarray:
-    """Squared gradients of the cross entropy to the model's own labels: of batch means ("batch") or of each image."""
+    """Returns squared gradients of the cross entropy to predicted labels, of batch means ("batch") or images."""
     total = np.zeros_like(theta)
     for x in batches:
         p = softmax(model.logits(theta, x))

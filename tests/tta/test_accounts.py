@@ -16,7 +16,7 @@ DELTA = 1e-6
 
 
 def closed_form(mu: float, delta: float = DELTA) -> float:
-    """Epsilon of a mu-GDP mechanism: delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2), inverted."""
+    """Returns epsilon of a mu-GDP mechanism: delta(eps) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2), inverted."""
 
     def gap(eps: float) -> float:
         first, second = special.log_ndtr(-eps / mu + mu / 2), eps + special.log_ndtr(-eps / mu - mu / 2)
@@ -32,7 +32,7 @@ def new_ledger(adjacency="replace_one", **budget):
 
 
 def charged(ledger) -> float:
-    """Total of 1 / noise_multiplier^2 in the ledger."""
+    """Returns the total of 1 / noise_multiplier^2 in the ledger."""
     events = ledger.events("stream")
     return sum(n / e.noise_multiplier**2 for e, n in composition(events[None]).items()) if events else 0.0
 

@@ -20,7 +20,6 @@ import pytest
 
 from jaxdp import Ledger, tta
 from jaxdp.data import from_arrays
-from jaxdp.tta.adapter import _step
 from jaxdp.tta.come import opinion_entropy
 from jaxdp.tta.method import Method, entropy
 
@@ -51,7 +50,7 @@ def oracle(name, *, rows, come=False, rate=RATE, **constants):
 
 
 def agree(adapter, reference, batches, views=None, **kwargs):
-    """Runs both over the batches, compares parameters, momentum and logits after each; returns the states."""
+    """Runs both over the batches and compares parameters, momentum and logits after each. Returns the states."""
     states, logits = tiny.run(adapter, batches, **kwargs)
     for t, (state, z) in enumerate(zip(states, logits, strict=True)):
         expected = reference.step(batches[t]) if views is None else reference.step(batches[t], views[t])
@@ -80,7 +79,7 @@ HOOKS = ("uncertainty", "weight", "reliable", "augment", "radius", "pull", "nove
 
 
 def built(name):
-    """The method of a row of METHODS, from what its constructor needs."""
+    """Returns the method of a row of METHODS, made from the arguments that its constructor needs."""
     parameters = inspect.signature(tta.METHODS[name]).parameters
     return tta.METHODS[name](**{key: value for key, value in GIVEN.items() if key in parameters})
 
@@ -125,9 +124,9 @@ def published_steps_keep_the_state_s_form(method):
     batches[:, 4:] = np.nan
     start = adapter.init(jax.random.key(0))
     states, logits = tiny.run(adapter, batches, state=start, masks=[mask] * 3)
-    before = _step._cache_size()
+    before = len(tiny.CALLS)
     states += tiny.run(adapter, batches, state=states[-1], masks=[mask] * 3)[0]
-    assert _step._cache_size() == before, "the second step must not compile again"
+    assert len(tiny.CALLS) == before, "the second step must not compile again"
     for state in states:
         jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), state, start)
         assert np.isfinite(tiny.theta_of(state.params)).all()
@@ -189,7 +188,7 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
     x = tiny.stream(0)[0]
     frozen_norm = np.linalg.norm(tiny.MODEL.logits(tiny.THETA, x), axis=1, keepdims=True)
 
-    def loss(theta):  # COME's gradient is that of the loss of logits brought back to their length
+    def loss(theta):  # COME's gradient equals the gradient of the loss of logits scaled back to their length
         z = tiny.MODEL.logits(theta, x)
         if uncertainty is published.opinion:
             z = z / np.linalg.norm(z, axis=1, keepdims=True) * frozen_norm
@@ -220,7 +219,7 @@ EATA = {"num_classes": tiny.CLASSES, "margin": 1.1 / LN, "diversity": 0.7}
 
 
 def eata(**changes):
-    """(jaxdp's method, the oracle's constants)."""
+    """Returns (jaxdp's method, the oracle's constants)."""
     constants = {**EATA, **changes}
     threshold = constants["margin"] * LN
     return tta.EATA(**constants), {"threshold": threshold, "diversity": constants["diversity"]}
@@ -409,7 +408,7 @@ class Spy:
         return tiny.apply_fn(params, images)
 
     def views(self, batches):
-        """For each batch, the images shown beside itself."""
+        """Returns for each batch the images shown beside it."""
         jax.effects_barrier()
         seen = [x for x in self.seen if x.shape == batches[0].shape and not any(np.array_equal(x, b) for b in batches)]
         self.seen = []
@@ -467,7 +466,7 @@ def test_deyo_by_permutation(augmentation):
 
 
 def _order(augmentation, image, view):
-    """Which piece of the image each piece of its view is; pieces are unique, and all must be there."""
+    """Returns the piece of the image that each piece of its view is. Checks that each piece occurs once."""
     side = 2 if augmentation == "patch" else 1
     pieces = [
         [x[r : r + side, c : c + side].tobytes() for r in range(0, 4, side) for c in range(0, 4, side)]
@@ -505,7 +504,7 @@ def test_deyo_with_nothing_selected_makes_no_step():
 
 
 def naive_opinion(f, num_classes=1000):
-    """The public code's form, in float32."""
+    """Computes COME's loss in the public code's form, in float32."""
     f = np.asarray(f, np.float32)
     with np.errstate(all="ignore"):
         e = np.exp(f / np.linalg.norm(f) * np.linalg.norm(f))
@@ -593,7 +592,7 @@ def test_the_number_of_classes_is_checked(method):
     ("make", "message"),
     [
         (lambda: tta.EATA(1), "num_classes must be at least 2, got 1"),
-        (lambda: tta.EATA(10, margin=2.76), r"margin is a fraction .* got 2.76; .* margin=t / ln\(num_classes\)"),
+        (lambda: tta.EATA(10, margin=2.76), r"margin is a fraction .* got 2.76. Choose t / ln\(num_classes\)"),
         (lambda: tta.EATA(10, diversity=0.0), "diversity must be positive, got 0.0"),
         (lambda: tta.EATA(10, fisher_strength=-1.0), "fisher_strength must not be negative, got -1.0"),
         (lambda: tta.SAR(10, margin=0.0), "margin is a fraction"),

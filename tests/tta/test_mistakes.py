@@ -24,7 +24,7 @@ def adapter_of(method=TENT, apply_fn=tiny.apply_fn, optimizer=SGD, **settings):
 
 def test_condition_7_tracing_bakes_in_no_key():
     adapter = adapter_of()
-    with pytest.raises(ValueError, match="call init outside jit, or pass key"):
+    with pytest.raises(ValueError, match="Call init outside jit, or pass key"):
         jax.jit(adapter.init)()
     assert jax.jit(adapter.init)(jax.random.key(0)).step == 0
 
@@ -61,11 +61,14 @@ def test_settings(settings, error, message):
     ("changes", "message"),
     [
         ({"apply_fn": lambda params, images: (tiny.apply_fn(params, images), {})}, "must return logits"),
-        ({"apply_fn": lambda params, images: tiny.apply_fn(params, images).sum(-1)}, r"it gave \(2,\)"),
+        (
+            {"apply_fn": lambda params, images: tiny.apply_fn(params, images).sum(-1)},
+            r"but returned \(2,\) for a batch of 2",
+        ),
         ({"method": tta.COME(tta.Tent(), 10)}, "num_classes=10, but apply_fn returns 4 logits"),
         (
             {"method": tta.EATA(4, fisher={**tiny.PARAMS, "head": None})},
-            "fisher is of other parameters than those that adapt",
+            "fisher holds other parameters than the adapter adapts",
         ),
     ],
 )
@@ -91,7 +94,7 @@ def test_condition_6_no_private_step_goes_on_from_a_raw_memory():
     published = adapter_of(eata)
     adapter = adapter_of(tta.private(eata, clip_norm=1.0, noise_multiplier=1.0))
     state, _ = published.step(published.init(), images)
-    with pytest.raises(ValueError, match="it holds a memory of raw images"):
+    with pytest.raises(ValueError, match="It holds a memory of raw images"):
         adapter.step(state, images)
     state, _ = adapter.step(adapter.reset(state), images)
     assert state.memory == ()

@@ -103,7 +103,7 @@ def test_impossible_arguments(model):
     with pytest.raises(ValueError, match="at least one image"):
         CollapseMonitor(apply_fn, params, images[:0])
     confident = moved(params, scale=np.full(6, 1e3, np.float32))
-    with pytest.raises(ValueError, match="use a probe with more classes, or a lower threshold"):
+    with pytest.raises(ValueError, match="Use a probe with more classes, or a lower threshold"):
         CollapseMonitor(apply_fn, confident, images[:1])
 
 

@@ -71,7 +71,7 @@ def real_noise(monkeypatch):
 
 
 def apply_fn(params, images):
-    """The tiny model, but for images marked by a first value of 99, whose logits are their next values.
+    """Returns the tiny model's logits. Images with a first value of 99 have their next values as logits.
 
     Such an image has no gradient, whatever is predicted for it.
     """
@@ -103,13 +103,13 @@ every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def adapter_of(name, *, clip_norm=0.03, noise_multiplier=SIGMA, **kwargs):
-    """Compiled once for each method, whatever the clip norm."""
+    """Compiles once for each method and all clip norms."""
     form = tta.private(METHODS[name], clip_norm=clip_norm, noise_multiplier=noise_multiplier, **kwargs)
     return tta.Adapter(apply_fn, tiny.PARAMS, form, SGD)
 
 
 def oracle(name, clip_norm, *, filters="remove", kept=1.0):
-    """The private form of the paper, said again."""
+    """Computes the private form of the paper a second time."""
     weights = {
         "EATA": lambda u, drop: np.exp(0.7 * LN - u),
         "DeYO": lambda u, drop: np.exp(0.7 * LN - u) + np.exp(drop),
@@ -136,13 +136,13 @@ def oracle(name, clip_norm, *, filters="remove", kept=1.0):
 
 
 def release(adapter, state, batch, mask=None):
-    """What one step from `state` releases, [4, D]: the noisy sum B G, if momentum is zero and nothing pulls."""
+    """Returns the release of one step, [4, D]: the noisy sum B G, if momentum is zero and nothing pulls."""
     new, _ = adapter.step(state, batch, None, mask)
     return SIZE / RATE * (tiny.theta_of(state.params) - tiny.theta_of(new.params))
 
 
 def clipped_sum(adapter, state, batch, mask=None):
-    """The release less its noise."""
+    """Returns the release without its noise."""
     total, rows = release(adapter, state, batch, mask), len(adapter.adapted_paths)
     total[:rows] -= adapter.method.noise_multiplier * adapter.method.clip_norm * PATTERN[:rows]
     return total
@@ -222,7 +222,7 @@ RECORDS = {
 
 
 def movements(adapter, state):
-    """By how much the released sum moves if record 0 of a batch is replaced by another, or by padding."""
+    """Returns the move of the released sum when another record, or padding, replaces record 0 of a batch."""
     batch, sums = tiny.stream(20, 1)[0], []
     for record in RECORDS.values():
         batch[0] = record
@@ -411,20 +411,20 @@ def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_th
 
 @pytest.fixture(scope="module")
 def real():
-    """An adapter with real noise that starts every step from the source model, so that all noise shows."""
+    """Returns an adapter with real noise that starts every step from the source model, so that all noise shows."""
     method = tta.private(tta.Tent(), clip_norm=2.0, noise_multiplier=0.7)
     return tta.Adapter(apply_fn, tiny.PARAMS, method, SGD, reset_every=1)
 
 
 def residuals(adapter, batches, key=None, seed=1):
-    """What is random in the releases of some batches, [steps, 4, D]."""
+    """Returns the random part of the releases of some batches, [steps, 4, D]."""
     states, _ = tiny.run(adapter, batches, state=adapter.init(jax.random.key(seed)), key=key)
     released = [SIZE / RATE * (tiny.THETA - tiny.theta_of(state.params)) for state in states]
     return np.stack(released) - np.stack([oracle("Tent", 2.0).clipped_sum(x) for x in batches])
 
 
 def p_values(values, scale):
-    """Of the law (Kolmogorov-Smirnov) and of the variance (chi-squared, two-sided)."""
+    """Returns p-values of the law (Kolmogorov-Smirnov) and of the variance (chi-squared, two-sided)."""
     square = np.sum((values / scale) ** 2)
     law = stats.chi2(values.size)
     return stats.kstest(values.ravel() / scale, stats.norm.cdf).pvalue, 2 * min(law.cdf(square), law.sf(square))
@@ -510,7 +510,7 @@ PUBLISHED = {
 
 
 def gaussian_epsilon(mu, delta):
-    """Epsilon of mu-GDP: delta = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)."""
+    """Returns epsilon of mu-GDP: delta = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)."""
 
     def excess(eps):
         a, b = special.log_ndtr(-eps / mu + mu / 2), eps + special.log_ndtr(-eps / mu - mu / 2)
@@ -538,34 +538,34 @@ def test_without_noise_there_is_no_guarantee():
 
 
 FATES = {
-    "Tent": {"entropy H": "absorbed"},
+    "Tent": {"Computes the entropy H": "absorbed"},
     "EATA": {
-        "entropy H": "absorbed",
-        "entropy weight": "absorbed",
-        "entropy filter": "removed",
-        "Fisher anchor": "moved outside",
-        "moving average m": "removed",
-        "diversity filter": "removed",
+        "Computes the entropy H": "absorbed",
+        "Weighs images by exp(E0 - H)": "absorbed",
+        "Keeps images with entropy H": "removed",
+        "Adds the Fisher anchor": "moved outside",
+        "Updates the moving average m": "removed",
+        "Keeps images with diversity": "removed",
     },
     "SAR": {
-        "entropy H": "absorbed",
-        "entropy filter": "removed",
-        "ascent": "moved outside",
-        "moving average of the loss": "removed",
-        "reset when": "removed",
+        "Computes the entropy H": "absorbed",
+        "Keeps images with entropy H": "removed",
+        "The ascent": "moved outside",
+        "Updates the moving average of the loss": "removed",
+        "Resets when": "removed",
     },
     "DeYO": {
-        "entropy H": "absorbed",
-        "entropy and PLPD weight": "absorbed",
-        "second view": "absorbed",
-        "entropy filter": "removed",
+        "Computes the entropy H": "absorbed",
+        "Weighs images by exp(E0 - H) + exp(PLPD)": "absorbed",
+        "Destroys the object's shape in a second view": "absorbed",
+        "Keeps images with entropy H": "removed",
     },
-    "COME": {"COME's entropy": "absorbed"},
+    "COME": {"Computes COME's entropy": "absorbed"},
     "DeYO-COME": {
-        "COME's entropy": "absorbed",
-        "entropy and PLPD weight": "absorbed",
-        "second view": "absorbed",
-        "entropy filter": "removed",
+        "Computes COME's entropy": "absorbed",
+        "Weighs images by exp(E0 - H) + exp(PLPD)": "absorbed",
+        "Destroys the object's shape in a second view": "absorbed",
+        "Keeps images with entropy H": "removed",
     },
 }
 
@@ -573,8 +573,7 @@ FATES = {
 @every_method
 def test_describe_names_every_operator_and_its_fate(name):
     first, *lines = adapter_of(name).method.describe().splitlines()
-    exchanged = " with COME's entropy of the opinion (b, u)" if "COME" in name else ""
-    assert first == f"private {type(METHODS[name]).__name__}{exchanged}, clip norm 0.03, noise 0.4 x clip norm"
+    assert first == f"private {type(METHODS[name]).__name__}, clip norm 0.03, noise 0.4 x clip norm"
     *operators, divisor = [line.strip() for line in lines if "no step when" not in line]
     assert divisor == "mean over the images that take part: replaced, the divisor is B whatever they hold"
     assert any("every step is made" in line for line in lines) == (name != "SAR")
@@ -621,10 +620,10 @@ def test_every_hook_has_a_rule():
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier must be finite and not negative, got -1.0"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be finite"),
-        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*; got 'nonsense'"),
+        ({"clip_rule": "nonsense"}, ValueError, "clip_rule must be .*'nonsense'"),
         ({"filters": "drop"}, ValueError, "filters must be 'remove' or 'keep', got 'drop'"),
         ({"filters": "keep", "kept_fraction": 0.0}, ValueError, r"kept_fraction must be in \(0, 1\]"),
-        ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep'; got 0.5"),
+        ({"kept_fraction": 0.5}, ValueError, "and 1 unless filters='keep', got 0.5"),
     ],
 )
 def test_arguments_of_private_are_checked(changes, error, message):

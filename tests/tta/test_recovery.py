@@ -79,13 +79,13 @@ def account_of(ledger=None, **terms):
 
 
 def charged(ledger):
-    """The number of single visits that the ledger was charged."""
+    """Returns the number of single visits that the ledger was charged."""
     counts = composition(ledger.events("stream").get(None, NoOpDpEvent()))
     return sum(n * SIGMA**2 / event.noise_multiplier**2 for event, n in counts.items())
 
 
 def died(adapter, stream, steps, **arguments):
-    """What the process that died in step `steps` had computed, the last of it without keeping it."""
+    """Returns the releases of a process that was killed in step `steps` before it kept the last one."""
     watched = Watched(adapter, steps)
     with pytest.raises(Died):
         tta.serve(watched, stream, **arguments)
@@ -321,7 +321,7 @@ def test_one_state_under_two_accounts_gets_two_noises():
     start = adapter.init()
     one, two = (tta.serve(adapter, stream, account=account_of(), state=start).state for _ in range(2))
     gap = tiny.theta_of(one.params) - tiny.theta_of(two.params)
-    assert np.all(gap != 0)  # that of the noises: 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
+    assert np.all(gap != 0)  # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
     assert 0.01 < np.std(gap) < 0.3
 
 
@@ -331,12 +331,12 @@ def test_a_state_in_the_middle_of_an_update_stays_with_its_account():
     account = account_of()
     start = adapter.init()
     state = tta.serve(adapter, [first], account=account, state=start).state
-    refused = pytest.raises(ValueError, match="state is in the middle of an update, and it is not the newest")
+    refused = pytest.raises(ValueError, match="state is in the middle of an update, but it is not the newest")
     with refused:
         tta.serve(adapter, [second], account=account_of(), state=state)
     with refused:  # records that were clipped to another norm need other noise
         tta.serve(adapter_of(accumulate=3, clip_norm=0.1), [second], account=account, state=state)
-    with pytest.raises(ValueError, match="state has been served from before"):
+    with pytest.raises(ValueError, match="state has been served before"):
         tta.serve(adapter, [first], account=account, state=start)
     ledger = new_ledger()
     with ledger.spend("stream", EVENT):  # what the visits were charged
@@ -350,7 +350,7 @@ def test_a_state_in_the_middle_of_an_update_stays_with_its_account():
         tta.serve(adapter, [other], account=later, state=newest)
     assert later.worst == 1
     public = tta.serve(adapter, [second], account=None, state=state).state
-    with refused:  # nobody paid for the second batch
+    with refused:  # the second batch is not paid for
         tta.serve(adapter, [third], account=account, state=public)
     stepped, _ = adapter.step(state, second.images)
     with refused:  # nor for one that somebody else let in
@@ -388,7 +388,7 @@ def test_only_the_owner_may_read_the_state_and_no_pending_sum_stays(tmp_path):
     assert served.state.step == memory.step == 6
     assert all(np.any(leaf) for leaf in jax.tree.leaves(memory.pending))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(served.state.pending))
-    kept = tta.serve(adapter, stream, account=account_of(account._account.ledger), workdir=run).state
+    kept = tta.serve(adapter, stream, account=account_of(account.ledger), workdir=run).state
     same(kept[:-1], served.state[:-1])
     assert sorted(path.name for path in run.iterdir()) == ["charges.jsonl", "lock", "served.jsonl", "state.safetensors"]
 
@@ -399,20 +399,22 @@ def test_what_is_not_the_same_stream_is_refused(tmp_path):
     batches = list(stream)
     renamed = [*batches[:1], tta.Batch(**{**vars(batches[1]), "domains": ("fog",) * 4}), batches[2]]
     for other in (renamed, [batches[0], batches[2], batches[1]]):
-        with pytest.raises(ValueError, match="batch 1 of stream is not the one that was served in"):
+        with pytest.raises(
+            ValueError, match="batch 1 of stream differs in units or domains from the batch that was served in"
+        ):
             tta.serve(adapter, other, account=account_of(ledger), workdir=tmp_path)
     with pytest.raises(ValueError, match="stream has 2 batches, but 3 were served in"):
         tta.serve(adapter, batches[:2], account=account_of(ledger), workdir=tmp_path)
-    with pytest.raises(ValueError, match="holds a stream with another unit; use a new workdir"):
+    with pytest.raises(ValueError, match="holds a stream with another unit"):
         tta.serve(adapter, stream, account=account_of(ledger, unit="sample"), workdir=tmp_path)
-    with pytest.raises(ValueError, match="holds a stream with another event; use a new workdir"):
+    with pytest.raises(ValueError, match="holds a stream with another event"):
         tta.serve(adapter_of(sigma=1.0), stream, account=None, workdir=tmp_path)
-    with pytest.raises(ValueError, match="holds the state of another adapter; use a new workdir"):
+    with pytest.raises(ValueError, match="holds the state of another adapter"):
         tta.serve(adapter_of(optimizer=optax.sgd(0.1)), stream, account=account_of(ledger), workdir=tmp_path)
     assert charged(ledger) == 1
     same_served(tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path), served)
     (tmp_path / "state.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds notes of a stream, but its state is gone"):
+    with pytest.raises(ValueError, match="holds notes of a stream, but its state is missing"):
         tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path)
 
 
@@ -445,7 +447,7 @@ def test_units_must_be_such_as_the_notes_can_hold(tmp_path):
 
 def test_an_account_with_a_workdir_is_for_that_workdir_only(tmp_path):
     adapter, one, two = adapter_of(), stream_of(8), stream_of(8, units=[f"stranger {k}" for k in range(8)])
-    account, refused = account_of(), pytest.raises(ValueError, match="make a StreamAccount for each workdir")
+    account, refused = account_of(), pytest.raises(ValueError, match="Make one StreamAccount for each workdir")
     tta.serve(adapter, one, account=account, workdir=tmp_path / "one")
     for elsewhere in ({"workdir": tmp_path / "two"}, {}):
         with refused:
@@ -453,7 +455,7 @@ def test_an_account_with_a_workdir_is_for_that_workdir_only(tmp_path):
     with refused, account.spend(["a"], release=0):
         pytest.fail("the batch was touched")
     with refused:
-        tta.serve(adapter, two, account=account_of(account._account.ledger, visits=account.visits))
+        tta.serve(adapter, two, account=account_of(account.ledger, visits=account.visits))
     memory = account_of()
     tta.serve(adapter, one, account=memory)
     with refused:

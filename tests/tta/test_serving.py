@@ -1,4 +1,4 @@
-"""The serving loop: whom it charges and when, where it resets, what it reports and what it never writes."""
+"""The serving loop: charges, resets, reports, and data that it never writes."""
 
 import builtins
 import logging
@@ -151,7 +151,7 @@ def test_condition_7_a_state_is_used_once(accumulate):
     one, other = (Stream(domains(8), batch_size=4, seed=seed) for seed in (0, 1))
     start = adapter.init()
     state = serve(adapter, one, account=account, state=start).state
-    with pytest.raises(ValueError, match="state has been served from before"):
+    with pytest.raises(ValueError, match="state has been served before"):
         serve(adapter, other, account=account, state=start)
     assert len(adapter.calls) == 2 and account.worst == 1
     serve(adapter, other, account=account, state=state)
@@ -287,7 +287,7 @@ def test_condition_9_padding_leaves_the_divisor_public():
 
 
 def with_other_record(stream, index, row):
-    """The same batches, but one record holds another image."""
+    """Returns the same batches, but one record holds another image."""
     batches = list(stream)
     batches[index].images[row] = 1 - batches[index].images[row] ** 2
     return batches

@@ -17,7 +17,7 @@ _spec.loader.exec_module(methods)
 
 
 def pseudo_label_loss(logits):
-    """cross entropy to the predicted label"""
+    """Computes the cross entropy to the predicted label."""
     return -jax.nn.log_softmax(logits.astype(jnp.float32)).max()
 
 
@@ -35,11 +35,11 @@ class PseudoLabel(tta.Method):
     uncertainty: tta.method.Uncertainty = dataclasses.field(default=pseudo_label_loss, kw_only=True)
 
     def weight(self, sample):
-        """confidence weight p_max"""
+        """Weighs images by the confidence p_max."""
         return jnp.exp(-sample.uncertainty)
 
     def reliable(self, sample):
-        """confidence filter p_max > least"""
+        """Keeps images with confidence p_max > least."""
         return jnp.exp(-sample.uncertainty) > self.least
 
 
@@ -55,10 +55,10 @@ def test_a_sixth_method_conforms(registered):
 def test_a_sixth_method_is_described_when_it_is_made_private():
     text = tta.private(PseudoLabel(10), clip_norm=1.0, noise_multiplier=1.0).describe()
     for line in (
-        "private PseudoLabel with cross entropy to the predicted label, clip norm 1, noise 1 x clip norm",
-        "  cross entropy to the predicted label: absorbed",
-        "  confidence weight p_max: absorbed",
-        "  confidence filter p_max > least: removed",
+        "private PseudoLabel, clip norm 1, noise 1 x clip norm",
+        "  Computes the cross entropy to the predicted label: absorbed",
+        "  Weighs images by the confidence p_max: absorbed",
+        "  Keeps images with confidence p_max > least: removed",
     ):
         assert line in text
 

@@ -14,7 +14,7 @@ CLASSES = 5
 
 
 def source(n, *, name="s", classes=CLASSES, seed=0):
-    """Image i is filled with i / 1000, so that a batch shows what it holds."""
+    """Makes images filled with i / 1000, so that a batch shows its records."""
     labels = np.random.default_rng(seed).integers(0, classes, n)
     image = np.broadcast_to(np.arange(n, dtype=np.float32)[:, None, None, None] / 1000, (n, 2, 2, 1))
     return from_arrays(image=image, label=labels, num_classes=classes, name=name)
@@ -29,7 +29,7 @@ def samples(stream):
 
 
 def check(stream):
-    """What every stream keeps: fixed size, right images and labels, padding last, nobody twice."""
+    """Checks fixed size, right images and labels, padding last, and no record twice."""
     seen = []
     assert len(list(stream)) == len(stream)
     for batch in stream:
@@ -130,7 +130,7 @@ def test_label_shift_has_the_stated_odds(odds):
         image=np.zeros((n, 1, 1, 1), np.float32), label=np.arange(n) % classes, num_classes=classes, name="balanced"
     )
     stream = Stream({"d": data}, batch_size=1, order="label_shifted", seed=11, imbalance=odds)
-    labels = data.arrays["label"][[int(stream._schedule[i][0][0, 1]) for i in range(n)]]
+    labels = data.arrays["label"][[position for ((_, position),) in stream.visitors("sample")]]
     # Phase k holds n_k odds / (odds + 3) + 3 n_k / (odds + 3) = n / 4 records on average; look at the middle of each.
     middle = labels.reshape(classes, -1)[:, 250:-250]
     own = np.array([(middle[k] == k).sum() for k in range(classes)])
@@ -205,7 +205,7 @@ def test_a_part_of_a_source_is_a_domain():
         ({"domains": {"a": source(20), "b": source(20, classes=3)}}, "one image shape and number of classes"),
         (
             {"domains": {"a": from_arrays(features=np.ones((20, 2)), label=np.zeros(20, int), num_classes=2)}},
-            "has no images",
+            "has no column 'image'",
         ),
     ],
 )

@@ -39,8 +39,12 @@ PARAMS = {
 MODEL = published.Model(np.asarray(PARAMS["embed"], np.float64), np.asarray(PARAMS["head"], np.float64))
 
 
+CALLS = []  # one for each call of `apply_fn`: a compiled step calls it while it is traced only
+
+
 def apply_fn(params, images):
-    """Logits [B, C] of images [B, SIDE, SIDE, 3]."""
+    """Returns logits [B, C] of images [B, SIDE, SIDE, 3]."""
+    CALLS.append(images.shape)
     h = images.reshape(len(images), -1).astype(params["embed"].dtype) @ params["embed"]
     for name in ("block_0", "block_1"):
         h = _layer_norm(h, params[name]["norm"])
@@ -54,7 +58,7 @@ def _layer_norm(h, affine):
 
 
 def theta_of(params):
-    """The oracle's array [4, WIDTH] of the adapted parameters."""
+    """Returns the oracle's array [4, WIDTH] of the adapted parameters."""
     norms = [params[name]["norm"][kind] for name in ("block_0", "block_1") for kind in ("scale", "bias")]
     return np.stack([np.asarray(x, np.float64) for x in norms])
 
@@ -68,7 +72,7 @@ def stream(seed, steps=6, size=6):
 
 
 def run(adapter, batches, *, state=None, key=None, masks=None):
-    """(states after each step, logits of each step)."""
+    """Returns (states after each step, logits of each step)."""
     state = adapter.init(jax.random.key(1)) if state is None else state
     states, logits = [], []
     for t, batch in enumerate(batches):
