@@ -5,14 +5,22 @@ BIN := $(VENV)/bin
 WORKDIR ?= workdir/lifecycle
 # Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test docs lint format bench faults clean
+# Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo check test docs lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
 
+# Lint, types, and every test that is not marked slow: what one runs all day, in a minute on two cores.
+check: $(VENV)/.test
+	$(PYTEST) -m "not slow" --durations=5
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --durations=25
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -53,5 +61,5 @@ $(VENV)/.docs: $(VENV)/.run
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
