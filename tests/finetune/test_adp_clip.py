@@ -295,8 +295,8 @@ def test_charging_the_noise_of_the_gradient_would_promise_too_much():
     ("change", "message"),
     [
         ({"noise_multiplier": 0.8}, r"count_noise=0.4 .*above noise_multiplier / 2 = 0.4.*above 8 examples \(now 8\)"),
-        ({"noise_multiplier": 5.0, "count_noise": 2.5}, "use up the privacy of a step"),
-        ({"noise_multiplier": 5.0, "count_noise": 2.0}, "Take more noise for the count"),
+        ({"noise_multiplier": 5.0, "count_noise": 2.5}, "uses up the budget of a step"),
+        ({"noise_multiplier": 5.0, "count_noise": 2.0}, "Raise count_noise"),
         ({"count_noise": math.inf}, "count_noise=inf must be finite"),
         ({"count_noise": math.nan}, "count_noise=nan"),
         ({"count_noise": -1.0}, "count_noise=-1"),

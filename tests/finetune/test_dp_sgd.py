@@ -355,7 +355,7 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
 @pytest.mark.parametrize("size", [N - 1, N + 1])
 def test_a_step_on_another_number_of_examples_is_refused(size):
     trainer = trainer_of(data.PoissonSampler(N, 0.5))
-    with pytest.raises(ValueError, match=f"source has {size} examples but the sampler was made for {N}: the event"):
+    with pytest.raises(ValueError, match=f"source has {size} examples, but the sampler draws from {N}. Its event"):
         trainer.step(trainer.init(params_of()), source_of(size))
 
 
