@@ -211,7 +211,7 @@ def test_a_microbatch_that_does_not_divide_is_refused_before_anything_is_done(tm
 
 
 def test_no_examples_are_refused():
-    with pytest.raises(ValueError, match="source has no examples; give public examples"):
+    with pytest.raises(ValueError, match="source has no examples. Give public examples"):
         fit(trainer(), PARAMS, SOURCE.take(np.zeros(0, np.int64)), steps=1, **SIZES)
 
 
