@@ -233,7 +233,7 @@ def test_terms_are_checked(run, terms, match):
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        (np.array([1.0, np.nan]), "holds NaN"),
+        (np.array([1.0, np.nan]), "must not hold NaN"),
         (np.zeros((2, 2)), r"must be at least two scores \[n\], got shape \(2, 2\)"),
         (np.zeros(1), r"must be at least two scores \[n\], got shape \(1,\)"),
         ([], r"must be at least two scores \[n\], got shape \(0,\)"),
