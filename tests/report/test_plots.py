@@ -89,7 +89,7 @@ def test_one_point_and_zero_epsilon_are_drawn(drawn):
 
 @pytest.mark.parametrize("name", ["accuracy", "epsilon"])
 def test_an_empty_curve_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="did the run log any"):
+    with pytest.raises(ValueError, match="Log both during the run"):
         plot_training(tmp_path / "f.png", **{**CURVES, name: []})
 
 
@@ -327,7 +327,7 @@ def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shap
         ({"a": np.full((2, 8, 8, 1), 1.5)}, r"rows\['a'\] must be .* in \[0, 1\]; clip"),
         ({"a": np.full((2, 8, 8, 1), np.nan)}, r"rows\['a'\] must be"),
         ({"a": np.zeros((2, 8, 8, 1), np.uint8)}, r"rows\['a'\] must be floating point"),
-        ({"b": np.zeros((2, 8, 8, 1))}, "notes has 'a', which rows has not"),
+        ({"b": np.zeros((2, 8, 8, 1))}, "notes has 'a', but rows does not"),
     ],
 )
 def test_images_that_cannot_be_drawn_are_refused(tmp_path, rows, message):
