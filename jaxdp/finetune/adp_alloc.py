@@ -45,13 +45,13 @@ def constant_noise() -> NoiseSchedule:
 
 def time_based_noise(rate: float) -> NoiseSchedule:
     """Returns the schedule sigma_0 / (1 + rate * epoch), with rate >= 0."""
-    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0. Otherwise the noise rises or turns negative")
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise neither rises nor turns negative")
     return lambda sigma_0, epoch: sigma_0 / (1 + rate * epoch)
 
 
 def step_noise(factor: float, period: int) -> NoiseSchedule:
     """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
-    _check("factor", factor, 0 < factor <= 1, "in (0, 1]. Otherwise the noise rises or turns negative")
+    _check("factor", factor, 0 < factor <= 1, "in (0, 1], so that noise neither rises nor turns negative")
     _check("period", period, period >= 1, "at least 1 epoch")
     # The base is e because the float32 rounding error of another base grows with every epoch.
     return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
@@ -59,7 +59,7 @@ def step_noise(factor: float, period: int) -> NoiseSchedule:
 
 def exponential_noise(rate: float) -> NoiseSchedule:
     """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0. Yu et al. found it the best on average."""
-    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0. Otherwise the noise rises")
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise does not rise")
     return lambda sigma_0, epoch: sigma_0 * math.e ** (-rate * epoch)
 
 
@@ -69,7 +69,7 @@ def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
     `end` is positive and does not depend on sigma_0, so no sigma_0 changes the privacy loss from epoch `period` on. The
     noise rises if sigma_0 is below `end`. The power is at most 100.
     """
-    _check("end", end, 0 < end < math.inf, "finite and positive. A step without noise is not private")
+    _check("end", end, 0 < end < math.inf, "finite and positive, since a step without noise is not private")
     _check("power", power, 0 < power <= 100, "in (0, 100]")
     _check("period", period, period >= 1, "at least 1 epoch")
 
@@ -203,4 +203,4 @@ def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method)
 
 def _check(name: str, value: float, good: bool, needs: str) -> None:
     if not good:
-        raise ValueError(f"{name}={value} is out of range: it must be {needs}.")
+        raise ValueError(f"{name} must be {needs}, got {value}.")

@@ -274,7 +274,7 @@ def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
         (lambda: finetune.exponential_noise(math.nan), "rate must be finite"),
         (lambda: finetune.step_noise(1.5, 10), r"factor must be in \(0, 1\].*got 1.5"),
         (lambda: finetune.step_noise(0.0, 10), r"factor must be in \(0, 1\]"),
-        (lambda: finetune.step_noise(0.5, 0), "period must be at least 1 epoch; got 0"),
+        (lambda: finetune.step_noise(0.5, 0), "period must be at least 1 epoch, got 0"),
         (lambda: finetune.polynomial_noise(0.0, 1.0, 10), "end must be finite and positive"),
         (lambda: finetune.polynomial_noise(-1.0, 1.0, 10), "end must be finite and positive.*got -1"),
         (lambda: finetune.polynomial_noise(1.0, 0.0, 10), "power must be in"),

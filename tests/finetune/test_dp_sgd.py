@@ -468,7 +468,7 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     ("change", "message"),
     [
         ({"physical_batch_size": 0}, "physical_batch_size must be at least 1, got 0"),
-        ({"augmult": 2}, "augmult must be at least 1, and 1 without augment; got 2"),
+        ({"augmult": 2}, "augmult must be at least 1, and 1 without augment, got 2"),
         ({"augmult": 0, "augment": lambda key, example: example}, "augmult must be at least 1.*got 0"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\)"),
         ({"ema_decay": math.nan}, r"ema_decay must be in \[0, 1\)"),
