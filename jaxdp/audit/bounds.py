@@ -85,9 +85,8 @@ def multi_run(
 
     Args:
         scores_with: Real [n], the scores of independent runs on data with the canary. They should be higher.
-        scores_without: Real [m], the scores on the neighbouring data without it. Scores may be infinite, as outputs of
-          a
-            broken mechanism.
+        scores_without: Real [m], the scores on the neighbouring data without it. Scores may be infinite, if a
+            broken mechanism returns such outputs.
         upper: The ledger's epsilon of one run at `delta`, >= 0.
         delta: In [0, 1). 0 is pure DP.
         confidence: In (0.5, 1).
@@ -98,9 +97,9 @@ def multi_run(
     Formal guarantees:
         If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`. A half of the scores
         of either kind (a fifth for the Gaussian claim) chooses the threshold. The others count its errors, which are
-        binomial. Clopper and Pearson's upper bounds of the two error rates hold together, each with (1 - confidence) /
-        2. From them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman, Oprea 2020,
-        arXiv:2006.07709)
+        binomial. Clopper and Pearson's upper bounds of the two error rates hold together, each with significance
+        (1 - confidence) / 2. From them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman,
+        Oprea 2020, arXiv:2006.07709)
 
             epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
 

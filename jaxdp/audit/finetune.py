@@ -134,7 +134,7 @@ def audit_sampling(
     """
     delta = trainer.sampler.sampling_probability
     if delta == 1:
-        raise ValueError("trainer must have a sampling probability below 1, got 1. There is no sampling to audit.")
+        raise ValueError("trainer must have a sampling probability below 1, got 1. Such a trainer does not sample.")
     if trials < 2:
         raise ValueError(f"trials must be at least 2, got {trials}.")
     bounds.check(0.0, delta, confidence)

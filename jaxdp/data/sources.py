@@ -196,7 +196,7 @@ def from_arrays(
       name: The name of the source.
 
     Raises:
-      ValueError: Shapes do not match, labels or pixels are out of range, or no number is finite. It shows no value.
+      ValueError: Shapes do not match, labels or pixels are out of range, or no number is finite. No value is shown.
       TypeError: A dtype is not as above.
     """
     if (image is None) == (features is None):
@@ -325,7 +325,7 @@ def from_tfds(
       name: The TFDS name, with configuration if any, for example "cifar10".
       split: The TFDS split, for example "train" or "test[:1000]".
       data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: Whether TFDS may download and prepare a missing data set, for which it may need TensorFlow.
+      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow. False stays offline.
       prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes, such as
         `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
       limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.

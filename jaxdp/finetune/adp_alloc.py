@@ -164,7 +164,7 @@ def adp_alloc(
       ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is negative or not finite.
 
     Formal guarantees:
-      As `dp_sgd`, where a step of epoch e has the event PoissonSampled(q, Gaussian(sigma_e)).
+      As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is ceil(1 / q) steps.
     """
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(

@@ -65,7 +65,7 @@ def fit(
       The state after the last step.
 
     Raises:
-      BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. The workdir stays as it is.
+      BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
       ValueError: source and sampler differ in size. The workdir has a run with more than `steps` steps, another process
         uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
 

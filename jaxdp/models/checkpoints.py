@@ -240,7 +240,7 @@ class Pretrained:
     def apply_fn(self, params: Mapping[str, Any], images: jax.Array) -> jax.Array:
         """Maps images, floating point [B, S, S, C] in [0, 1] as `preprocessing.prepare` returns, to logits.
 
-        The logits are float32 [B, num_classes]. `params` are those of this object, or a trained or adapted copy.
+        The logits are float32 [B, num_classes]. `params` has the structure of `self.params`.
         """
         logits: Any = self.model.apply({**self.constants, "params": params}, self.preprocessing.normalise(images))
         return logits

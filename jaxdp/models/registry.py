@@ -60,11 +60,12 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     """Returns the model `name` with `num_classes` logits.
 
     Args:
-      name: A key of `MODELS`. "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56
-        and norm="frozen_batch" is
-          a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
+      name: A key of `MODELS`:
+        "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and norm="frozen_batch"
+          is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
         "vit_tiny" (ours, for small images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021).
-        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. "_distilled" adds a token and its head.
+        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled", which
+          adds the distillation token and its head.
         "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
         "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384.
       num_classes: The number of logits, at least 2.

@@ -245,6 +245,7 @@ def dpadapter(
     `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step computes the gradients of m1 + m2
     examples, (m1 + m2) / m2 times plain training: 101 times with the paper's m1 = 5000 and m2 = 50. A batch may lie
     over several devices along its first axis (a `jax.sharding.Mesh`), with a copy of the state on each.
+    Results agree up to rounding.
 
     Args:
       batch_loss_fn: `batch_loss_fn(params, batch) -> scalar`, the MEAN loss over the batch. With `stateful`,

@@ -431,7 +431,7 @@ def test_anchors_without_finite_gradients_span_nothing():
 
 
 def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_gradient():
-    with pytest.raises(ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6: .*6 entries.*14 anchors"):
+    with pytest.raises(ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*14 anchors"):
         trainer_of(basis_size=26, groups=lambda path: path).init(params_of())
     with pytest.raises(ValueError, match=r"needs 1 to 3.*there are 3 anchors"):
         trainer_of(anchors=anchors_of(count=3), basis_size=7, groups=1).init(params_of())
