@@ -1,4 +1,4 @@
-"""The audit of a charged accuracy: what a noisy count of right answers tells about one example.
+"""The audit of `charged_accuracy`, a noisy count of right answers.
 
     print(audit_accuracy(predict, params, source, noise_multiplier=5.0, trials=2000, delta=1e-5).describe())
 
@@ -30,32 +30,32 @@ def audit_accuracy(
     """Audits `charged_accuracy` by many estimates with a canary among the examples and as many without it.
 
     Args:
-      predict, params, noise_multiplier: as in `charged_accuracy`.
-      source: the examples, public or made up, since the audit charges nothing. An accuracy near 0 or 1 hides the noise.
-      rows: which examples may be the canary; by default all. At least 2 for "replace_one".
-      terms: trials, delta > 0, adjacency, confidence, seed, as in `jaxdp.audit.trials.Trials`. The number of examples
-        is public: both counts are divided by one number.
+      predict, params, noise_multiplier: As in `charged_accuracy`.
+      source: Public or synthetic examples, since the audit charges nothing. An accuracy near 0 or 1 hides the noise.
+      rows: The examples that may be the canary, by default all. "replace_one" needs at least 2.
+      terms: trials, delta > 0, adjacency, confidence and seed, as in `jaxdp.audit.trials.Trials`. The number of
+        examples is public: both counts have the same divisor.
 
     Returns:
-      The `Audit` of 2 `trials` estimates, with the ledger's epsilon of one.
+      The `Audit` of 2 `trials` estimates, with the ledger's epsilon of one estimate.
 
     Formal guarantees:
-      As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has a key of its own, so that scores are
-      independent. An estimate is its own score: it rises with the likelihood ratio of the two counts. The keys are of
-      the kind "threefry2x32", which are independent under `jax.vmap`; `charged_accuracy` draws keys of the kind "rbg".
+      As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has its own key, so that scores are
+      independent. An estimate is its own score, because it rises with the likelihood ratio of the two counts. The keys
+      are of the kind "threefry2x32", which are independent under `jax.vmap`. `charged_accuracy` draws "rbg" keys.
 
     Raises:
-      ValueError: an argument is out of range, or no candidate changes the count.
+      ValueError: An argument is out of range, or no candidate changes the count.
     """
     runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
-    # Without the one is with the other.
+    # With two candidates, the data without one of them contain the other.
     without = [count_correct(predict, params, source.take(np.delete(np.arange(len(source)), row))) for row in rows]
     replaced = runs.adjacency == "replace_one"
     fewer, more = min(without), max(without) if replaced else count_correct(predict, params, source)
     if more <= fewer:
-        raise ValueError("rows must name an example that changes the count; name some that are answered right.")
+        raise ValueError("rows must name an example that changes the count. Name some that are answered right.")
     total = len(source) - replaced
 
     def scores(count: int, purpose: str) -> np.ndarray:

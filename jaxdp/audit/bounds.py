@@ -1,4 +1,4 @@
-"""Bounds from scores: from how well canaries are told to a lower bound on epsilon, with the ceiling of the audit."""
+"""Lower bounds on epsilon from the scores of canaries, with the ceiling of the audit."""
 
 import dataclasses
 import functools
@@ -15,27 +15,27 @@ Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
 Bound = Callable[[np.ndarray, np.ndarray, float, float, Claim], float]
 
-# In one run this fraction of the canaries is guessed: from both ends of the ranks, or half of it from the upper end.
+# One run guesses this fraction of the canaries from both ends of the ranks, or half of it from the upper end.
 _FRACTIONS = (1, 1 / 4, 1 / 16)
 _TESTS = 2 * len(_FRACTIONS)
-# In many runs the first of every so many scores of a kind choose the threshold of the Gaussian claim.
+# In many runs every fifth score of a kind serves to choose the threshold of the Gaussian claim.
 _CHOOSING = 5
-# The test of one run wants a positive delta; (epsilon, 0)-DP is (epsilon, delta)-DP for every delta.
+# The test of one run needs a positive delta. (epsilon, 0)-DP is (epsilon, delta)-DP for every delta.
 _SMALLEST_DELTA = 1e-300
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        lower: epsilon is at least this, with probability `confidence` over the runs; >= 0.
-        upper: what the ledger says; `math.inf` where it says nothing.
-        ceiling: the largest `lower` that this audit could have found: that of scores which tell every canary.
-        delta: of both.
-        confidence: in (0.5, 1).
-        method: how the lower bound was found.
-        trials: number of scores that it comes from: runs with and without the canary, or canaries of one run.
+        lower: The lower bound, >= 0. epsilon >= lower with probability `confidence` over the runs.
+        upper: The ledger's upper bound, `math.inf` if there is none.
+        ceiling: The largest possible `lower` of this audit, reached by scores that tell every canary.
+        delta: The delta of both bounds.
+        confidence: In (0.5, 1).
+        method: The method of the lower bound.
+        trials: The number of scores: runs with and without the canary, or canaries of one run.
     """
 
     lower: float
@@ -53,11 +53,11 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """What the bounds say of the mechanism.
+        """The conclusion from the bounds.
 
-        "VIOLATED": lower > upper. Its proof, its code or its accounting is wrong, but for a chance of 1 - confidence.
-        "consistent": the audit found no more than is claimed, and could have. Another canary or score may find more.
-        "cannot tell": the ceiling does not exceed the claim. More trials or a smaller claim give the audit power.
+        "VIOLATED": lower > upper. The proof, code or accounting is wrong, up to a chance of 1 - confidence.
+        "consistent": The audit found no more than is claimed, and could have. Another canary or score may find more.
+        "cannot tell": The ceiling does not exceed the claim. More trials or a smaller claim give the audit power.
         """
         if self.violated:
             return "VIOLATED"
@@ -81,25 +81,25 @@ def multi_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by many runs with a canary and many without it; returns an `Audit` of n + m trials.
+    """Audits a mechanism by many runs with a canary and many without it. The `Audit` has n + m trials.
 
     Args:
-        scores_with: real [n], the scores of independent runs on data with the canary; higher ones should tell it.
-        scores_without: real [m], those on the neighbouring data without it. Scores may be infinite, since a broken
-            mechanism may give such ones.
-        upper: the ledger's epsilon of one run at `delta`, >= 0.
-        delta: in [0, 1); 0 for pure DP.
-        confidence: in (0.5, 1).
-        claim: "approximate" tests that one run is (epsilon, delta)-DP, whatever the mechanism. "gaussian" tests that
-            it is mu-GDP with the mu of that epsilon and delta, a stronger claim that is refuted sooner: for releases
-            charged as Gaussians only (noise on full batches, test-time adaptation); delta > 0.
+        scores_with: Real [n], the scores of independent runs on data with the canary. They should be higher.
+        scores_without: Real [m], the scores on the neighbouring data without it. Scores may be infinite, if a
+            broken mechanism returns such outputs.
+        upper: The ledger's epsilon of one run at `delta`, >= 0.
+        delta: In [0, 1). 0 is pure DP.
+        confidence: In (0.5, 1).
+        claim: "approximate" tests that one run is (epsilon, delta)-DP, for any mechanism. "gaussian" tests that it is
+            mu-GDP with the mu of that epsilon and delta > 0, a stronger claim that is easier to refute. Use it only for
+            releases charged as Gaussians, such as noise on full batches and test-time adaptation.
 
     Formal guarantees:
-        If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`. A half of
-        the scores of either kind (a fifth for the Gaussian claim) chooses the threshold, the others judge it. Their
-        error counts are binomial, and Clopper and Pearson's upper bounds of the two error rates hold together, each
-        with (1 - confidence) / 2. With them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski,
-        Ullman, Oprea 2020, arXiv:2006.07709)
+        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`. A half of the scores
+        of either kind (a fifth for the Gaussian claim) chooses the threshold. The others count its errors, which are
+        binomial. Clopper and Pearson's upper bounds of the two error rates hold together, each with significance
+        (1 - confidence) / 2. From them (Kairouz, Oh, Viswanath 2015, arXiv:1311.0776, Theorem 2.1; Jagielski, Ullman,
+        Oprea 2020, arXiv:2006.07709)
 
             epsilon >= log((1 - FNR - delta) / FPR),   epsilon >= log((1 - FPR - delta) / FNR),
 
@@ -107,7 +107,7 @@ def multi_run(
         arXiv:2302.07956) mu >= Phi^-1(1 - FPR) - Phi^-1(FNR).
 
     Raises:
-        ValueError: an argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
+        ValueError: An argument is out of range, a score is NaN, or there are fewer than two scores of a kind.
     """
     check(upper, delta, confidence, claim)
     scores = _ranks(scores_with=scores_with, scores_without=scores_without)
@@ -123,23 +123,23 @@ def one_run(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Audits a mechanism by one run with many canaries, each in or out by a fair coin; an `Audit` of n + m trials.
+    """Audits a mechanism by one run with many canaries, each in or out by a fair coin. The `Audit` has n + m trials.
 
     Args:
-        scores_in: real [n], the scores of the canaries that were in; higher ones should tell it. All scores are
-            functions of what the run released, none of the coins.
-        scores_out: real [m], those of the canaries that were not.
-        upper, delta, confidence, claim: as in `multi_run`, of the run as a whole, for one record added or removed.
+        scores_in: Real [n], the scores of the canaries that were in. They should be higher. Scores are functions of the
+            outputs of the run and do not depend on the coins.
+        scores_out: Real [m], the scores of the canaries that were out.
+        upper, delta, confidence, claim: As in `multi_run`, for the whole run and one record added or removed.
 
     Formal guarantees:
-        If epsilon is such that the claim is true, lower <= epsilon with probability at least `confidence`, however the
-        canaries influence each other. By Steinke, Nasr, Jagielski 2023 (arXiv:2305.08846, Theorem 5.2), or for the
-        Gaussian claim Mahloujifar, Melis, Chaudhuri 2024 (arXiv:2410.22235). Canaries are guessed by the rank of
-        their score, the highest to be in and, in half of the tests, the lowest to be out. How many guesses to make is
-        not learnt from the coins: six tests are made, with a sixth of 1 - confidence each (union bound).
+        If the claim is true for epsilon, lower <= epsilon with probability at least `confidence`, for canaries that
+        influence each other in any way (Steinke, Nasr, Jagielski 2023, arXiv:2305.08846, Theorem 5.2; for the Gaussian
+        claim Mahloujifar, Melis, Chaudhuri 2024, arXiv:2410.22235). Guesses follow the rank of the scores: the highest
+        are guessed to be in and, in half of the tests, the lowest to be out. The number of guesses is not learnt from
+        the coins. Six tests are made, each with a sixth of 1 - confidence (union bound).
 
     Raises:
-        ValueError: as `multi_run`.
+        ValueError: As in `multi_run`.
     """
     check(upper, delta, confidence, claim)
     scores = _ranks(scores_in=scores_in, scores_out=scores_out)
@@ -157,38 +157,38 @@ def audit_mechanism(
     confidence: float = 0.95,
     claim: Claim = "approximate",
 ) -> Audit:
-    """Runs a mechanism with and without a canary, in turns, and audits it by `multi_run`.
+    """Runs a mechanism with and without a canary in turns and audits it by `multi_run`.
 
     Args:
-        run_with: `run_with(i) -> output` of run i on data with the canary, with noise of its own.
-        run_without: the same on the neighbouring data.
+        run_with: `run_with(i) -> output` of run i on data with the canary, with fresh noise.
+        run_without: The same on the neighbouring data.
         score: `score(output) -> scalar`, fixed beforehand.
-        trials: runs of either kind, >= 2.
-        upper, delta, confidence, claim: as in `multi_run`.
+        trials: The number of runs of either kind, >= 2.
+        upper, delta, confidence, claim: As in `multi_run`.
 
     Raises:
-        ValueError: as `multi_run`; bad arguments before anything runs.
+        ValueError: As in `multi_run`. Bad arguments raise before anything runs.
     """
     check(upper, delta, confidence, claim)
     if isinstance(trials, bool) or not isinstance(trials, int | np.integer) or trials < 2:
-        raise ValueError(f"trials must be an integer >= 2, got {trials!r}")
+        raise ValueError(f"trials must be an integer >= 2, got {trials!r}.")
     pairs = [[float(score(run(i))) for run in (run_with, run_without)] for i in range(trials)]
     present, absent = zip(*pairs, strict=True)
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
 def check(upper: float, delta: float, confidence: float, claim: str = "approximate") -> None:
-    """Raises ValueError for terms of an audit that are out of range, before anything runs."""
+    """Raises ValueError for terms of an audit that are out of range."""
     if not upper >= 0:
-        raise ValueError(f"upper must be an epsilon >= 0 (math.inf where nothing is proven), got {upper!r}")
+        raise ValueError(f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven.")
     if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}")
+        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     if not 0.5 < confidence < 1:
-        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}")
+        raise ValueError(f"confidence must be in (0.5, 1), got {confidence!r}.")
     if claim not in ("approximate", "gaussian"):
-        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}")
+        raise ValueError(f"claim must be 'approximate' or 'gaussian', got {claim!r}.")
     if claim == "gaussian" and delta == 0:
-        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure; use claim='approximate'")
+        raise ValueError("claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use claim='approximate'.")
 
 
 def _audit(
@@ -203,7 +203,7 @@ def _audit(
 
 @functools.lru_cache(maxsize=64)
 def _ceiling(bound: Bound, present: int, absent: int, delta: float, confidence: float, claim: Claim) -> float:
-    """The bound of scores of which every one with the canary is higher than every one without it."""
+    """Returns the bound for scores that separate the two kinds."""
     order = np.arange(1.0, present + absent + 1)
     return bound(order[absent:], order[:absent], delta, confidence, claim)
 
@@ -214,7 +214,7 @@ def _multi_lower(present: np.ndarray, absent: np.ndarray, delta: float, confiden
     # jax_privacy pulls in JAX, which bounds do not need.
     from jax_privacy import auditing
 
-    # Its other strategy, Bonferroni, counts thresholds that it has chosen by looking at the scores it judges.
+    # Its other strategy, Bonferroni, chooses thresholds by the same scores that it judges.
     found = auditing.CanaryScoreAuditor(present, absent).epsilon_clopper_pearson(
         1 - confidence, delta, one_sided=False, threshold_strategy=auditing.Split(seed=0)
     )
@@ -228,10 +228,10 @@ def _one_lower(inside: np.ndarray, outside: np.ndarray, delta: float, confidence
     present = np.arange(len(rank)) < len(inside)
     centred = rank - (len(rank) + 1) / 2
     lower = 0.0
-    # how sure a guess is, whether it is right, and the share of guesses: those of both ends, those of the upper end
+    # A row has the certainty and correctness of guesses and their share, from both ends or from the upper end.
     for sure, right, share in ((np.abs(centred), (centred > 0) == present, 1.0), (rank, present, 0.5)):
-        # All that counts of a threshold is (guesses, right guesses, canaries). Two made-up canaries without effect,
-        # which are never guessed, keep both lists filled.
+        # A threshold counts only by (guesses, right guesses, canaries). Two artificial canaries, which are never
+        # guessed, keep both lists filled.
         auditor = auditing.CanaryScoreAuditor(np.append(sure[right], -np.inf), np.append(sure[~right], -np.inf))
         lower_bound = auditor.epsilon_one_run_fdp if claim == "gaussian" else auditor.epsilon_one_run
         for fraction in _FRACTIONS:
@@ -246,12 +246,12 @@ def _one_lower(inside: np.ndarray, outside: np.ndarray, delta: float, confidence
 
 
 def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, significance: float) -> float:
-    """The epsilon of the largest mu that the errors of one threshold refute.
+    """Returns the epsilon of the largest mu that the errors of one threshold refute.
 
-    jax_privacy's `epsilon_from_gdp` reads upper bounds of the error rates as lower ones too and is far above 0 for
-    scores that tell nothing (its pull request 270).
+    jax_privacy's `epsilon_from_gdp` also reads upper bounds of the error rates as lower ones. It is far above 0 for
+    scores without information (its pull request 270).
     """
-    # One of those scores, half way between the kinds by their order: nearly the best place for Gaussians.
+    # The threshold is the score half way between the kinds by rank, which is nearly the best for Gaussians.
     first = [present[::_CHOOSING], absent[::_CHOOSING]]
     order = stats.rankdata(np.concatenate(first))
     middle = np.mean([np.median(part) for part in np.split(order, [len(first[0])])])
@@ -265,19 +265,19 @@ def _gaussian_lower(present: np.ndarray, absent: np.ndarray, delta: float, signi
     mu = stats.norm.isf(fpr) - stats.norm.ppf(fnr)
     if mu <= 0:
         return 0.0
-    with np.errstate(divide="ignore"):  # where mu is so small that the logarithm of its delta is out of sight
+    with np.errstate(divide="ignore"):  # A tiny mu has a delta whose logarithm underflows.
         return dp_accounting.get_epsilon_gaussian(1 / mu, delta)
 
 
 def _ranks(**scores: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The two kinds of scores as ranks among all of them: the order is all that counts, also of infinite scores."""
+    """Returns the ranks of both kinds of scores among all. Only the order counts, also of infinite scores."""
     arrays = {name: np.asarray(values, np.float64) for name, values in scores.items()}
     for name, array in arrays.items():
         if array.ndim != 1 or len(array) < 2:
-            raise ValueError(f"{name} must be at least two scores [n], got shape {array.shape}")
+            raise ValueError(f"{name} must be at least two scores [n], got shape {array.shape}.")
         if np.isnan(array).any():
             raise ValueError(
-                f"{name} holds NaN, which is neither high nor low; make the score defined for every output"
+                f"{name} must not hold NaN, which is neither high nor low. Define the score for every output."
             )
     first, second = arrays.values()
     rank = stats.rankdata(np.concatenate([first, second]))

@@ -1,15 +1,15 @@
-"""Attacks on private training: on one step, on the sampling of its batches, and on a whole run.
+"""Attacks on one step of private training, on the sampling of its batches, and on a whole run.
 
-A step is charged as a Gaussian on a Poisson sample. Its two parts are audited apart, since an attack on both together
-sees the canary in few batches only and finds little. `audit_step` attacks the Gaussian, on a batch that the canary is
-in; it sees the noisy sum, of which the trained model is post-processing. `audit_sampling` attacks the sampling; it sees
-the batch. `audit_run` attacks a whole run with many canaries; its ceiling is a few units of epsilon.
+A step is charged as a Gaussian on a Poisson sample. Its two parts are audited separately, because an attack on both
+together has the canary in few batches and finds little. `audit_step` attacks the Gaussian, on a batch with the canary.
+It sees the noisy sum, and the trained model is post-processing of noisy sums. `audit_sampling` attacks the sampling and
+sees the batch. `audit_run` attacks a whole run with many canaries. Its ceiling is a few units of epsilon.
 
     trainer = dp_sgd(loss_fn, optax.sgd(1.0), sampler=PoissonSampler(2000, 0.1), clip_norm=1.0,
                      noise_multiplier=1.0, physical_batch_size=256)
     print(audit_step(trainer, params, public_examples, trials=1000, delta=1e-5).describe())
 
-Any trainer, parameters and examples will do, such as mislabelled examples. `worst_case` makes some for `loss`.
+Any trainer, parameters and examples work, for example mislabelled examples. `worst_case` makes canaries for `loss`.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
 from jaxdp.transforms.noise import PrivatizeState
 
-# Runs of one compiled call; and the draws from which the attack learns what the noise is like.
+# The number of runs per compiled call, and of draws from which the attack learns the variance of the noise.
 _RUNS = 256
-# Relative to the mean square of a tensor's noise: what is left of noise that another one foretells is rounding.
+# Relative to the mean square of a tensor's noise. A residual below it is rounding error.
 _LEAST_VARIANCE = 1e-12
 
 
@@ -48,35 +48,33 @@ def audit_step(
     step: int = 1,
     **terms: Any,
 ) -> bounds.Audit:
-    """Audits the Gaussian of one step: many noisy sums over a batch with a canary, as many over one without it.
+    """Audits the Gaussian of one step by many noisy sums over a batch with a canary and as many over one without it.
 
-    The batch is given, so that the claim is that of the inner Gaussian, larger than that of the sampled step: the audit
-    says nothing about the sampling, which is `audit_sampling`'s. Sums and noise are the trainer's own. Every run has a
-    key of its own.
+    The batch is given. The claim is therefore the epsilon of the inner Gaussian, larger than the epsilon of the sampled
+    step. `audit_sampling` audits the sampling. Sums and noise are the trainer's own. Every run has its own key.
 
     Args:
-      trainer: of `dp_sgd` or another method.
-      params: at which training starts.
-      source: examples that the trainer takes; public or made up, since the audit charges nothing.
-      rows: which examples of `source` may be the canary; by default all. Each is tried without noise. At least 2 for
-        "replace_one".
-      others: which examples are in every batch.
-      step: which step is audited, >= 1. Those before it are made on the batch without the canary.
-      terms: trials, delta > 0, adjacency ("add_remove" or "replace_one"), confidence, seed, as in
+      trainer: A trainer from `dp_sgd` or another method.
+      params: The parameters at which training starts.
+      source: Examples for the trainer, public or synthetic, since the audit charges nothing.
+      rows: The examples of `source` that may be the canary, by default all. At least 2 for "replace_one".
+      others: The examples that are in every batch.
+      step: The audited step, >= 1. Earlier steps use the batch without the canary.
+      terms: trials, delta > 0, adjacency ("add_remove" or "replace_one"), confidence and seed, as in
         `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` runs, with the ledger's epsilon of `trainer.privatizer.event_at(step)`.
 
     Formal guarantees:
-      As `bounds.multi_run` with the Gaussian claim. Scores of runs with keys of their own are independent. The attack
-      is the canary and the weights of what is seen. It is fixed before the runs, by what the candidates add to the sum
-      and by other draws of the noise, which show the variance of the noise of every tensor and how far the noise of the
-      step before foretells it: tensors with little noise count more, and noise that is used twice is subtracted. For
-      noise of one variance it is the likelihood ratio of the two sums.
+      As `bounds.multi_run` with the Gaussian claim. Scores of runs with different keys are independent. The attack, a
+      canary and weights, is fixed before the runs. It depends on what the candidates add to the sum and on separate
+      draws of the noise. The draws show the variance of every tensor's noise and how far the noise of the step before
+      predicts it. Tensors with little noise count more, and repeated noise is subtracted. For noise of one variance the
+      score is the likelihood ratio of the two sums.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}.")
@@ -99,9 +97,7 @@ def audit_step(
     distance = functools.partial(_distance, variances)
     present, absent = runs.farthest(tried, [base], distance)
     if not distance(present, absent) > 0:
-        raise ValueError(
-            "rows must name an example that changes the sum; the gradients of all these are equal or zero."
-        )
+        raise ValueError("rows must name an example that changes the sum. The gradients of these are equal or zero.")
     weights = [(x - y) / v for x, y, v in zip(_leaves(present), _leaves(absent), variances, strict=True)]
     largest = max((np.abs(leaf).max(initial=0) for leaf in weights), default=0) or 1.0
     weights = [np.float32(leaf / largest) for leaf in weights]
@@ -115,30 +111,30 @@ def audit_step(
 def audit_sampling(
     trainer: PrivateTrainer, *, trials: int, confidence: float = 0.95, seed: bytes | None = None
 ) -> bounds.Audit:
-    """Audits the sampling of batches: a step that showed its batch would be (0, q)-DP for one example added or removed.
+    """Audits the sampling of batches. A step that reveals its batch is (0, q)-DP for one example added or removed.
 
-    A canary is in a batch with probability q, and without it in the data it is in none: the distance of the two is q,
-    the delta at epsilon 0. Amplification by sampling rests on it.
+    With the canary in the data, a batch has it with probability q, otherwise never. The distance of the two is q, the
+    delta at epsilon 0. Amplification by sampling rests on it.
 
     Args:
-      trainer: of `dp_sgd` or another method, with a sampling probability below 1.
-      trials: canaries that are looked for in batches, at least 2.
-      confidence, seed: as in `jaxdp.audit.trials.Trials`; the seed is of the batches.
+      trainer: A trainer from `dp_sgd` or another method, with a sampling probability below 1.
+      trials: The number of canaries that are looked for in batches, at least 2.
+      confidence, seed: As in `jaxdp.audit.trials.Trials`. The seed is the seed of the batches.
 
     Returns:
       The `Audit` of 2 `trials` scores at delta q, with upper = 0.
 
     Formal guarantees:
-      As `bounds.multi_run`. In each of several steps of one run about q n examples are looked for, those of the batch
-      before it first: which ones depends on earlier batches only, so that under the claim the scores are independent
-      and each is 1 with probability q. Batches that are used twice show.
+      As `bounds.multi_run`. In each of several steps of one run the audit looks for about q n examples, first for the
+      examples of the batch before. They depend on earlier batches only. Under the claim the scores are therefore
+      independent, and each is 1 with probability q. The audit detects batches that are used twice.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     delta = trainer.sampler.sampling_probability
     if delta == 1:
-        raise ValueError("trainer must sample its batches to be audited for it, got a sampling probability of 1.")
+        raise ValueError("trainer must have a sampling probability below 1, got 1. Such a trainer does not sample.")
     if trials < 2:
         raise ValueError(f"trials must be at least 2, got {trials}.")
     bounds.check(0.0, delta, confidence)
@@ -158,14 +154,14 @@ def audit_sampling(
 
 
 def loss(params: Any, example: Any) -> jax.Array:
-    """A loss whose gradient is the example's first feature in the direction of its label; for `worst_case`."""
+    """Computes a loss whose gradient is the example's first feature in the direction of its label, for `worst_case`."""
     return example["features"][0] * params["direction"][example["label"]]
 
 
 def worst_case(count: int, *, norm: float) -> tuple[dict[str, jax.Array], Source]:
-    """Returns `count` parameters and canaries for `loss`: orthogonal gradients of one norm; no canary hides another.
+    """Returns `count` parameters and canaries for `loss`. Their gradients are orthogonal and of one norm.
 
-    A norm far above the clip norm shows a clip that is forgotten.
+    No canary hides another. A norm far above the clip norm reveals missing clipping.
     """
     canaries = from_arrays(features=np.full((count, 1), norm), label=np.arange(count), num_classes=count)
     return {"direction": jnp.zeros(count)}, canaries
@@ -186,35 +182,35 @@ def audit_run(
     """Audits private training by one run with many canaries.
 
     Args:
-      trainer: of `dp_sgd` or another method, not `stochastic`; its sampler's number of examples is the public one,
-        which need not be that of `source`.
-      params: at which training starts.
-      source: the training set, all canaries included.
-      steps: of the run.
-      rows: which examples are canaries; by default all.
-      delta, confidence, claim: as in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
-      seed: as in `jaxdp.audit.trials.Trials`; of coins, batches and noise.
+      trainer: A trainer from `dp_sgd` or another method, not `stochastic`. The number of examples of its sampler is
+        public and may differ from `len(source)`.
+      params: The parameters at which training starts.
+      source: The training set with all canaries.
+      steps: The number of steps of the run.
+      rows: The examples that are canaries, by default all.
+      delta, confidence, claim: As in `jaxdp.audit.one_run`. "gaussian" needs a sampling probability of 1.
+      seed: As in `jaxdp.audit.trials.Trials`, for coins, batches and noise.
 
     Returns:
       The `Audit`, for one example added or removed, with the ledger's epsilon of `trainer.event(0, steps)`.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     if trainer.stochastic:
-        raise ValueError("trainer must not be stochastic: the loss of a canary would depend on a key of its own.")
+        raise ValueError("trainer must not be stochastic. The score of a canary needs a loss without a key.")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
     event = trainer.event(0, steps)
     if claim == "gaussian" and not all(isinstance(leaf, GaussianDpEvent) for leaf in composition(event)):
-        raise ValueError("claim='gaussian' needs noise and a sampling probability of 1; use claim='approximate'.")
+        raise ValueError("claim='gaussian' needs noise and a sampling probability of 1. Use claim='approximate'.")
     upper = claimed(event, adjacency="add_remove", delta=delta)
     bounds.check(upper, delta, confidence, claim)
     seed = new_seed() if seed is None else seed
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
     members, examples = source.take(np.setdiff1d(np.arange(len(source)), rows[~coins])), source.gather(rows)
-    # Batches are drawn from the examples that there are; the divisor stays the trainer's.
+    # Batches are drawn from the members. The divisor stays the trainer's.
     trainer = dataclasses.replace(trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(members)))
     state = _started(trainer, params, seed, "noise one run", "views one run")
     for _ in range(steps):
@@ -225,7 +221,7 @@ def audit_run(
 
 
 def _started(trainer: PrivateTrainer, params: Any, seed: bytes, noise: str, views: str) -> TrainState:
-    """The state before the first step, with keys of the seed."""
+    """Returns the state before the first step, with keys from the seed."""
     state = trainer.init(params)
     key = stream(seed, views, impl="threefry2x32")
     return state._replace(noise=state.noise._replace(key=stream(seed, noise)), key=key)
@@ -242,10 +238,10 @@ def _observe(
     foretold: jax.Array,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """For every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of their noise.
+    """Returns for every key [R] the score [R] of the noisy sums, and moments [R, leaves, 3] of their noise.
 
-    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited one. The moments are
-    means of the squares of either noise and of their product.
+    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited step. The moments are
+    the mean squares of the two noises and the mean of their product.
     """
 
     def release(noise: PrivatizeState, sums: Any) -> tuple[PrivatizeState, Any]:
@@ -268,7 +264,7 @@ def _observe(
 def _runs(
     observe: Any, sums: Any, weights: list[np.ndarray], foretold: np.ndarray, key: jax.Array, runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores [runs] and mean moments [leaves, 3]."""
+    """Returns scores [runs] and mean moments [leaves, 3]."""
     parts = range(0, runs, _RUNS)
     found = [observe(sums, weights, foretold, jax.random.split(jax.random.fold_in(key, i), _RUNS)) for i in parts]
     scores, moments = (np.concatenate(part).astype(np.float64) for part in zip(*jax.device_get(found), strict=True))
@@ -277,7 +273,7 @@ def _runs(
 
 
 def _noise(observe: Any, base: Any, key: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(variance [leaves] of what the step before does not foretell of a tensor's noise, by what factor [leaves])."""
+    """Returns the variance [leaves] of tensors' noise given the step before, and prediction factors [leaves]."""
     leaves = _leaves(base)
     nothing = [np.zeros(leaf.shape, np.float32) for leaf in leaves], np.zeros(len(leaves), np.float32)
     before, now, both = _runs(observe, base, *nothing, key, _RUNS)[1].T
@@ -287,7 +283,7 @@ def _noise(observe: Any, base: Any, key: jax.Array) -> tuple[np.ndarray, np.ndar
 
 
 def _distance(variances: np.ndarray, one: Any, other: Any) -> float:
-    """The square of the distance of two sums, in standard deviations of the noise."""
+    """Returns the squared distance of two sums in standard deviations of the noise."""
     parts = zip(_leaves(one), _leaves(other), variances, strict=True)
     return float(sum(np.square(x - y).sum() / v for x, y, v in parts))
 

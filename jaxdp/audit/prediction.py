@@ -1,4 +1,4 @@
-"""Audits of private answers: what the answers to one query tell about one training record.
+"""Audits of private answers to one query.
 
     def ask(data, queries, **terms):
         bounds = train_with_bounds(loss_fn, params, data, ks=20, clip=0.1, learning_rate=0.5, batch_size=n, epochs=1)
@@ -6,9 +6,9 @@
 
     print(audit_answers(ask, event(1, epsilon=0.5), query, data, records, trials=5000).describe())
 
-A trial is one answer. One call of the stage answers the query many times, with noise of its own each time. A model is
-trained with each candidate, and half of its answers are heard. The canary is the record that changes the probability of
-an answer most: it flips the label, or the vote of an ensemble, or the distance to the next flip.
+A trial is one answer. One call of the stage answers the query many times, each time with fresh noise. A model is
+trained with each candidate, and half of its answers choose the canary. The canary is the record that changes the
+probability of an answer most. It flips the label, the vote of an ensemble, or the distance to the next flip.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from jaxdp.prediction.checks import count_rows
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.accounting import Adjacency
 
-# Answers that are numbers are told apart by as many ranges, each of which is heard equally often.
+# Numeric answers are cut into this many ranges of equal frequency.
 _RANGES = 32
 
 
@@ -45,39 +45,39 @@ def audit_answers(
     """Audits the private answers to one query by models of data with and without a canary.
 
     Args:
-        ask: `ask(data, queries, account=, seed=) -> answers [Q]`: `private_predict`, `private_values` or `pate_predict`
-            of what is trained on the data it is given; called once for `data` and once for `data` with each candidate
+        ask: `ask(data, queries, account=, seed=) -> answers [Q]`, which trains on `data` and calls `private_predict`,
+            `private_values` or `pate_predict`. It is called once for `data` and once for `data` with each candidate
             after its last record.
-        event: what one answer costs: `jaxdp.prediction.event(1, ...)`, or `ConfidentGNMax.event(1, max_answers=1)`.
-        query: pytree of arrays [...], ONE query.
-        data: pytree of arrays [n, ...], the training set without the canary.
-        candidates: pytree of arrays [N, ...], records that may be the canary, N >= 1, for "replace_one" N >= 2.
-        trials: answers of either kind that are judged, at least 2; as many before them choose canary and score.
-        delta, claim: of both bounds; PATE is audited at delta > 0 by the "gaussian" claim.
-        adjacency: under "add_remove" the canary's neighbour is no record, under "replace_one" another candidate.
-        confidence: in (0.5, 1).
-        seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+        event: The event of one answer, `jaxdp.prediction.event(1, ...)` or `ConfidentGNMax.event(1, max_answers=1)`.
+        query: A pytree of arrays [...], ONE query.
+        data: A pytree of arrays [n, ...], the training set without the canary.
+        candidates: A pytree of arrays [N, ...], records that may be the canary, N >= 1, for "replace_one" N >= 2.
+        trials: The number of judged answers of either kind, at least 2. As many others choose canary and score.
+        delta, claim: As in `jaxdp.audit.multi_run`. PATE is audited at delta > 0 by the "gaussian" claim.
+        adjacency: "add_remove" compares the canary with no record, "replace_one" with another candidate.
+        confidence: In (0.5, 1).
+        seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
 
     Returns:
         The `Audit` of 2 `trials` answers, for one record, with the ledger's epsilon of one answer.
 
     Formal guarantees:
-        As `jaxdp.audit.multi_run`. Given the models, the answers of a call have independent noise, and so have the
-        scores that are judged. Canary and score, the log ratio of how often an answer is heard with and without the
-        canary, are learnt from other answers.
+        As `jaxdp.audit.multi_run`. Given the models, the answers of a call have independent noise, and so the judged
+        scores are independent. Canary and score are learnt from other answers. The score is the log ratio of the
+        frequencies of an answer with and without the canary.
 
     Raises:
-        ValueError: an argument is out of range, before anything runs; or as `ask`.
+        ValueError: An argument is out of range. Nothing runs. Otherwise as in `ask`.
     """
     if adjacency not in ("add_remove", "replace_one"):
-        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}")
+        raise ValueError(f"adjacency must be 'add_remove' or 'replace_one', got {adjacency!r}.")
     if trials < 2:
-        raise ValueError(f"trials must be at least 2, got {trials}")
+        raise ValueError(f"trials must be at least 2, got {trials}.")
     upper = release.claim(event, adjacency=adjacency, delta=delta)
     bounds.check(upper, delta, confidence, claim)
     count, least = count_rows(candidates, "candidates"), 2 if adjacency == "replace_one" else 1
     if count < least:
-        raise ValueError(f"candidates must hold at least {least} records under {adjacency!r}, got {count}")
+        raise ValueError(f"candidates must hold at least {least} records under {adjacency!r}, got {count}.")
     rows = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i : i + 1], candidates) for i in range(count)]
     sets = [jax.tree.map(lambda leaf, one: np.concatenate([leaf, one]), data, row) for row in rows]
     neighbours = range(count)
@@ -89,7 +89,7 @@ def audit_answers(
     with Ledger.in_memory() as ledger:
         ledger.register("audited", adjacency=adjacency, unit="record")
         account = ledger.account("audited", label="audit")
-        # Under one seed, equal models would be one release.
+        # With one seed, equal models are one release.
         seeds = [release.derive(seed, f"model {i}") for i in range(len(sets))]
         heard = [ask(one, queries, account=account, seed=own) for one, own in zip(sets, seeds, strict=True)]
     tried = np.stack(heard)[:, :trials]
@@ -97,7 +97,7 @@ def audit_answers(
     if len(levels) > _RANGES:
         levels = np.unique(np.quantile(tried, np.arange(_RANGES) / _RANGES))
     cells = [np.searchsorted(levels, answers, side="right") for answers in heard]
-    # Laplace's rule keeps answers that were not heard from being impossible.
+    # Laplace's rule gives unseen answers a positive probability.
     rates = np.log([np.bincount(cell[:trials], minlength=len(levels) + 1) + 1 for cell in cells])
     pairs = itertools.product(range(count), neighbours)
     canary, neighbour = max(pairs, key=lambda pair: np.abs(rates[pair[0]] - rates[pair[1]]).max())

@@ -1,9 +1,9 @@
-"""Audits of recalibration: what a source's answers tell about one of its records.
+"""Audits of recalibration: the noisy answers of a source.
 
     print(audit_source(AccT(), logits, labels, epsilon=1.0, trials=1000).describe())
 
-A trial is a conversation of the source, with a record or with its neighbour, and a calibrator who keeps the answers.
-All pairs of records are tried without noise. The pair whose answers are farthest apart is the canary and its neighbour.
+A trial is a conversation of the source, with a record or its neighbour, and a calibrator that keeps the answers. All
+pairs of records are tried without noise. The pair with the farthest answers is the canary and its neighbour.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from jaxdp.recalibration.recalibrate import converse
 
 @dataclasses.dataclass(frozen=True)
 class _Transcript:
-    """A calibrator who asks what a method would, at one temperature, and keeps every answer: a `Method`.
+    """A `Method` that asks another method's questions at one temperature and keeps every answer.
 
     Attributes:
-      method: whose questions are asked.
-      temperature: in every round, whatever was answered.
+      method: The method whose questions are asked.
+      temperature: The temperature in every round, for all answers.
     """
 
     method: Method
@@ -57,7 +57,7 @@ class _Transcript:
         return jnp.concatenate(state)
 
     def confidence(self, parameters: jax.Array, logits: jax.Array) -> jax.Array:
-        return jnp.full(len(logits), jnp.nan)  # nothing is recalibrated
+        return jnp.full(len(logits), jnp.nan)  # An audit does not recalibrate.
 
 
 def audit_source(
@@ -73,25 +73,25 @@ def audit_source(
     """Audits a source's answers by many conversations with a canary among its records and as many without it.
 
     Args:
-      method: what the calibrator runs.
-      logits, labels: the source's other records, floating point [n, m] and integer [n]; n may be 0.
-      epsilon: what the source pays for all answers of a conversation, finite.
-      candidates: (logits [N, m], labels [N]) of records that may be the canary; by default some that are surely right,
-        surely wrong and undecided.
-      temperature: that the calibrator asks about.
-      terms: trials, adjacency, confidence, seed, as in `jaxdp.audit.trials.Trials`. Under "zero_out" the canary's
+      method: The method of the calibrator.
+      logits, labels: The source's other records, floating point [n, m] and integer [n]. n may be 0.
+      epsilon: The finite epsilon of all answers of a conversation.
+      candidates: (logits [N, m], labels [N]) of records that may be the canary. The default has records that are surely
+        right, surely wrong and undecided.
+      temperature: The temperature of every question.
+      terms: trials, adjacency, confidence and seed, as in `jaxdp.audit.trials.Trials`. Under "zero_out" the canary's
         neighbour is an invalid record.
 
     Returns:
       The `Audit` at delta 0 of 2 `trials` conversations, for one record, with the ledger's epsilon of one conversation.
 
     Formal guarantees:
-      As `jaxdp.audit.multi_run`. Every conversation has a key of its own, so that scores are independent. The score is
-      the log likelihood ratio of Laplace noise, but for its scale; it is fixed before any noise is drawn. The keys are
-      of the kind "threefry2x32", which are independent under `jax.vmap`; `recalibrate` draws keys of the kind "rbg".
+      As `jaxdp.audit.multi_run`. Every conversation has its own key, so that scores are independent. The score is the
+      log likelihood ratio of Laplace noise up to its scale. It is fixed before any noise is drawn. The keys are of the
+      kind "threefry2x32", which are independent under `jax.vmap`. `recalibrate` draws keys of the kind "rbg".
 
     Raises:
-      ValueError, TypeError: as `recalibrate`.
+      ValueError, TypeError: As in `recalibrate`.
     """
     runs = Trials(charge=event(epsilon), delta=0.0, claim="approximate", **terms)
     logits, labels = np.asarray(logits, np.float32), np.asarray(labels, np.int32)
@@ -100,7 +100,7 @@ def audit_source(
     calibrator = _Transcript(method, temperature)
 
     def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
-        """All answers of each of `count` conversations, float64 [count, numbers]."""
+        """Returns all answers of each of `count` conversations, float64 [count, numbers]."""
         more = (logits, labels) if record is None else (np.vstack([logits, record[0]]), np.append(labels, record[1]))
         parties, talk = [Party(*more)], functools.partial(converse, epsilon=epsilon, adjacency=runs.adjacency)
         talks = jax.vmap(lambda key: talk(calibrator, parties, key))
@@ -121,5 +121,5 @@ def audit_source(
 
 
 def _extremes(num_classes: int) -> list[tuple[np.ndarray, int]]:
-    """Records of the first class by far, and of no class in particular, with a right label and with a wrong one."""
+    """Returns records far inside the first class and undecided records, each with a right and with a wrong label."""
     return [(scale * np.eye(num_classes, dtype=np.float32)[0], label) for scale in (50.0, 0.0) for label in (0, 1)]

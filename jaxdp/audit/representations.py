@@ -1,17 +1,17 @@
 """Attacks on uploaded representations: FORA (Xu et al. 2024) in the form of Split Adaptation (section A.2).
 
-The server owns the frontend that it shipped. It draws representations of PUBLIC images such as a client might upload,
-trains a decoder to return the images, and applies the decoder to the client's uploads. A weak attacker looks like
-protection. So `standard_attackers` and `attack` have five:
+The server owns the frontend that it shipped. It simulates a client's representations on PUBLIC images, trains a decoder
+to return the images, and applies the decoder to the client's uploads. A weak attacker makes an upload look protected.
+So `standard_attackers` and `attack` have five:
 
 - "noise-unaware" trains on representations without noise;
-- "noise-aware" draws both noises afresh in every batch, those on the client's frontend and on one copy;
+- "noise-aware" draws the noises of the client's frontend and of one copy afresh in every batch;
 - "aggregating" is noise-aware and takes the median over all copies of an image, which the server knows (Eq. 14);
 - "oracle" is noise-aware and knows the client's noisy frontend, but takes one copy;
 - "mean image" ignores the uploads and answers with the mean of the public images, a floor for the others.
 
-An attack that fails proves nothing: its result is evidence about these attackers. LPIPS, the third metric of the paper,
-needs pretrained networks and is not offered.
+An attack that fails proves nothing. Its result is evidence about these attackers only. LPIPS, the third metric of the
+paper, needs pretrained networks and is not offered.
 """
 
 import dataclasses
@@ -31,23 +31,23 @@ from jaxdp.models.vit import Block
 Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 _GAUSSIAN = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
-# One-dimensional weights, and the factor of variances: 49 / 48 makes those of 49 equal weights unbiased.
+# One-dimensional weights, and a factor for variances. 49 / 48 makes variances of 49 equal weights unbiased.
 _WINDOWS = {"gaussian11": (_GAUSSIAN / _GAUSSIAN.sum(), 1.0), "uniform7": (np.full(7, 1 / 7), 49 / 48)}
 _C1, _C2 = 0.01**2, 0.03**2
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """How an attacker draws representations of public images such as a client might upload.
+    """A simulation of a client's representations on public images.
 
-    Simulations of equal attributes share their compiled programs, so give the same functions to all.
+    Simulations with equal attributes share their compiled programs, so give the same functions to all.
 
     Attributes:
       extract: `extract(front, images [B, S, S, C]) -> [B, T, D]`, for example `backbone.front` of one backbone.
       model_noise: `model_noise(key, front) -> front`, the noise on the client's frontend (Eq. 12), one draw per batch.
-      release: `release(key, representations [B, T, D], copy) -> [B, T, D]`, copy number `copy` (int32, from 0) of the
-        upload: Laplace noise, and patch retrieval if the client does it. Every copy has a key of its own.
-      copies: the attacker takes the median over the first so many copies, here and of the uploads.
+      release: `release(key, representations [B, T, D], copy) -> [B, T, D]` makes copy number `copy` (int32, from 0) of
+        the upload by Laplace noise, and patch retrieval if the client does it. Every copy has its own key.
+      copies: The number of copies whose median the attacker takes, in the simulation and in the uploads.
     """
 
     extract: Callable[[Any, jax.Array], jax.Array]
@@ -57,7 +57,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.copies, int) and self.copies >= 1):
-            raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}")
+            raise ValueError(f"copies must be an integer of at least 1, got {self.copies!r}.")
 
     def __call__(self, front: Any, key: jax.Array, images: jax.Array) -> jax.Array:
         """Draws representations [B, T, D] of images [B, S, S, C] with a frontend of parameters `front`."""
@@ -73,7 +73,7 @@ class Simulation:
 
 
 class Attacker(NamedTuple):
-    """What a server simulates, and the parameters of the frontend that it takes for the client's."""
+    """A server's simulation, and the parameters of the frontend that it attributes to the client."""
 
     simulation: Simulation
     front: Any
@@ -91,9 +91,10 @@ def standard_attackers(
     """Returns the attackers of the module's docstring that train a decoder.
 
     Args:
-      extract, model_noise, release: what the client does, as in `Simulation`; the server knows the algorithms.
-      shipped, true: parameters of the frontend that the server gave away, and of the client's noisy one.
-      copies: how many copies of an image are uploaded.
+      extract, model_noise, release: The client's functions, as in `Simulation`. The server knows the algorithms.
+      shipped: The parameters of the frontend that the server gave away.
+      true: The parameters of the client's noisy frontend.
+      copies: The number of uploaded copies of an image.
     """
     aware = Simulation(extract, model_noise, release)
     return {
@@ -109,8 +110,8 @@ class Decoder(nn.Module):
 
     Attributes:
       side, channels: S and C of the images.
-      prefix_tokens: tokens in front of the patches, of which no pixels are made.
-      num_heads, depth: of the encoder blocks; num_heads must divide D.
+      prefix_tokens: The number of tokens in front of the patches, which have no pixels.
+      num_heads, depth: The heads and number of the encoder blocks. num_heads must divide D.
     """
 
     side: int
@@ -130,8 +131,8 @@ class Decoder(nn.Module):
         grid = math.isqrt(max(tokens - self.prefix_tokens, 0))
         if not grid or grid**2 != tokens - self.prefix_tokens or self.side % grid:
             raise ValueError(
-                f"{tokens} tokens with prefix_tokens={self.prefix_tokens} are no square grid of patches of images of "
-                f"{self.side}x{self.side} pixels; is prefix_tokens that of the backbone?"
+                f"{tokens} tokens with prefix_tokens={self.prefix_tokens} do not form a square grid of patches of "
+                f"{self.side}x{self.side} images. Pass the prefix_tokens of the backbone."
             )
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, tokens, width))
         for k in range(self.depth):
@@ -159,27 +160,27 @@ def train_decoder(
     Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch size compile once.
 
     Args:
-      key: typed PRNG key.
+      key: A typed PRNG key.
       represent: `represent(front, key, images [B, S, S, C]) -> [B, T, D]`, a `Simulation` or any hashable function.
-      front: the parameters of a frontend, for `represent`.
+      front: The parameters of a frontend, for `represent`.
       images: PUBLIC, floating point [m, S, S, C] in [0, 1].
-      prefix_tokens: of the representations, `Backbone.prefix_tokens`.
-      epochs, batch_size, learning_rate: as in `fit_in_memory`.
+      prefix_tokens: The prefix tokens of the representations, `Backbone.prefix_tokens`.
+      epochs, batch_size, learning_rate: As in `fit_in_memory`.
 
     Returns:
       A function that maps representations [n, T, D] to images float32 [n, S, S, C] in [0, 1].
 
     Raises:
-      ValueError: images that are not square and in [0, 1], tokens that are no grid of patches of theirs, or epochs,
-        batch size or learning rate that are not positive.
+      ValueError: The images are not square or not in [0, 1], the tokens do not form a grid of their patches, or epochs,
+        batch size or learning rate is not positive.
     """
     images = _checked_images("images", images)
     init_key, key = jax.random.split(key)
     drawn = jax.eval_shape(represent, front, key, images[:batch_size])
     if drawn.ndim != 3:
-        raise ValueError(f"represent must return representations [B, T, D], got shape {drawn.shape}")
+        raise ValueError(f"represent must return representations [B, T, D], got shape {drawn.shape}.")
     tokens, width = drawn.shape[1:]
-    # Heads of 64 dimensions, as the ViTs of the paper have them, or more where that does not come out even.
+    # Heads have 64 dimensions as in the ViTs of the paper, or more if 64 does not divide the width.
     heads = math.gcd(width, max(width // 64, 1))
     decoder = Decoder(images.shape[1], images.shape[3], prefix_tokens, heads)
     params = fit_in_memory(
@@ -200,7 +201,7 @@ _init = jax.jit(Decoder.init, static_argnums=0)
 
 @functools.lru_cache
 def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Mean squared error of every image of a batch; one object for equal arguments, so that it compiles once."""
+    """Returns the mean squared error per image. Equal arguments give one object, so that it compiles once."""
 
     def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
         decoded: Any = decoder.apply({"params": params}, represent(front, key, images))
@@ -220,21 +221,21 @@ def decode(decoder: Decoder, params: Any, representations: Any) -> jax.Array:
 
 
 class Estimate(NamedTuple):
-    """A mean over images and its standard error, NaN where there is none (one image, infinite values)."""
+    """A mean over images and its standard error, NaN if there is none (one image, infinite values)."""
 
     mean: float
     error: float
 
 
 class Reconstruction(NamedTuple):
-    """What an attacker made of the uploads, float32 [n, S, S, C], and how close: SSIM by window and PSNR, float [n]."""
+    """An attacker's reconstructions, float32 [n, S, S, C], with their SSIM by window and PSNR, float [n]."""
 
     images: np.ndarray
     ssim: dict[str, np.ndarray]
     psnr: np.ndarray
 
     def summary(self) -> dict[str, Estimate]:
-        """Means over the images: "psnr", and "ssim_" with the name of each window."""
+        """Returns means over the images: "psnr", and "ssim_" with the name of each window."""
         found = {}
         for name, scores in {"psnr": self.psnr, **{f"ssim_{window}": x for window, x in self.ssim.items()}}.items():
             scores = np.asarray(scores, np.float64)
@@ -259,30 +260,31 @@ def attack(
     """Returns what every attacker reconstructs from a client's uploads, by name, and the floor as "mean image".
 
     Args:
-      key: typed PRNG key, the same for all attackers, so that they differ in what they know alone.
-      attackers: by name, for example `standard_attackers(...)`.
-      uploads: floating point [c, n, T, D], c copies of the representations of n images.
-      references: the client's images, floating point [n, S, S, C] in [0, 1], to measure with.
-      public: the attackers' own images, floating point [m, S, S, C] in [0, 1].
-      prefix_tokens, epochs, batch_size, learning_rate: as in `train_decoder`.
+      key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
+      attackers: The attackers by name, for example `standard_attackers(...)`.
+      uploads: Floating point [c, n, T, D], c copies of the representations of n images.
+      references: The client's images, floating point [n, S, S, C] in [0, 1], for the metrics.
+      public: The attackers' own images, floating point [m, S, S, C] in [0, 1].
+      prefix_tokens, epochs, batch_size, learning_rate: As in `train_decoder`.
 
     Raises:
-      ValueError: shapes that do not fit together, an attacker who wants more copies than there are, and as
-        `train_decoder`. Nothing is trained if uploads, images or copies are wrong.
+      ValueError: The shapes do not fit together, or an attacker needs more copies than there are. Nothing is trained.
+        Otherwise as in `train_decoder`.
     """
     references, public = _checked_images("references", references), _checked_images("public", public)
     if uploads.ndim != 4 or uploads.shape[1] != len(references):
         raise ValueError(
-            f"uploads must be [c, {len(references)}, T, D], copies of as many images as references, got {uploads.shape}"
+            f"uploads must be [c, {len(references)}, T, D], copies of as many images as references, "
+            f"got {uploads.shape}."
         )
     if public.shape[1:] != references.shape[1:]:
-        raise ValueError(f"public images {public.shape[1:]} and references {references.shape[1:]} differ in shape")
+        raise ValueError(f"public images {public.shape[1:]} and references {references.shape[1:]} differ in shape.")
     for name, (simulation, front) in attackers.items():
         if simulation.copies > len(uploads):
-            raise ValueError(f"attackers[{name!r}] wants {simulation.copies} copies, but uploads has {len(uploads)}")
+            raise ValueError(f"attackers[{name!r}] needs {simulation.copies} copies, but uploads has {len(uploads)}.")
         drawn = jax.eval_shape(simulation, front, key, public[:batch_size]).shape[1:]
         if drawn != uploads.shape[2:]:
-            raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}")
+            raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}.")
     numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     found = {"mean image": _measure(np.broadcast_to(public.mean(0, keepdims=True), references.shape), references)}
     for name, (simulation, front) in attackers.items():
@@ -293,10 +295,10 @@ def attack(
 
 
 def median_of_copies(copies: Any) -> np.ndarray:
-    """The median over the copies of every image by coordinate, on the host: [c, n, T, D] to [n, T, D] of one dtype.
+    """Computes the median over the copies of every image by coordinate, on the host: [c, n, T, D] to [n, T, D].
 
-    It is the maximum likelihood estimate of what Laplace noise was added to, and hardly moves if fewer than half of the
-    copies have another token in a place. It reads one image at a time: `copies` may be an `np.memmap`.
+    The median is the maximum likelihood estimate under Laplace noise. It hardly moves if fewer than half of the copies
+    have another token in a place. It keeps the dtype and reads one image at a time, so `copies` may be an `np.memmap`.
     """
     copies = np.asarray(copies)
     medians = np.empty(copies.shape[1:], copies.dtype)
@@ -306,7 +308,7 @@ def median_of_copies(copies: Any) -> np.ndarray:
 
 
 def _median(copies: jax.Array) -> jax.Array:
-    """The median over the first axis, to 2^-24 of the range; by bisection, since sorting is slow on a CPU."""
+    """Computes the median over the first axis, to 2^-24 of the range. It bisects, since sorting is slow on a CPU."""
     values = jnp.moveaxis(copies, 0, -1)
     count = values.shape[-1]
 
@@ -319,7 +321,7 @@ def _median(copies: jax.Array) -> jax.Array:
 
         return jax.lax.fori_loop(0, 24, halve, (values.min(-1), values.max(-1)))[1]
 
-    ranks = {(count + 1) // 2, count // 2 + 1}  # two for an even number
+    ranks = {(count + 1) // 2, count // 2 + 1}  # An even number of copies has two.
     return jnp.mean(jnp.stack([smallest(rank) for rank in ranks]), axis=0)
 
 
@@ -332,9 +334,9 @@ def _measure(images: np.ndarray, references: np.ndarray) -> Reconstruction:
 def _checked_images(name: str, images: Any) -> np.ndarray:
     images = np.asarray(images)
     if images.ndim != 4 or images.shape[1] != images.shape[2] or not len(images):
-        raise ValueError(f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}")
+        raise ValueError(f"{name} must be square images [n, S, S, C], at least one, got shape {images.shape}.")
     if not np.issubdtype(images.dtype, np.floating) or not (images.min() >= 0 and images.max() <= 1):
-        raise ValueError(f"{name} must be floating point in [0, 1], got {images.dtype} or values outside")
+        raise ValueError(f"{name} must be floating point in [0, 1], got {images.dtype} or values outside.")
     return images.astype(np.float32, copy=False)
 
 
@@ -342,29 +344,30 @@ def _checked_images(name: str, images: Any) -> np.ndarray:
 def ssim(
     images: jax.Array, references: jax.Array, *, window: Literal["gaussian11", "uniform7"] = "gaussian11"
 ) -> jax.Array:
-    """Structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows inside the image.
+    """Computes structural similarity (Wang et al. 2004, Eq. 13), the mean over channels and windows inside the image.
 
     Args:
-      images, references: floating point [n, H, W, C] in [0, 1].
+      images, references: Floating point [n, H, W, C] in [0, 1].
       window: "gaussian11", the paper's 11x11 Gaussian of standard deviation 1.5, or "uniform7", scikit-image's default,
         7x7 equal weights and unbiased variances.
 
     Returns:
-      [n] in [-1, 1], 1 for equal images; float32, float64 for float64.
+      [n] in [-1, 1], 1 for equal images. float64 for float64, otherwise float32.
 
     Raises:
       TypeError: images or references are not floating point.
-      ValueError: not [n, H, W, C] both, of one shape; unknown window; images smaller than the window.
+      ValueError: The images are not both [n, H, W, C] of one shape or are smaller than the window, or the window is
+        unknown.
     """
     x, y = _pair(images, references)
     if window not in _WINDOWS:
-        raise ValueError(f"window must be one of {tuple(_WINDOWS)}, got {window!r}")
+        raise ValueError(f"window must be one of {tuple(_WINDOWS)}, got {window!r}.")
     weights, unbiased = _WINDOWS[window]
     height, width = x.shape[1:3]
     if min(height, width) < len(weights):
         smaller = [name for name, (taps, _) in _WINDOWS.items() if len(taps) <= min(height, width)]
-        remedy = f"use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels; use psnr"
-        raise ValueError(f"images of {height}x{width} pixels are smaller than window={window!r}; {remedy}")
+        remedy = f"Use window={smaller[0]!r}" if smaller else "SSIM needs at least 7x7 pixels. Use psnr"
+        raise ValueError(f"images of {height}x{width} pixels are smaller than window={window!r}. {remedy}.")
     rows, columns = (jnp.asarray(_band(weights, size), x.dtype) for size in (height, width))
     products = jnp.stack([x, y, x * x, y * y, x * y])
     mean_x, mean_y, *raw = jnp.einsum("ih,snhwc,jw->snijc", rows, products, columns, precision="highest")
@@ -377,7 +380,7 @@ def ssim(
 
 @jax.jit
 def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
-    """Peak signal-to-noise ratio [n] in decibels: -10 log10 of the mean squared error of an image; else as `ssim`."""
+    """Computes the peak signal-to-noise ratio [n] in decibels, -10 log10 of the mean squared error. As in `ssim`."""
     x, y = _pair(images, references)
     return -10 * jnp.log10(jnp.mean((x - y) ** 2, axis=(1, 2, 3)))
 
@@ -385,15 +388,15 @@ def psnr(images: jax.Array, references: jax.Array) -> jax.Array:
 def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Array]:
     if images.ndim != 4 or references.shape != images.shape:
         raise ValueError(
-            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} and {references.shape}"
+            f"images and references must both be [n, H, W, C] of one shape, got {images.shape} and {references.shape}."
         )
     for name, value in (("images", images), ("references", references)):
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"{name} must be floating point in [0, 1], got {value.dtype}; divide uint8 by 255")
+            raise TypeError(f"{name} must be floating point in [0, 1], got {value.dtype}. Divide uint8 by 255.")
     dtype = jnp.promote_types(jnp.promote_types(images.dtype, references.dtype), jnp.float32)
     return images.astype(dtype), references.astype(dtype)
 
 
 def _band(weights: np.ndarray, size: int) -> np.ndarray:
-    """[size - taps + 1, size]: row i weighs the window that starts at i."""
+    """Returns [size - taps + 1, size], where row i weighs the window that starts at i."""
     return sum(weight * np.eye(size - len(weights) + 1, size, k) for k, weight in enumerate(weights))

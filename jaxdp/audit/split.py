@@ -1,11 +1,11 @@
-"""Attacks on the private upload of split adaptation: what features and labels tell about one image.
+"""Attacks on one image in the private upload of split adaptation.
 
     terms = {"projection": projection, "trials": 2000, "delta": 1e-5}
     print(audit_upload(release, representations, labels, part="features", **terms).describe())
 
-Features and labels of an upload have noise of their own and are audited apart: an attack on both together is held
-against the sum of their epsilons, which thousands of trials cannot reach. Rows of an upload get independent noise, so
-that one upload of many rows is as many trials.
+Features and labels of an upload have separate noise and are audited separately. An attack on both together must beat
+the sum of their epsilons, which thousands of trials cannot reach. Rows of an upload get independent noise, so one
+upload with many rows gives as many trials.
 """
 
 import dataclasses
@@ -39,23 +39,23 @@ def audit_upload(
     upload is the canary or its neighbour. The attacker knows the image before it, and so its noise or its answer.
 
     Args:
-      release, projection: what the client uploads, with noise, and where to, as in `PrivateRelease.release`.
-      representations: floating point [N, T, D] of images that may be the canary or its neighbour, N >= 2; public or
-        made up, since the audit charges nothing.
-      labels: integers [N] in [0, num_classes), with two different ones for part="labels".
-      part: which part of the upload is attacked.
-      trials: canaries of either kind that are judged, at least 2; as many before them train the attacker.
-      delta, confidence: of the bounds; delta is in (0, 1) for Gaussian features, 0 for all that is pure.
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
+      release, projection: The client's release and projection, as in `PrivateRelease.release`.
+      representations: Floating point [N, T, D] of images that may be the canary or its neighbour, N >= 2. They are
+        public or synthetic, since the audit charges nothing.
+      labels: Integers [N] in [0, num_classes), with at least two classes for part="labels".
+      part: The part of the upload that is attacked.
+      trials: The number of judged canaries of either kind, at least 2. As many before them train the attacker.
+      delta, confidence: The terms of the bounds. delta is in (0, 1) for Gaussian features and 0 for pure mechanisms.
+      seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
 
     Formal guarantees:
       As `bounds.multi_run`, with the Gaussian claim for Gaussian features. Under the claim rows are released
-      independently, so that scores are independent. Other uploads fix the score. Features: the likelihood ratio of the
-      noise, minus what the noise of the row before foretells. Labels: the ratio of the frequencies of what was seen
-      with what is known, with Laplace's rule.
+      independently, so that scores are independent. Other uploads fix the score. For features it is the likelihood
+      ratio of the noise, after subtraction of what the noise of the row before predicts. For labels it is the ratio of
+      the frequencies of the pair of answers, with Laplace's rule.
 
     Raises:
-      ValueError: an argument is out of range, or as `PrivateRelease.check`.
+      ValueError: An argument is out of range, or as in `PrivateRelease.check`.
     """
     one_of(get_args(Part), part=part)
     at_least(2, trials=trials)
@@ -73,10 +73,10 @@ def audit_upload(
     apart = np.linalg.norm(exact[:, None] - exact, ord=order, axis=-1) if part == "features" else y[:, None] != y
     canary, other = map(int, np.unravel_index(np.argmax(apart), apart.shape))
     if not apart[canary, other] > 0:
-        raise ValueError(f"representations and labels must hold two images that differ in their {part}; these do not")
+        raise ValueError(f"representations and labels must hold two images that differ in their {part}.")
 
     def upload(image: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
-        """What is known of the image before, and seen of `image`: [trials, ...] each."""
+        """Returns the known value before and the seen value of `image`, [trials, ...] each."""
         rows = np.tile([other, image], trials)
         released = release.release(stream(seed, purpose), x[rows], labels=y[rows], projection=projection)
         if part == "labels":
@@ -92,7 +92,7 @@ def audit_upload(
         table = np.log(counts[0] / counts[1])
 
         def score(known: Any, seen: Any) -> np.ndarray:
-            """How much more often the two came together with the canary."""
+            """Returns the log ratio of how often the two answers come together with and without the canary."""
             return table[known, seen]
 
     else:
@@ -100,7 +100,7 @@ def audit_upload(
         foretold = np.vdot(known, seen - exact[other]) / (np.vdot(known, known) or 1.0)
 
         def score(known: Any, seen: Any) -> np.ndarray:
-            """The logarithm of the likelihood ratio of the noise but for its scale."""
+            """Returns the log likelihood ratio of the noise up to its scale."""
             rest = seen - foretold * known
             if gaussian:
                 return rest @ (exact[canary] - exact[other])

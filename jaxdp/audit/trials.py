@@ -1,4 +1,4 @@
-"""What audits by many runs share: terms that are checked first, a pair to tell apart, keys, and a verdict."""
+"""The shared parts of audits by many runs: checked terms, a pair to tell apart, keys, and a verdict."""
 
 import dataclasses
 import itertools
@@ -20,17 +20,17 @@ class Trials:
     """The terms of an audit by many runs with a canary and as many with its neighbour.
 
     Attributes:
-      charge: what one run is charged, as in `jaxdp.release.claim`.
-      trials: runs of either kind, at least 2.
-      delta, confidence, claim: as in `jaxdp.audit.multi_run`.
-      adjacency: under "add_remove" the canary's neighbour is no record, under "zero_out" one that adds nothing, under
-        "replace_one" another candidate.
-      allowed: the adjacencies that the audit knows.
-      seed: 16 secret bytes of the noise; drawn from the operating system unless given for tests.
-      upper: the ledger's epsilon of one run.
+      charge: The charge of one run, as in `jaxdp.release.claim`.
+      trials: The number of runs of either kind, at least 2.
+      delta, confidence, claim: As in `jaxdp.audit.multi_run`.
+      adjacency: The canary's neighbour is no record under "add_remove", a record that adds nothing under "zero_out",
+        and another candidate under "replace_one".
+      allowed: The adjacencies that the audit supports.
+      seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
+      upper: The ledger's epsilon of one run.
 
     Raises:
-      ValueError: a term is out of range.
+      ValueError: A term is out of range.
     """
 
     charge: DpEvent | Callable[[Account], None]
@@ -59,16 +59,16 @@ class Trials:
             raise ValueError(f"{field} at least {least} {what} under {self.adjacency!r}, got {count}.")
 
     def keys(self, purpose: str, count: int) -> jax.Array:
-        """Returns a key for each of so many runs [count], of a kind that is independent under `jax.vmap`."""
+        """Returns a key for each of `count` runs [count], of a kind that is independent under `jax.vmap`."""
         return jax.random.split(stream(self.seed, purpose, impl="threefry2x32"), count)
 
     def farthest(self, canaries: Sequence[T], absent: Sequence[T], distance: Callable[[T, T], float]) -> tuple[T, T]:
-        """Returns the canary and the neighbour that are farthest apart; `absent` are neighbours but candidates."""
+        """Returns the canary and neighbour that are farthest apart. `absent` has the neighbours but candidates."""
         neighbours = canaries if self.adjacency == "replace_one" else absent
         return max(itertools.product(canaries, neighbours), key=lambda pair: distance(*pair))
 
     def judge(self, scores: Callable[[Any, str], Any], canary: Any, neighbour: Any) -> bounds.Audit:
-        """Returns the `Audit` of `scores(data, purpose) -> [trials]` of the two data."""
+        """Returns the `Audit` of `scores(data, purpose) -> [trials]` for the two data."""
         present, absent = scores(canary, "with the canary"), scores(neighbour, "without the canary")
         terms: dict[str, Any] = {"delta": self.delta, "confidence": self.confidence, "claim": self.claim}
         return bounds.multi_run(present, absent, upper=self.upper, **terms)

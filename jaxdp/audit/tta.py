@@ -1,10 +1,10 @@
-"""Audits of private test-time adaptation: what an update tells about one image of its batch.
+"""Audits of private test-time adaptation: one image in the batch of an update.
 
     batch, images = public_images[:64], public_images[64:96]
     print(audit_stream(adapter, batch, images, trials=500, delta=1e-5).describe())
 
-A trial is one update from the source model, with an image in the first row of its batch or with its neighbour there.
-All pairs of images are tried without noise. The pair whose updates are farthest apart is the canary and its neighbour.
+A trial is one update from the source model, with an image or its neighbour in the first row of its batch. All pairs of
+images are tried without noise. The pair whose updates are farthest apart is the canary and its neighbour.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from jaxdp.tta.adapter import Adapter
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import trainable_part
 
-# Images in the batches of one compiled call, where second views differ between trials and multiply the work.
+# The number of images in one compiled call. Second views differ between trials and multiply the work.
 _IMAGES = 1024
 
 
@@ -32,28 +32,27 @@ def audit_stream(
     """Audits the update of a private adapter by many updates with a canary in the batch and as many without it.
 
     Args:
-      adapter: of a private method. Its parameters after the update are seen, so that plain SGD shows most.
-      batch: images [B, ...], B >= 1; the canary takes the place of the first.
-      candidates: images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
-      adjacency: "replace_one", or "zero_out": the canary's neighbour is padding.
-      terms: trials, delta, confidence, claim (by default "gaussian"), seed, as in `jaxdp.audit.trials.Trials`.
+      adapter: An adapter of a private method. The attack sees its parameters after the update. Plain SGD shows most.
+      batch: Images [B, ...], B >= 1. The canary replaces the first.
+      candidates: Images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
+      adjacency: "replace_one", or "zero_out", where the canary's neighbour is padding.
+      terms: trials, delta, confidence, claim (by default "gaussian") and seed, as in `jaxdp.audit.trials.Trials`.
 
     Returns:
       The `Audit` of 2 `trials` updates, with the ledger's epsilon of an image that is in one of them.
 
     Formal guarantees:
-      As `jaxdp.audit.multi_run`. Every update starts from the source model with a key of its own, so that scores are
-      independent. The score is the product of the update with the difference of the two updates without noise, for
-      plain SGD the likelihood ratio of the Gaussian noise. It is fixed before the noise of the trials is drawn. The
-      keys are of the kind "threefry2x32", which are independent under `jax.vmap`; an adapter draws keys of the kind
-      "rbg" otherwise.
+      As `jaxdp.audit.multi_run`. Every update starts from the source model with its own key, so that scores are
+      independent. The score is the product of the update with the difference of the two updates without noise. For
+      plain SGD it is the likelihood ratio of the Gaussian noise. It is fixed before the noise of the trials is drawn.
+      The keys are of the kind "threefry2x32", which are independent under `jax.vmap`. Adapters draw "rbg" keys.
 
     Raises:
-      TypeError: the adapter's method is not private.
-      ValueError: an argument is out of range.
+      TypeError: The adapter's method is not private.
+      ValueError: An argument is out of range.
     """
     if not isinstance(adapter.method, Private):
-        raise TypeError(f"adapter must have a private method, got {type(adapter.method).__name__}; use tta.private().")
+        raise TypeError(f"adapter must have a private method, got {type(adapter.method).__name__}. Use tta.private().")
     batch, candidates = np.asarray(batch), np.asarray(candidates)
     if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
         raise ValueError(f"batch and candidates must be images of one shape, got {batch.shape} and {candidates.shape}.")
@@ -70,14 +69,14 @@ def audit_stream(
     size = min(runs.trials, _IMAGES // len(batch) + 1)
 
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
-        """Adapted parameters after `count` updates, float64 [count, P]."""
+        """Returns the adapted parameters after `count` updates, float64 [count, P]."""
         keys = runs.keys(purpose, count)
-        # Every part has the same size, for which the update is compiled once.
+        # Parts of one size compile the update once.
         parts = [keys[np.arange(i, i + size) % count] for i in range(0, count, size)]
         updates = jax.vmap(lambda key: _end(adapter, batch, image, key))
         return np.concatenate([np.asarray(updates(part), np.float64) for part in parts])[:count]
 
-    # Under one noise the difference of two updates has none. None is padding.
+    # Two updates with the same noise differ without noise. None is padding.
     tried, empty = ([(ends(image, "choice", 1)[0], image) for image in images] for images in (candidates, [None]))
     pair = runs.farthest(tried, empty, lambda one, other: float(np.linalg.norm(one[0] - other[0])))
     (one, canary), (other, neighbour) = pair
@@ -89,9 +88,9 @@ def audit_stream(
 
 
 def _end(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:
-    """The adapted parameters after one update from the source model, [P].
+    """Returns the adapted parameters [P] after one update from the source model.
 
-    The image takes the place of the first one of the update's first batch; None leaves that place empty.
+    The image takes the place of the first image of the update's first batch. None leaves that place empty.
     """
     images, mask = batch.copy(), np.ones(len(batch), bool)
     mask[0] = image is not None

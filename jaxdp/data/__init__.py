@@ -1,7 +1,6 @@
 """Data: random-access sources, Poisson sampling, augmentation, and corruptions.
 
-Importing this package imports neither TensorFlow Datasets nor scikit-learn nor jax-privacy nor the libraries of
-corruptions (OpenCV, numba); they load on use.
+TensorFlow Datasets, scikit-learn, jax-privacy, OpenCV and numba load on use, not with this package.
 """
 
 from jaxdp.data.augment import augment, augmentation, normalise, random_crop, random_flip

@@ -1,11 +1,10 @@
 """CIFAR-10-C's nineteen corruptions, each a function of one image, for images of CIFAR's size.
 
-The definitions and constants are those of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261; make_cifar_c.py);
-lengths that they state for 32 x 32 pixels grow with the image. Two slips of the published images are kept: glass blur
-overwrites pixels instead of swapping them, and frost uses five of the six pictures. The motion blur follows
-ImageMagick's definition.
+Definitions and constants follow Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261; make_cifar_c.py). Their lengths
+for 32 x 32 pixels grow with the image. Two slips of the published images are kept: glass blur overwrites pixels instead
+of swapping them, and frost uses five of the six pictures. The motion blur follows ImageMagick's definition.
 
-This module needs the extra "corruptions" and is imported by `jaxdp.data.corrupt` on first use.
+This module needs the extra "corruptions". `jaxdp.data.corrupt` imports it on first use.
 """
 
 import functools
@@ -33,9 +32,9 @@ _TABLE: dict[str, tuple[_Corruption, tuple[Any, ...]]] = {}
 
 @contextmanager
 def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
-    """Seeds NumPy's global generator from `rng`, for code that draws from it, and puts its state back.
+    """Seeds NumPy's global generator from `rng`, for code that draws from it, and restores its state.
 
-    Other threads must not draw from the global generator meanwhile: they would see the seeded one.
+    Other threads must not draw from the global generator meanwhile. They see the seeded generator.
     """
     with _global_state:
         state = np.random.get_state()
@@ -47,7 +46,7 @@ def numpy_seeded(rng: np.random.Generator) -> Iterator[None]:
 
 
 def apply(image: np.ndarray, name: str, severity: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns the corrupted image: uint8 [H, W, 3] to uint8 [H, W, 3], fractions dropped as in CIFAR-10-C."""
+    """Returns the corrupted image, uint8 [H, W, 3]. Fractions are dropped as in CIFAR-10-C."""
     function, constants = _TABLE[name]
     corrupted = function(image / 255, constants[severity - 1], rng)
     return (255 * np.clip(corrupted, 0, 1)).astype(np.uint8)
@@ -63,7 +62,7 @@ def _severities(*constants: Any) -> Callable[[_Corruption], _Corruption]:
     return register
 
 
-# Below, x is float64 [H, W, 3] in [0, 1], c the constant or constants of one severity; results may leave [0, 1].
+# Below, x is float64 [H, W, 3] in [0, 1] and c has the constants of one severity. Results may leave [0, 1].
 
 
 @_severities(0.04, 0.06, 0.08, 0.09, 0.10)
@@ -100,7 +99,7 @@ def _defocus_blur(x: np.ndarray, c: tuple[float, float], rng: np.random.Generato
 
 @_severities((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2))
 def _glass_blur(x: np.ndarray, c: tuple[float, int, int], rng: np.random.Generator) -> np.ndarray:
-    """Blurs, lets pixels take a near one's value one after the other from the lower right, blurs again."""
+    """Copies nearby pixels one after the other from the lower right, between two blurs."""
     sigma, reach, rounds = c
     height, width, _ = x.shape
     blurred = np.floor(255 * _gaussian_blur(x, sigma, rng)) / 255
@@ -119,7 +118,7 @@ def _motion_blur(x: np.ndarray, c: tuple[int, float], rng: np.random.Generator) 
 
 
 def _blur_along(x: np.ndarray, radius: int, sigma: float, degrees: float) -> np.ndarray:
-    """Averages 2 radius + 1 pixels ahead in one direction with half a Gaussian as weights; x is [H, W(, C)]."""
+    """Averages 2 radius + 1 pixels ahead in one direction with half a Gaussian as weights. x is [H, W(, C)]."""
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-(steps**2) / (2 * sigma**2))
     angle = np.deg2rad(degrees)
@@ -155,7 +154,7 @@ def _snow(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.n
 
 @functools.cache
 def _frost_pictures(side: int) -> list[np.ndarray]:
-    """The library's frost pictures for images of this side: a fifth of their size for 32 pixels."""
+    """Returns the library's frost pictures for images of this side, at a fifth of their size for 32 pixels."""
     folder = importlib.resources.files("imagecorruptions") / "frost"
     pictures = []
     for name in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
@@ -201,7 +200,7 @@ def _contrast(x: np.ndarray, c: float, rng: np.random.Generator) -> np.ndarray:
 
 @_severities((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03))
 def _elastic_transform(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """An affine map that moves three points at random, then smooth random shifts of every pixel."""
+    """Applies an affine map that moves three points at random, then smooth random shifts of every pixel."""
     height, width, _ = x.shape
     side = min(height, width)
     strength, sigma, jitter = np.multiply(c, side)
@@ -243,7 +242,7 @@ def _picture(x: np.ndarray) -> Image.Image:
     (0.65, 0.1, 0.5, 0.68, 0.6, 1),
 )
 def _spatter(x: np.ndarray, c: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """Drops of water lit from one side (pale turquoise), or at constants that end in 1 of mud (brown)."""
+    """Adds drops of water lit from one side (pale turquoise), or of mud (brown) where the constants end in 1."""
     mean, deviation, sigma, threshold, strength, mud = c
     liquid = ndimage.gaussian_filter(rng.normal(mean, deviation, x.shape[:2]), sigma, mode="nearest")
     if mud:

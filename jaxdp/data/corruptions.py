@@ -1,10 +1,10 @@
 """Common corruptions of images (ImageNet-C, CIFAR-10-C) on the fly or from TFDS, and ImageNet-R's classes.
 
-The nineteen corruptions of Hendrycks and Dietterich (ICLR 2019, arXiv:1903.12261): fifteen to evaluate on and four held
-out to choose hyper-parameters on. They need the extra "corruptions", which is imported on use.
+There are nineteen corruptions (Hendrycks and Dietterich, ICLR 2019, arXiv:1903.12261), fifteen to evaluate on and four
+held out to choose hyper-parameters on. They need the extra "corruptions", which is imported on use.
 
-The privacy of a stream counts photographs, not pictures: the same photograph under fifteen corruptions is fifteen
-visits. Position i of `corrupt(source, ...)` is the photograph at position i of `source`.
+The privacy of a stream counts photographs. The same photograph under fifteen corruptions is fifteen visits. Position i
+of `corrupt(source, ...)` is the photograph at position i of `source`.
 """
 
 import dataclasses
@@ -38,31 +38,30 @@ def corrupt(
 ) -> Source:
     """Returns the source with every image corrupted, one by one, whenever it is gathered.
 
-    Labels and positions stay. A corrupted image is a function of the image, its position in the whole data set that
-    `source` was taken from, and the arguments, so `corrupt` and `take` commute. NumPy's global generator keeps its
-    state. Other versions of the libraries may change pixels. Nothing is cached: to read a corrupted set many times,
-    gather it once and use `from_arrays`.
+    Labels and positions stay. A corrupted image is a function of the image, the arguments, and its position in the
+    whole data set from which `source` was taken. `corrupt` and `take` therefore commute. NumPy's global generator keeps
+    its state. Other versions of the libraries may change pixels. Nothing is cached. To read it often, gather it once.
 
     Args:
-      source: images [H, W, 3], or [H, W, 1], which are corrupted as RGB and keep the green channel (noise thus has its
-        full strength); floating-point images are rounded to uint8.
-      name: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
+      source: Images [H, W, 3] or [H, W, 1]. Grey images are corrupted as RGB and keep the green channel, so that noise
+        has its full strength. Floating-point images are rounded to uint8.
+      name: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
-      seed: public non-negative int.
-      scale: "imagenet" for the constants of ImageNet-C, by the library imagecorruptions-imaug (sides of at least 32),
-        "cifar" for those of CIFAR-10-C (at least 8). "auto" is "cifar" where the longer side is at most 64.
+      seed: A public non-negative int.
+      scale: "imagenet" has the constants of ImageNet-C, by the library imagecorruptions-imaug (sides of at least 32).
+        "cifar" has the constants of CIFAR-10-C (at least 8). "auto" is "cifar" if the longer side is at most 64.
 
     Returns:
       A source of uint8 images, named "source/name_severity".
 
     Raises:
-      ValueError: for a name, severity, seed, scale or image shape outside the above.
-      ImportError: if the extra "corruptions" is not installed.
+      ValueError: A name, severity, seed, scale or image shape is not as above.
+      ImportError: The extra "corruptions" is not installed.
     """
     _check("name", name, _ALL)
     _check("severity", severity, range(1, 6))
     if seed < 0:
-        raise ValueError(f"seed must be a non-negative int, got {seed}")
+        raise ValueError(f"seed must be a non-negative int, got {seed}.")
     _check("scale", scale, ("auto", *_SMALLEST_SIDE))
     images = source.column("image")
     height, width, channels = images.shape[1:]
@@ -71,14 +70,14 @@ def corrupt(
     if min(height, width) < _SMALLEST_SIDE[scale] or channels not in (1, 3):
         raise ValueError(
             f"images must have 1 or 3 channels and, with scale {scale!r}, sides of at least {_SMALLEST_SIDE[scale]} "
-            f"pixels, got shape {images.shape[1:]}; resize them first, or choose another scale"
+            f"pixels, got shape {images.shape[1:]}. Resize them first, or choose another scale."
         )
     try:
         import imagecorruptions  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f'corruptions need optional packages: pip install "jaxdp[corruptions]" ({error}; if it is a display '
-            "library such as libGL that is missing, put opencv-python-headless in place of opencv-python)"
+            f'corruptions need optional packages ({error}): pip install "jaxdp[corruptions]". If a display library '
+            "such as libGL is missing, replace opencv-python by opencv-python-headless."
         ) from error
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
     return dataclasses.replace(source, arrays=arrays, name=f"{source.name}/{name}_{severity}")
@@ -86,7 +85,7 @@ def corrupt(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CorruptedImages:
-    """A column of a `Source` that reads as a uint8 array [n, H, W, C] and corrupts the rows it is asked for."""
+    """A column of a `Source` that reads as a uint8 array [n, H, W, C] and corrupts the rows that are read."""
 
     images: np.ndarray
     name: str
@@ -126,7 +125,7 @@ class _CorruptedImages:
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
         if self.scale == "cifar":
             return cifar_c.apply(image, self.name, self.severity, rng)
-        # These two draw from generators of their own, which only this argument seeds.
+        # These two have separate generators, which only this argument seeds.
         seeded = {"seed": int(rng.integers(2**32))} if self.name in ("impulse_noise", "glass_blur") else {}
         with cifar_c.numpy_seeded(rng):
             return imagecorruptions.corrupt(image, self.severity, self.name, **seeded)
@@ -134,7 +133,7 @@ class _CorruptedImages:
 
 def _check(field: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
-        raise ValueError(f"{field} must be one of {', '.join(map(str, known))}, got {value!r}")
+        raise ValueError(f"{field} must be one of {', '.join(map(str, known))}, got {value!r}.")
 
 
 _TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validation"}
@@ -148,13 +147,13 @@ def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str |
 
     Args:
       name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", which needs 7.5 GB of memory.
-      corruption: one of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
+      corruption: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
-      data_dir: as in `from_tfds`.
+      data_dir: As in `from_tfds`.
 
     Raises:
-      ValueError: for a name, corruption or severity outside the above.
-      FileNotFoundError: if the configuration is not prepared there; the message says how to prepare it.
+      ValueError: A name, corruption or severity is not as above.
+      FileNotFoundError: The configuration is not prepared there. The message says how to prepare it.
     """
     _check("name", name, list(_TFDS_SPLITS))
     _check("corruption", corruption, _ALL)
@@ -165,9 +164,9 @@ def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str |
 
 
 def imagenet_r_classes() -> np.ndarray:
-    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending: int64 [200].
+    """Returns the positions of ImageNet-R's 200 classes among ImageNet's 1000, ascending, int64 [200].
 
-    ImageNet's order is the one of TFDS's imagenet2012, that of the WordNet ids, which all public checkpoints use.
+    ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public checkpoints use.
     """
     import tensorflow_datasets as tfds
 
@@ -183,19 +182,19 @@ def restrict_classes(
 
     Args:
       apply_fn: (params, images) -> logits [B, K].
-      classes: distinct class positions in [0, K), int [C]; label j of the restricted model is classes[j].
+      classes: Distinct class positions in [0, K), int [C]. Label j of the restricted model is classes[j].
 
     Raises:
-      ValueError: if classes are not distinct non-negative integers, or (when called) one is not below K.
+      ValueError: classes are not distinct non-negative integers. The restricted model raises it for a class >= K.
     """
     chosen = np.asarray(classes)
     if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer) or len(np.unique(chosen)) != len(chosen):
-        raise ValueError(f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape {chosen.shape}")
+        raise ValueError(f"classes must be distinct integers [C], got dtype {chosen.dtype} and shape {chosen.shape}.")
 
     def restricted(params: Any, images: Any) -> Any:
         logits = apply_fn(params, images)
         if not (chosen.min() >= 0 and chosen.max() < logits.shape[-1]):
-            raise ValueError(f"classes must be in [0, {logits.shape[-1]}), the model's classes")
+            raise ValueError(f"classes must be in [0, {logits.shape[-1]}), the classes of the model.")
         return logits[..., chosen]
 
     return restricted

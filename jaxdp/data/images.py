@@ -1,4 +1,4 @@
-"""Images of one data set in the shape that a model for another one takes."""
+"""Resizing of images for a model of another data set."""
 
 import dataclasses
 
@@ -13,30 +13,28 @@ _CHUNK_ROWS = 1024
 def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     """Resizes the images of a source, and makes grey ones RGB.
 
-    A function of each image by itself and of public numbers: no release about the records.
+    Each image depends on one record and public numbers only, so this is no release about the records.
 
     Args:
-      source: records with an "image" [H, W, C]; all of them are copied if there is anything to do.
-      size: side of the square images; 0 leaves them as they are. Shrinking averages over the area that a new pixel
-        covers, enlarging interpolates linearly; the aspect ratio is not kept.
-      channels: C; 0 leaves it as it is. One channel is repeated; nothing else can be changed.
+      source: Records with an "image" [H, W, C]. All of them are copied if anything changes.
+      size: The side of the square images. 0 keeps the size. Shrinking averages over the area that a new pixel covers,
+        enlarging interpolates linearly. The aspect ratio is not kept.
+      channels: C. 0 keeps the channels. Only one channel can be changed, by repetition.
 
     Returns:
-      A source of the same name with images [size, size, channels], stored like those of the given one; or the given
-      one.
+      A source of the same name and storage with images [size, size, channels], or the given source if nothing changes.
 
     Raises:
-      ValueError: the source has no images, size or channels are negative, or several channels should become another
-        number.
+      ValueError: The source has no images, size or channels is negative, or several channels would change.
     """
     stored = source.column("image")
     if size < 0 or channels < 0:
-        raise ValueError(f"size and channels must be at least 0, got {size} and {channels}")
+        raise ValueError(f"size and channels must be at least 0, got {size} and {channels}.")
     height, width, given = stored.shape[1:]
     shape = (size, size) if size else (height, width)
     channels = channels or given
     if channels != given and given != 1:
-        raise ValueError(f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}")
+        raise ValueError(f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}.")
     if (*shape, channels) == (height, width, given):
         return source
     rows = np.arange(len(source)) if source.rows is None else source.rows
@@ -54,7 +52,7 @@ def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
 
 
 def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:
-    """Resizes one uint8 or float32 image [H, W, C] with a filter of Pillow, whose support grows when it shrinks."""
+    """Resizes one uint8 or float32 image [H, W, C] with a Pillow filter, whose support grows when it shrinks."""
     from PIL import Image
 
     if image.shape[:2] == shape:

@@ -1,8 +1,8 @@
-"""Which examples make up the batch of a step: Poisson sampling, or shuffled epochs for public data.
+"""The examples of a step's batch: Poisson sampling, or shuffled epochs for public data.
 
-Samplers are stateless: `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that crashed
-regenerates any batch. The seed keys NumPy's Philox generator and the step is the upper half of its counter: the streams
-of different steps are disjoint.
+Samplers are stateless. `sampler.batch(step)` depends on the 128-bit seed and the step only, so a run that crashed
+regenerates any batch. The seed is the key of NumPy's Philox generator and the step is the upper half of its counter.
+The streams of different steps are therefore disjoint.
 """
 
 import dataclasses
@@ -15,59 +15,59 @@ if TYPE_CHECKING:
     from dp_accounting import dp_event
 
 _SEED_BYTES = 16
-# Upper-most counter word of each sampler: one seed used for two purposes still gives unrelated streams.
+# The upper-most counter word of each sampler separates the streams of one seed.
 _POISSON, _SHUFFLE = 1, 2
 
 
 def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     _check_count("step", step, 0)
     if step >= 2**64:
-        raise ValueError(f"step must be below 2**64, got {step}")
+        raise ValueError(f"step must be below 2**64, got {step}.")
     counter = np.array([0, 0, step, purpose], np.uint64)
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter))
 
 
 def _check_count(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
 
 def _check_seed(seed: bytes) -> None:
     wanted = f"seed must be {_SEED_BYTES} bytes such as os.urandom(16)"
     if not isinstance(seed, bytes):
-        raise TypeError(f"{wanted}, got {type(seed).__name__}")
+        raise TypeError(f"{wanted}, got {type(seed).__name__}.")
     if len(seed) != _SEED_BYTES:
-        raise ValueError(f"{wanted}, got {len(seed)}")
+        raise ValueError(f"{wanted}, got {len(seed)}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class PoissonSampler:
     """Poisson sampling: at every step each example takes part independently with the same probability.
 
-    Built on `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
+    It uses `jax_privacy.batch_selection.CyclicPoissonSampling` with one cycle.
 
     Formal guarantees:
       - Without truncation, the indicators "example i is in the batch of step t" are independent Bernoulli(q) over all
-        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher). This is
-        the sampling that `PoissonSampledDpEvent` assumes; `event` derives that event from this object.
+        (i, t), up to the quality of the Philox generator (statistically strong, not a cryptographic cipher).
+        `PoissonSampledDpEvent` assumes this sampling. `event` derives that event from this object.
       - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of size m. That is NOT
-        Poisson sampling; its event is `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
-      - Amplification holds only while the batches stay secret. The seed and the index arrays, their length included,
-        are private values: the seed is left out of `repr`, and neither should reach logs or metrics.
-      - `num_examples` is public by declaration. Under "add_remove" the real number of records is private; the user who
+        Poisson sampling. Its event is `TruncatedSubsampledGaussianDpEvent` (arXiv:2508.15089).
+      - Amplification holds only while the batches stay secret. The seed and the index arrays with their length are
+        private values. The seed is not in `repr`, and neither may appear in logs or metrics.
+      - `num_examples` is public by declaration. Under "add_remove" the real number of records is private. The user who
         fixes q and the divisor q * num_examples declares this number public.
 
     Attributes:
       num_examples: n, at least 1.
       sampling_probability: q in (0, 1].
-      seed: 16 secret bytes; drawn from the operating system unless a resumed run passes its own. Two runs that share a
-        seed draw the same batches.
-      truncated_batch_size: largest batch, or None.
+      seed: 16 secret bytes. The default is OS entropy. A resumed run passes its own seed. Two runs that share a seed
+        draw the same batches.
+      truncated_batch_size: The largest batch size, or None.
 
     Raises:
-      TypeError, ValueError: on construction, for values outside the above.
+      TypeError, ValueError: A value is not as above.
     """
 
     num_examples: int
@@ -79,7 +79,7 @@ class PoissonSampler:
     def __post_init__(self) -> None:
         _check_count("num_examples", self.num_examples, 1)
         if not 0 < self.sampling_probability <= 1:
-            raise ValueError(f"sampling_probability must be in (0, 1], got {self.sampling_probability}")
+            raise ValueError(f"sampling_probability must be in (0, 1], got {self.sampling_probability}.")
         _check_seed(self.seed)
         if self.truncated_batch_size is not None:
             _check_count("truncated_batch_size", self.truncated_batch_size, 1)
@@ -90,10 +90,10 @@ class PoissonSampler:
         return self.sampling_probability * self.num_examples
 
     def batch(self, step: int) -> np.ndarray:
-        """Returns the example indices of a step: int64 [B], ascending; B is random and may be 0.
+        """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0.
 
         Args:
-          step: in [0, 2**64). The same step gives the same batch under one version of NumPy and jax-privacy; neither
+          step: In [0, 2**64). The same step gives the same batch under one version of NumPy and jax-privacy. Neither
             promises its sampling stream across versions.
         """
         from jax_privacy import batch_selection
@@ -113,19 +113,19 @@ class PoissonSampler:
         It is `PoissonSampledDpEvent(q, inner_event)`, or with truncation a `TruncatedSubsampledGaussianDpEvent`.
 
         Raises:
-          TypeError: if inner_event is not a DpEvent.
-          ValueError: if the sampler truncates and inner_event is not a GaussianDpEvent (no accounting is known).
+          TypeError: inner_event is not a DpEvent.
+          ValueError: The sampler truncates and inner_event is not a GaussianDpEvent. No accounting is known.
         """
         from dp_accounting import dp_event
 
         if not isinstance(inner_event, dp_event.DpEvent):
-            raise TypeError(f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}")
+            raise TypeError(f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}.")
         if self.truncated_batch_size is None:
             return dp_event.PoissonSampledDpEvent(self.sampling_probability, inner_event)
         if not isinstance(inner_event, dp_event.GaussianDpEvent):
             raise ValueError(
-                "truncated Poisson sampling can be accounted for a GaussianDpEvent only, got "
-                f"{type(inner_event).__name__}; set truncated_batch_size=None"
+                "inner_event must be a GaussianDpEvent with truncated Poisson sampling, got "
+                f"{type(inner_event).__name__}. Set truncated_batch_size=None."
             )
         return dp_event.TruncatedSubsampledGaussianDpEvent(
             dataset_size=self.num_examples,
@@ -139,17 +139,16 @@ class PoissonSampler:
 class FixedBatchSampler:
     """Shuffled epochs of equal batches, for NON-PRIVATE training on public data.
 
-    It has no `event`: shuffled fixed-size batches are not Poisson sampling, and accounting them as such understates
-    epsilon (Chua et al., arXiv:2403.17673). Examples left over at the end of an epoch are dropped; every epoch shuffles
-    anew.
+    It has no `event`. Shuffled fixed-size batches are not Poisson sampling, and accounting for them as such understates
+    epsilon (Chua et al., arXiv:2403.17673). Examples left over in an epoch are dropped. Every epoch has a new order.
 
     Attributes:
       num_examples: n, at least 1.
-      batch_size: size of every batch, in [1, n].
-      seed: 16 bytes; drawn from the operating system unless given.
+      batch_size: The size of every batch, in [1, n].
+      seed: 16 bytes. The default is OS entropy.
 
     Raises:
-      TypeError, ValueError: on construction, for values outside the above.
+      TypeError, ValueError: A value is not as above.
     """
 
     num_examples: int
@@ -161,16 +160,16 @@ class FixedBatchSampler:
         _check_count("num_examples", self.num_examples, 1)
         _check_count("batch_size", self.batch_size, 1)
         if self.batch_size > self.num_examples:
-            raise ValueError(f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}")
+            raise ValueError(f"batch_size must be at most num_examples={self.num_examples}, got {self.batch_size}.")
         _check_seed(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole batches in one epoch."""
+        """The number of whole batches in one epoch."""
         return self.num_examples // self.batch_size
 
     def batch(self, step: int) -> np.ndarray:
-        """Returns the example indices of a step: int64 [batch_size], no repeats within an epoch."""
+        """Returns the example indices of a step, int64 [batch_size], no repeats within an epoch."""
         _check_count("step", step, 0)
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
@@ -181,23 +180,23 @@ def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.n
     """Cuts a batch of any size into k >= 1 physical batches of one size, padded with index 0 and masked out.
 
     Args:
-      indices: integer [B], B >= 0.
-      physical_batch_size: m >= 1, the number of examples that fit in memory and that every compiled step sees.
+      indices: Integer [B], B >= 0.
+      physical_batch_size: m >= 1, the number of examples that fit in memory, in every compiled step.
 
     Returns:
-      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)); mask is False on padding, where the
+      (indices int64 [k, m], mask bool [k, m]) with k = max(1, ceil(B / m)). mask is False on padding, where the
       gradient of example 0 must not count.
 
     Raises:
-      ValueError: if indices is not one-dimensional.
-      TypeError: if indices are not integers.
+      ValueError: indices is not one-dimensional.
+      TypeError: indices are not integers.
     """
     _check_count("physical_batch_size", physical_batch_size, 1)
     indices = np.asarray(indices)
     if indices.ndim != 1:
-        raise ValueError(f"indices must be one-dimensional, got shape {indices.shape}")
+        raise ValueError(f"indices must be one-dimensional, got shape {indices.shape}.")
     if not np.issubdtype(indices.dtype, np.integer):
-        raise TypeError(f"indices must be integers, got dtype {indices.dtype}")
+        raise TypeError(f"indices must be integers, got dtype {indices.dtype}.")
     count = max(1, -(-len(indices) // physical_batch_size))
     padded = np.zeros(count * physical_batch_size, np.int64)
     padded[: len(indices)] = indices

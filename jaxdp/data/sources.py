@@ -1,11 +1,10 @@
-"""Random-access sources of examples held in host memory, and where they come from.
+"""Random-access sources of examples in host memory.
 
-An example of the sources that are built here is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label":
-int32 []} or {"features": float32 [d], "label": int32 []}. A `Source` of your own may nest its records in any way.
+An example of these sources is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
+{"features": float32 [d], "label": int32 []}. A custom `Source` may nest its records in any way.
 
-Nothing here computes a statistic of the records: every scaling constant is public and written down in this file, the
-number of classes is declared, and splits depend on positions alone. A mean or a maximum of private rows would be a
-release that no ledger has paid for.
+This module computes no statistic of the records. Every scaling constant is public and written in this file. The number
+of classes is declared. Splits depend on positions alone. A mean or a maximum of private rows is an uncharged release.
 """
 
 import contextlib
@@ -32,18 +31,18 @@ _CHUNK_ROWS = 4096
 class Source:
     """Examples by position: `len(source)`, `source[i]`, `source.gather(indices)`.
 
-    Build one with `bundled`, `from_arrays` or `from_tfds`, or from arrays of your own.
+    Build one with `bundled`, `from_arrays` or `from_tfds`, or from your own arrays.
 
     Attributes:
-      arrays: the stored records, not to be modified: a dict of columns, or any nesting of dicts, lists, tuples and
-        named tuples of arrays, all with the same first axis. uint8 is for pixels, gathered as float32 in [0, 1].
-        In the sources that are built here "label" is int32, "image" uint8 or float32, "features" float32.
-      num_classes: number of classes, a public declaration.
-      name: for messages and ledgers.
-      rows: positions in `arrays` that this source consists of, in order (int64 [n]); None means all.
+      arrays: The stored records, which must not be modified: a dict of columns, or any nesting of dicts, lists, tuples
+        and named tuples of arrays with the same first axis. uint8 is for pixels, gathered as float32 in [0, 1]. The
+        functions of this module store "label" as int32, "image" as uint8 or float32, and "features" as float32.
+      num_classes: The number of classes, a public declaration.
+      name: The name in messages and ledgers.
+      rows: The positions of the examples in `arrays`, in order (int64 [n]). None is all.
 
     Raises:
-      ValueError: on construction, if there is no array, or two differ in their first axes.
+      ValueError: There is no array, or two differ in their first axes.
     """
 
     arrays: Any = dataclasses.field(repr=False)
@@ -56,7 +55,7 @@ class Source:
         names, lengths = zip(*found, strict=True) if found else (["arrays"], ["no array"])
         if not found or len(set(lengths)) > 1:
             what = f"{' and '.join(names)} of source {self.name!r}"
-            raise ValueError(f"{what} must have one length, got {' and '.join(lengths)}")
+            raise ValueError(f"{what} must have one length, got {' and '.join(lengths)}.")
 
     def __len__(self) -> int:
         return len(tree.flatten(self.arrays)[0] if self.rows is None else self.rows)
@@ -71,17 +70,17 @@ class Source:
         """Returns the examples at `indices` (integers [B] in [0, n)), stacked along a new first axis.
 
         Raises:
-          TypeError: if indices are not integers.
-          IndexError: if an index is outside [0, n); negative ones do not count from the end.
+          TypeError: indices are not integers.
+          IndexError: An index is outside [0, n). Negative indices do not count from the end.
         """
         rows = self._stored_rows(indices)
         return tree.map_structure(lambda array: convert(array[rows]), self.arrays)
 
     def column(self, key: str) -> Any:
-        """Returns `arrays[key]`, or raises ValueError if the records are not dicts with this key."""
+        """Returns `arrays[key]`. Raises ValueError if the records are not dicts with this key."""
         if not isinstance(self.arrays, Mapping) or key not in self.arrays:
             there = ", ".join(sorted(self.arrays)) if isinstance(self.arrays, Mapping) else type(self.arrays).__name__
-            raise ValueError(f"source {self.name!r} has no column {key!r}; it has {there}")
+            raise ValueError(f"source {self.name!r} has no column {key!r}. It has {there}.")
         return self.arrays[key]
 
     def take(self, indices: np.ndarray, *, name: str | None = None) -> "Source":
@@ -91,16 +90,16 @@ class Source:
     def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
         """Returns the source of the examples of some classes, which become classes 0, 1, ... in the given order.
 
-        Which records are in it depends on their labels: it is for public data, and for an owner's own.
+        The choice of records depends on their labels. Use it for public data, or as the owner of the data.
 
         Raises:
-          ValueError: if a class is outside [0, num_classes), given twice, or the only one, or there is no "label".
+          ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is no "label".
         """
         wanted = np.asarray(classes, np.int32)
         if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
-            raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}")
+            raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
         if wanted.min() < 0 or wanted.max() >= self.num_classes:
-            raise ValueError(f"classes must be in [0, {self.num_classes}) of source {self.name!r}, got {list(classes)}")
+            raise ValueError(f"classes must be in [0, {self.num_classes}) for {self.name!r}, got {list(classes)}.")
         renamed = np.full(self.num_classes, -1, np.int32)
         renamed[wanted] = np.arange(len(wanted))
         stored = self.column("label")
@@ -114,22 +113,22 @@ class Source:
     def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 
-        The assignment is a function of the number of examples and the public seed only, and does not change with the
-        version of NumPy. Each part is a data set of its own, to be registered as such.
+        The assignment depends on the number of examples and the public seed only, and is the same for all versions of
+        NumPy. Each part is a separate data set with its own registration.
 
         Args:
-          fractions: positive numbers that sum to at most 1; what they leave over is in no part.
-          seed: public non-negative int below 2**128.
+          fractions: Positive numbers that sum to at most 1. The remaining examples are in no part.
+          seed: A public non-negative int below 2**128.
 
         Returns:
           One source per fraction, named "name[0]", "name[1]", ...
 
         Raises:
-          ValueError: if the fractions are not positive or sum to more than 1.
+          ValueError: The fractions are not positive or sum to more than 1.
         """
         if not fractions or min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
-            raise ValueError(f"fractions must be positive and sum to at most 1, got {list(fractions)}")
-        # NumPy keeps the raw stream of a bit generator for ever, unlike the output of Generator.permutation.
+            raise ValueError(f"fractions must be positive and sum to at most 1, got {list(fractions)}.")
+        # NumPy never changes the raw stream of a bit generator, unlike the output of Generator.permutation.
         order = np.argsort(np.random.Philox(key=seed).random_raw(len(self)), kind="stable")
         ends = [min(len(self), round(len(self) * part)) for part in np.cumsum(fractions)]
         bounds = zip([0, *ends[:-1]], ends, strict=True)
@@ -137,11 +136,12 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (64 hex digits) of the stored content; a resumed run compares it to refuse other data.
+        """The SHA-256 (64 hex digits) of the stored content. A resumed run compares it to refuse other data.
 
-        Covers num_classes and, per array in the order of the sorted keys, its key (or path, if nested), little-endian
-        dtype, shape and bytes; the name of the source does not enter. It is a deterministic function of the records, so
-        it can confirm a guess of the whole data set: keep it beside the run, do not publish it for private data.
+        It covers num_classes and, per array in the order of the sorted keys, its key (or path, if nested),
+        little-endian dtype, shape and bytes. It does not cover the name of the source. It is a deterministic function
+        of the records, so it can confirm a guess of the whole data set. Do not publish it
+        for private data.
         """
         digest = hashlib.sha256()
         for path, array in tree.flatten_with_path(self.arrays):
@@ -160,17 +160,17 @@ class Source:
         if indices.size == 0 and indices.ndim == 1:
             indices = indices.astype(np.int64)
         if not np.issubdtype(indices.dtype, np.integer):
-            raise TypeError(f"indices must be integers, got dtype {indices.dtype}")
+            raise TypeError(f"indices must be integers, got dtype {indices.dtype}.")
         if indices.ndim != 1:
-            raise TypeError(f"indices must be one-dimensional, got shape {indices.shape}")
+            raise TypeError(f"indices must be one-dimensional, got shape {indices.shape}.")
         if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
-            raise IndexError(f"indices must be in [0, {len(self)}) for source {self.name!r}")
+            raise IndexError(f"indices must be in [0, {len(self)}) for source {self.name!r}.")
         indices = indices.astype(np.int64)
         return indices if self.rows is None else self.rows[indices]
 
 
 def convert(array: np.ndarray) -> np.ndarray:
-    """uint8 pixels become float32 in [0, 1]; everything else is as stored."""
+    """Converts uint8 pixels to float32 in [0, 1] and returns other arrays unchanged."""
     return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
 
 
@@ -182,38 +182,37 @@ def from_arrays(
     features: np.ndarray | None = None,
     name: str = "arrays",
 ) -> Source:
-    """Wraps local NumPy arrays; exactly one of `image` and `features` is given.
+    """Wraps local NumPy arrays. Give exactly one of `image` and `features`.
 
-    Single records with NaN are accepted: private training zeroes their gradients. Records of which no number is finite
-    are refused: training on them would spend the budget and learn nothing. Errors about the records are for the owner
-    who loads the data, and are no release.
+    Single records with NaN are accepted, because private training zeroes their gradients. Records without any finite
+    number are refused, because training on them spends the budget and learns nothing. Errors about the records are for
+    the owner who loads the data, and are not a release.
 
     Args:
-      label: integers [n] in [0, num_classes).
-      num_classes: public declaration; it is not read off the labels.
+      label: Integers [n] in [0, num_classes).
+      num_classes: A public declaration. It is not read off the labels.
       image: [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1].
-      features: numbers [n, d]; stored as float32 and not rescaled (scale with public constants only).
-      name: of the source.
+      features: Numbers [n, d], stored as float32 and not rescaled. Scale with public constants only.
+      name: The name of the source.
 
     Raises:
-      ValueError: for shapes that do not match, labels or pixels outside their range, or no finite number at all. The
-        message never holds a value.
-      TypeError: for a dtype that has no meaning here.
+      ValueError: Shapes do not match, labels or pixels are out of range, or no number is finite. No value is shown.
+      TypeError: A dtype is not as above.
     """
     if (image is None) == (features is None):
-        raise ValueError("give exactly one of image= and features=")
+        raise ValueError("Give exactly one of image and features.")
     if num_classes < 2:
-        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     labels = np.asarray(label)
     if labels.ndim != 1:
-        raise ValueError(f"label must have shape [n], got {labels.shape}")
+        raise ValueError(f"label must have shape [n], got {labels.shape}.")
     if not np.issubdtype(labels.dtype, np.integer):
-        raise TypeError(f"label must be integers, got dtype {labels.dtype}")
+        raise TypeError(f"label must be integers, got dtype {labels.dtype}.")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
-        raise ValueError(f"label must be in [0, {num_classes}); some labels are outside (declare num_classes to fit)")
+        raise ValueError(f"label must be in [0, {num_classes}), but some are outside. Declare num_classes to fit.")
     key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
     if values.size and values.dtype.kind == "f" and not np.isfinite(values).any():
-        raise ValueError(f"{key} of source {name!r} has no finite number; the file is damaged: get or make it again")
+        raise ValueError(f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it again.")
     labels = labels.astype(np.int32)
     values.flags.writeable = labels.flags.writeable = False
     return Source({key: values, "label": labels}, num_classes, name)
@@ -224,27 +223,27 @@ def _as_images(image: np.ndarray) -> np.ndarray:
     if image.ndim == 3:
         image = image[..., None]
     if image.ndim != 4:
-        raise ValueError(f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}")
+        raise ValueError(f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}.")
     if image.dtype == np.uint8:
         return image.view()
     if not np.issubdtype(image.dtype, np.floating):
-        raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}")
+        raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}.")
     if np.any((image < 0) | (image > 1)):
-        raise ValueError("image must be in [0, 1] when floating point; divide by the largest possible pixel value")
+        raise ValueError("image must be in [0, 1] when floating point. Divide by the largest possible pixel value.")
     return image.astype(np.float32)
 
 
 def _as_features(features: Any) -> np.ndarray:
     features = np.asarray(features)
     if features.ndim != 2:
-        raise ValueError(f"features must have shape [n, d], got {features.shape}")
+        raise ValueError(f"features must have shape [n, d], got {features.shape}.")
     if not np.issubdtype(features.dtype, np.number) or np.iscomplexobj(features):
-        raise TypeError(f"features must be real numbers, got dtype {features.dtype}")
+        raise TypeError(f"features must be real numbers, got dtype {features.dtype}.")
     return features.astype(np.float32)
 
 
-# Ranges (low, high) of the mean, the standard error and the worst value of each measurement in breast_cancer, which its
-# documentation gives, rounded outwards. They are part of the public description.
+# Public ranges (low, high) of the mean, standard error and worst value of each measurement in breast_cancer, from its
+# documentation, rounded outwards.
 _BREAST_CANCER_RANGES = {
     "radius": ((6, 30), (0, 3), (6, 40)),
     "texture": ((9, 40), (0, 5), (10, 50)),
@@ -265,11 +264,11 @@ def bundled(name: str) -> Source:
     - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI).
     - "breast_cancer": 569 rows of 30 features, 2 classes, 1 = benign (UCI). Each feature is mapped affinely from the
       range that the data set's documentation states (rounded outwards) to [-1, 1] and clipped there.
-    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn: the centre of class k is 2 (cos a, sin a) with
-      a = pi k / 2 + pi / 4; independent normal noise of standard deviation 0.6 from `numpy.random.RandomState(0)`.
+    - "blobs": synthetic, 1000 rows of 2 features, 4 classes in turn. The centre of class k is 2 (cos a, sin a) with
+      a = pi k / 2 + pi / 4. `numpy.random.RandomState(0)` adds independent normal noise of standard deviation 0.6.
 
     Raises:
-      ValueError: for another name.
+      ValueError: The name is another one.
     """
     from sklearn import datasets
 
@@ -278,22 +277,22 @@ def bundled(name: str) -> Source:
         return from_arrays(image=digits.images / 16, label=digits.target, num_classes=10, name=name)
     if name == "breast_cancer":
         table = datasets.load_breast_cancer()
-        # The columns are all means, then all standard errors, then all worst values.
+        # The columns have all means, then all standard errors, then all worst values.
         low, high = np.array(list(_BREAST_CANCER_RANGES.values()), np.float64).swapaxes(0, 1).reshape(30, 2).T
         features = np.clip(2 * (table.data - low) / (high - low) - 1, -1, 1)
         return from_arrays(features=features, label=table.target, num_classes=2, name=name)
     if name == "blobs":
         label = np.arange(1000) % 4
         angle = np.pi * label / 2 + np.pi / 4
-        # The data set is public and fixed; the stream of RandomState never changes between versions of NumPy.
+        # The stream of RandomState is the same in all versions of NumPy.
         noise = np.random.RandomState(0).standard_normal((1000, 2))
         features = 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1) + 0.6 * noise
         return from_arrays(features=features, label=label, num_classes=4, name=name)
-    raise ValueError(f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}; see also from_tfds")
+    raise ValueError(f"name must be one of 'digits', 'breast_cancer', 'blobs', got {name!r}. See also from_tfds.")
 
 
-# Public encoding of adult's numbers to [0, 1]: divisor, and whether the logarithm log(1 + v) is taken of both
-# first. fnlwgt is left out: it is a weight of the census sample, not an attribute of the person.
+# Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken first.
+# fnlwgt is left out, because it is a weight of the census sample and not an attribute of the person.
 _ADULT_NUMBERS = {
     "age": (100.0, False),
     "capital-gain": (1e5, True),
@@ -318,24 +317,23 @@ def from_tfds(
 ) -> Source:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
-    Handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census income):
-    107 features in [0, 1], five numbers scaled by public constants, then the one-hot codes of eight categories in the
-    order of the schema.
+    It handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census
+    income). The table has 107 features in [0, 1]: five numbers scaled by public constants, then the one-hot codes of
+    eight categories in the order of the schema.
 
     Args:
-      name: TFDS name, with configuration if any, for example "cifar10".
-      split: TFDS split, for example "train" or "test[:1000]".
-      data_dir: TFDS directory; by default the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
-      download: let TFDS download and prepare the data set if it is not there, for which it may need TensorFlow. The
-        default never touches the network.
-      prepare: for images of differing sizes: `prepare(images) -> floats in [0, 1] of one shape`, such as
-        `jaxdp.models.Preprocessing.prepare`; kept as uint8.
-      limits: on the pixels of an image, compared with its header before it is decoded; `Limits()` by default.
+      name: The TFDS name, with configuration if any, for example "cifar10".
+      split: The TFDS split, for example "train" or "test[:1000]".
+      data_dir: The TFDS directory. The default is the environment variable TFDS_DATA_DIR, else ~/tensorflow_datasets.
+      download: Whether TFDS may download and prepare a missing data set. It may need TensorFlow. False stays offline.
+      prepare: `prepare(images) -> floats in [0, 1] of one shape` for images of differing sizes, such as
+        `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
+      limits: The limit on the pixels of an image, compared with its header before decoding. The default is `Limits()`.
 
     Raises:
-      FileNotFoundError: if the data set is not prepared there in a random-access format; the message says how to do it.
-      ValueError: for an unknown split, for features that are not handled, or for an image that is damaged, of another
-        size than is declared, or larger than the limit. It names the record, to the owner who reads the data.
+      FileNotFoundError: The data set is not prepared there in a random-access format. The message says how to do it.
+      ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
+        declared, or larger than the limit. The message names the record, for the owner who reads the data.
     """
     import tensorflow_datasets as tfds
 
@@ -364,7 +362,7 @@ def from_tfds(
         except ValueError as error:
             raise ValueError(_unreadable(name, split, builder.info)) from error
         columns: dict[str, np.ndarray] = {}
-        at_once = _CHUNK_ROWS if prepare is None else 256  # decoded objects must not pile up; photographs are large
+        at_once = _CHUNK_ROWS if prepare is None else 256  # Decoded photographs are large.
         for start in range(0, len(records), at_once):
             rows = records.__getitems__(list(range(start, min(len(records), start + at_once))))
             for key in keys:
@@ -374,26 +372,26 @@ def from_tfds(
                     columns[key] = np.empty((len(records), *chunk.shape[1:]), chunk.dtype)
                 columns[key][start : start + len(rows)] = chunk
     if not columns:
-        raise ValueError("the split is empty; choose one that holds records")
+        raise ValueError("The split is empty. Choose a split with records.")
     if (columns["label"] < 0).any():
-        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1)")
+        raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")
     inputs = {"image": columns["image"]} if "image" in keys else {"features": _encode_adult(columns, features)}
     num_classes = features["label"].num_classes
     return from_arrays(**inputs, label=columns["label"], num_classes=num_classes, name=f"{name}/{split}")
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
-    """Refuses parts of TensorFlow Datasets that share a record, which a ledger cannot know.
+    """Refuses parts of TensorFlow Datasets that share a record. A ledger cannot detect shared records.
 
-    Records are told apart by data set, configuration, split and position, as TFDS resolves them, whatever the version
-    and the directory. Copies under another name are not found.
+    Records are compared by data set, configuration, split and position, as TFDS resolves them, for all versions and
+    directories. Copies under another name are not found.
 
     Args:
-      parts: (name, split, data_dir) by the part's name in messages, as `from_tfds` takes them.
+      parts: (name, split, data_dir) by the part's name in messages, as in `from_tfds`.
 
     Raises:
-      ValueError: two parts share a record, a part has one twice, or a split is unknown.
-      FileNotFoundError: as `from_tfds`.
+      ValueError: Two parts share a record, a part has a record twice, or a split is unknown.
+      FileNotFoundError: As in `from_tfds`.
     """
     import tensorflow_datasets as tfds
 
@@ -414,24 +412,24 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
             who = f"{part} and {other} share" if part != other else f"{part} repeats"
             what = f"{len(shared)} record{'s' * (len(shared) > 1)}, [{shared.start}:{shared.stop}] of {where[-1]!r}"
             raise ValueError(
-                f"{who} {what}: no account counts both uses of a record. Choose splits that do not overlap."
+                f"{who} {what}. No account counts both uses of a record. Choose splits that do not overlap."
             )
 
 
 def _unreadable(name: str, split: str, info: Any) -> str:
-    return f"split {split!r} of data set {name!r} cannot be read; there are {sorted(info.splits)}"
+    return f"split {split!r} of data set {name!r} cannot be read. There are {sorted(info.splits)}."
 
 
 def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
     reason, data_dir = None, data_dir or os.environ.get("TFDS_DATA_DIR") or None
     try:
-        if download:  # in the format that TFDS can read without TensorFlow
+        if download:  # TFDS reads array_record without TensorFlow.
             tfds.data_source(name, data_dir=data_dir, builder_kwargs={"file_format": "array_record"})
         builder = tfds.builder(name, data_dir=data_dir)
         if builder.is_prepared():
             return builder
     except (tfds.core.registered.DatasetNotFoundError, ImportError) as error:
-        reason = error  # to write images TFDS needs TensorFlow and importlib_resources, but depends on neither
+        reason = error  # TFDS needs TensorFlow and importlib_resources to write images, but depends on neither.
     raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from reason
 
 
@@ -439,11 +437,10 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
     place = data_dir or tfds.core.constants.DATA_DIR
     build = shlex.join(["tfds", "build", name, "--file_format=array_record", f"--data_dir={place}"])
     return (
-        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Either prepare "
-        "it, on a machine with network access and in an environment of its own, because TFDS may need TensorFlow to "
-        f"write (never to read):\n    pip install tensorflow-datasets tensorflow array-record importlib_resources\n"
-        f"    {build}\n"
-        "or name a directory that holds a prepared copy: pass data_dir= or set the environment variable TFDS_DATA_DIR"
+        f"data set {name!r} is not prepared in a random-access format (ArrayRecord) in {str(place)!r}. Prepare it on a "
+        "machine with network access. Use a separate environment, because TFDS may need TensorFlow to write:\n"
+        f"    pip install tensorflow-datasets tensorflow array-record importlib_resources\n    {build}\n"
+        "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a prepared copy."
     )
 
 
@@ -454,16 +451,16 @@ def _check_features(tfds: Any, name: str, features: Mapping[str, Any], *, any_sh
         if isinstance(image, tfds.features.Image):
             if image.np_dtype != np.uint8 or (None in image.shape and not any_shape):
                 raise ValueError(
-                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}; "
-                    "only uint8 images are handled, and of one shape: pass prepare= to give them one"
+                    f"data set {name!r} has images of shape {image.shape} and dtype {np.dtype(image.np_dtype)}. "
+                    "Only uint8 images of one shape are handled. Pass prepare= to give images one shape."
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
         if name.split("/")[0].split(":")[0] == "adult" and all(key in features for key in adult):
             return [*adult, "label"]
     raise ValueError(
-        f"data set {name!r} has the features {sorted(features)}, which are not handled: only an image with a "
-        "class label, and the table 'adult', are; text is not. Encode the records and use from_arrays"
+        f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an image with a "
+        "class label and the table 'adult' are handled. Encode other records and use from_arrays."
     )
 
 

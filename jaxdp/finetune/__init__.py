@@ -19,7 +19,7 @@ from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import fit
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState, event
 
-# The methods by name. Each takes what `dp_sgd` takes, and options of its own.
+# The methods by name. Each takes the arguments of `dp_sgd` and its own options.
 METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
     "dp_sgd": dp_sgd,
     "adp_alloc": adp_alloc,

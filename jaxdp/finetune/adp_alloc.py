@@ -1,14 +1,14 @@
 """AdpAlloc: DP-SGD whose noise falls from epoch to epoch (Yu, Liu, Pu, Gursoy, Truex 2019, section V).
 
-The schedules are sigma_t as a function of the epoch t = 0, 1, ... and of the first noise multiplier sigma_0:
+A schedule maps the first noise multiplier sigma_0 and the epoch t = 0, 1, ... to sigma_t:
 
     time-based    sigma_0 / (1 + k t)
     step          sigma_0 k^floor(t / period)
     exponential   sigma_0 exp(-k t)
     polynomial    (sigma_0 - sigma_end) (1 - min(t, period) / period)^power + sigma_end
 
-All are public. The paper's fifth rule, which lowers the noise when the accuracy on held-out records stops rising, asks
-private data a question in every epoch and is not offered.
+All schedules are public. The fifth rule of the paper is not offered. It lowers the noise when the accuracy on held-out
+records stops rising, and so it queries private data in every epoch.
 """
 
 import dataclasses
@@ -33,43 +33,43 @@ from jaxdp.privacy import (
 from jaxdp.privacy.accounting import Adjacency, Method
 
 NoiseSchedule = Callable[[float, Any], Any]
-"""sigma_t from (sigma_0, epoch t); t is an int, or a traced int32 scalar."""
+"""A map from (sigma_0, epoch t) to sigma_t. t is an int or a traced int32 scalar."""
 
 _LARGEST = 2.0**40
 
 
 def constant_noise() -> NoiseSchedule:
-    """The same noise in every epoch: DP-SGD."""
+    """Returns the schedule sigma_0 in every epoch, which is DP-SGD."""
     return lambda sigma_0, epoch: sigma_0 + 0 * epoch
 
 
 def time_based_noise(rate: float) -> NoiseSchedule:
-    """sigma_0 / (1 + rate * epoch), with rate >= 0."""
-    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, or the noise would rise or turn negative")
+    """Returns the schedule sigma_0 / (1 + rate * epoch), with rate >= 0."""
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise neither rises nor turns negative")
     return lambda sigma_0, epoch: sigma_0 / (1 + rate * epoch)
 
 
 def step_noise(factor: float, period: int) -> NoiseSchedule:
-    """sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
-    _check("factor", factor, 0 < factor <= 1, "in (0, 1], or the noise would rise or turn negative")
+    """Returns the schedule sigma_0 * factor^(epoch // period), with 0 < factor <= 1 and period >= 1 epochs."""
+    _check("factor", factor, 0 < factor <= 1, "in (0, 1], so that noise neither rises nor turns negative")
     _check("period", period, period >= 1, "at least 1 epoch")
-    # A power of e: the float32 rounding of another base would grow with every epoch.
+    # The base is e because the float32 rounding error of another base grows with every epoch.
     return lambda sigma_0, epoch: sigma_0 * math.e ** (math.log(factor) * (epoch // period))
 
 
 def exponential_noise(rate: float) -> NoiseSchedule:
-    """sigma_0 * exp(-rate * epoch), with rate >= 0; Yu et al. found it the best on average."""
-    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, or the noise would rise")
+    """Returns the schedule sigma_0 * exp(-rate * epoch), with rate >= 0. Yu et al. found it the best on average."""
+    _check("rate", rate, 0 <= rate < math.inf, "finite and at least 0, so that noise does not rise")
     return lambda sigma_0, epoch: sigma_0 * math.e ** (-rate * epoch)
 
 
 def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
-    """From sigma_0 to `end` > 0 as (1 - epoch / period)^power, and `end` from epoch `period` on.
+    """Returns the schedule (sigma_0 - end) * (1 - epoch / period)^power + end, and `end` from epoch `period` on.
 
-    `end` does not move with sigma_0: the epochs from `period` on have a price that no sigma_0 changes, and the noise
-    rises with a sigma_0 below `end`. The power is at most 100.
+    `end` is positive and does not depend on sigma_0, so no sigma_0 changes the privacy loss from epoch `period` on. The
+    noise rises if sigma_0 is below `end`. The power is at most 100.
     """
-    _check("end", end, 0 < end < math.inf, "finite and positive: a step without noise has no privacy")
+    _check("end", end, 0 < end < math.inf, "finite and positive, since a step without noise is not private")
     _check("power", power, 0 < power <= 100, "in (0, 100]")
     _check("period", period, period >= 1, "at least 1 epoch")
 
@@ -99,19 +99,18 @@ def calibrate_schedule(
     adjacency: Adjacency = "add_remove",
     method: Method = "auto",
 ) -> float:
-    """The smallest sigma_0 with which all steps together cost at most the target.
+    """Returns the smallest sigma_0 with which all steps together cost at most the target.
 
-    Every epoch is accounted with its own noise; nothing is averaged. With some hundred different epochs this takes
-    up to a minute.
+    Every epoch is accounted with its own noise, without averaging. A few hundred different epochs take up to a minute.
 
     Args:
-      schedule: such as `exponential_noise(0.01)`.
-      sampler: of the run; an epoch is ceil(1 / q) steps.
-      steps: of the whole run.
-      epsilon, delta, adjacency, method: as in `jaxdp.privacy.calibrate_noise`.
+      schedule: The schedule, such as `exponential_noise(0.01)`.
+      sampler: The sampler of the run. An epoch is ceil(1 / q) steps.
+      steps: The number of steps of the whole run.
+      epsilon, delta, adjacency, method: As in `jaxdp.privacy.calibrate_noise`.
 
     Raises:
-      ValueError: no sigma_0 meets the target; the message gives the epsilon that the schedule can reach.
+      ValueError: No sigma_0 meets the target. The message gives the epsilon that the schedule can reach.
     """
 
     def event(sigma_0: float) -> DpEvent:
@@ -121,15 +120,15 @@ def calibrate_schedule(
     if floor > epsilon:
         worst = min(schedule(_LARGEST, epoch) for epoch in range(math.ceil(steps / _epoch(sampler))))
         raise ValueError(
-            f"epsilon={epsilon} is below what the schedule can reach: whatever sigma_0 is, some epochs have a noise "
-            f"multiplier of {worst:.4g}, and the run costs at least {floor:.4g} at delta={delta:g}. Raise the noise "
-            "that does not depend on sigma_0, reach it later or train for fewer steps; or take a larger epsilon."
+            f"epsilon={epsilon} is out of reach: for every sigma_0 some epochs have a noise multiplier of "
+            f"{worst:.4g}, and the run costs at least {floor:.4g} at delta={delta:g}. Raise the noise that does not "
+            "depend on sigma_0, or reach it later. You can also train for fewer steps or choose a larger epsilon."
         )
     return calibrate_noise(event, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
 
 
 def schedule_event(schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int) -> DpEvent:
-    """The event of the first `steps` steps; an epoch without positive noise is `NonPrivateDpEvent`."""
+    """Returns the event of the first `steps` steps. An epoch without positive noise is a `NonPrivateDpEvent`."""
     length = _epoch(sampler)
     parts = []
     for epoch, first in enumerate(range(0, steps, length)):
@@ -149,7 +148,7 @@ def adp_alloc(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """DP-SGD with noise that falls from epoch to epoch.
+    """Returns a trainer for DP-SGD with noise that falls from epoch to epoch.
 
         schedule = jaxdp.finetune.exponential_noise(0.01)
         sigma_0 = jaxdp.finetune.calibrate_schedule(schedule, sampler, steps=1000, epsilon=4.0, delta=1e-5)
@@ -157,19 +156,19 @@ def adp_alloc(
                                            noise_multiplier=sigma_0, schedule=schedule, physical_batch_size=256)
 
     Args:
-      loss_fn, optimizer, clip_norm, sampler, options: as in `dp_sgd`.
-      noise_multiplier: sigma_0, of the first epoch.
-      schedule: how it falls; public. It must not depend on private data.
+      loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`.
+      noise_multiplier: sigma_0, the noise multiplier of the first epoch.
+      schedule: The public schedule of the noise. It must not depend on private data.
 
     Raises:
-      ValueError: as `dp_sgd`; when an event is asked for, an epoch whose noise is negative or not finite.
+      ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is negative or not finite.
 
     Formal guarantees:
-      As `dp_sgd`, with step t of epoch e charged PoissonSampled(q, Gaussian(sigma_e)); an epoch is ceil(1 / q) steps.
+      As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is ceil(1 / q) steps.
     """
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(
-            f"noise_multiplier must be a positive finite number, got {noise_multiplier}; how it changes is `schedule`."
+            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Pass a schedule as `schedule`."
         )
     return dp_sgd(
         loss_fn,
@@ -183,7 +182,7 @@ def adp_alloc(
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """A schedule over epochs as one over steps."""
+    """A schedule over steps, made from a schedule over epochs."""
 
     schedule: NoiseSchedule
     sigma_0: float
@@ -194,7 +193,7 @@ class _Steps:
 
 
 def _epoch(sampler: PoissonSampler) -> int:
-    """Steps in which every example is expected to take part about once."""
+    """Returns the number of steps in which each example is expected to take part about once."""
     return math.ceil((1 - 1e-12) / sampler.sampling_probability)  # 1 / (1 / 49) is a little more than 49
 
 
@@ -204,4 +203,4 @@ def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method)
 
 def _check(name: str, value: float, good: bool, needs: str) -> None:
     if not good:
-        raise ValueError(f"{name} must be {needs}; got {value}.")
+        raise ValueError(f"{name} must be {needs}, got {value}.")

@@ -1,15 +1,17 @@
 """AdpClip: DP-SGD whose clip norm follows a quantile of the gradient norms (Andrew et al. 2021, Algorithm 1).
 
-With z the noise multiplier of a step, sigma_b the noise of the count, B = q n and C_t the clip norm:
+z is the noise multiplier of a step, sigma_b the noise of the count, B = q n, and C_t the clip norm:
 
     z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)
     g~ = (sum_i clip(g_i, C_t) + z_Delta C_t N(0, I)) / B
     b~ = (sum_i (1[||g_i|| <= C_t] - 1/2) + sigma_b N(0, 1)) / B + 1/2
     C_{t+1} = C_t exp(-eta_C (b~ - gamma))
 
-Gradient and count are ONE Gaussian release of multiplier z: scaled by 1 / z_Delta and 2 / (2 sigma_b), an example's
-contribution (norm at most C_t, and plus or minus 1/2) has norm at most 1/z. The count is centred and divided by the
-public B: (sum_i b_i + noise) / m with the realised m would move by 1, not 1/2, and tell how large the batch was.
+Gradient and count are ONE Gaussian release with noise multiplier z. An example contributes a gradient of norm at most
+C_t and a count of plus or minus 1/2. Divided by z_Delta C_t and by sigma_b, this contribution has norm at most 1/z.
+
+The count is centred and divided by the public B. A count (sum_i b_i + noise) / m with the realised batch size m has
+sensitivity 1 instead of 1/2, and it tells how large the batch was.
 """
 
 import dataclasses
@@ -39,10 +41,10 @@ class _Contribution(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QuantileClipping(Query):
-    """The query of AdpClip. Carried: C_t, a float32 scalar.
+    """The query of AdpClip. It carries C_t, a float32 scalar.
 
-    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)) with a = z / z_Delta and
-    c = z / (2 sigma_b), so that a^2 + c^2 = 1: its norm is at most 1.
+    An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With a = z / z_Delta and
+    c = z / (2 sigma_b), a^2 + c^2 = 1, so that the norm of the contribution is at most 1.
     """
 
     noise_multiplier: float
@@ -53,38 +55,38 @@ class QuantileClipping(Query):
 
     @property
     def count_weight(self) -> float:
-        """The part c of the contribution's norm that belongs to the count."""
+        """The weight c of the count in the contribution."""
         return self.noise_multiplier / (2 * self.count_noise)
 
     @property
     def gradient_weight(self) -> float:
-        """The part a that belongs to the gradient."""
+        """The weight a of the gradient in the contribution."""
         return math.sqrt(1 - self.count_weight**2)
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
-        """1, by the choice of the weights."""
+        """Returns 1, by the choice of the weights."""
         return 1.0
 
     def init(self, params: Any) -> jax.Array:
-        """C_0."""
+        """Returns C_0."""
         return jnp.float32(self.gradient.clip_norm)
 
     def zeros(self, params: Any) -> _Contribution:
-        """The sum over no examples."""
+        """Returns the sum over no examples."""
         return _Contribution(jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params)), jnp.float32(0))
 
     def sums(
         self, params: Any, carried: jax.Array, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> _Contribution:
-        """Weighted clipped gradients and centred indicators, summed."""
+        """Sums the weighted clipped gradients and the centred indicators."""
         out = dataclasses.replace(self.gradient, clip_norm=carried)(params, batch, mask, key=key)
         scale = self.gradient_weight / self.gradient.clip_rule.bound(carried)
         unmasked = mask.any(1) if mask.ndim == 2 else mask
-        below = jnp.where(unmasked, (out.norms <= carried) - 0.5, 0.0)  # an example that is not finite is above
+        below = jnp.where(unmasked, (out.norms <= carried) - 0.5, 0.0)  # A gradient that is not finite counts as above.
         return _Contribution(jax.tree.map(lambda g: g * scale, out.grads), 2 * self.count_weight * below.sum())
 
     def read(self, params: Any, carried: jax.Array, mean: _Contribution) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
-        """g~, or g~ / C_t with `unit_norm`; and C_{t+1}."""
+        """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
         scale = (1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)) / self.gradient_weight
         gradient = jax.tree.map(lambda g: g * scale, mean.grads)
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
@@ -106,38 +108,38 @@ def adp_clip(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """DP-SGD whose clip norm follows a quantile of the gradient norms, at no extra charge.
+    """Returns a trainer for DP-SGD whose clip norm follows a quantile of the gradient norms, at no extra privacy cost.
 
     Args:
-      loss_fn, optimizer, sampler, options: as in `dp_sgd`.
-      clip_norm: C_0, where the clip norm starts; it stays between 1e-8 and 1e8.
-      noise_multiplier: z, of the whole step; the gradient gets the larger z_Delta, which pays for the count.
-      quantile: gamma in [0, 1], the fraction of examples whose gradients are to stay unclipped.
+      loss_fn, optimizer, sampler, options: As in `dp_sgd`.
+      clip_norm: C_0, the first clip norm. The clip norm stays between 1e-8 and 1e8.
+      noise_multiplier: z, for the whole step. The gradient gets the larger z_Delta, which makes room for the count.
+      quantile: gamma in [0, 1], the target fraction of examples whose gradients stay unclipped.
       clip_learning_rate: eta_C, in (0, 100].
-      count_noise: sigma_b > z / 2, the standard deviation of the noise on the count; default B / 20.
-      unit_norm: divide the gradient by C_t, so that a changing clip norm does not change the step size; the optimizer's
-        learning rate then means a step per gradient of norm 1. False is the published method.
+      count_noise: sigma_b > z / 2, the standard deviation of the noise on the count. The default is B / 20.
+      unit_norm: Whether to divide the gradient by C_t, so that a changing clip norm does not change the step size. The
+        learning rate of the optimizer is then the step for a gradient of norm 1. False is the published method.
 
     Raises:
-      ValueError: an argument is out of range, or the count alone would use up the step's budget.
+      ValueError: An argument is out of range, or the count alone uses up the budget of a step.
 
     Formal guarantees:
-      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of released counts and of
-      C_0 only. Under replace-one gradient and count move by twice as much, both, as the accountant assumes.
+      As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of released counts and C_0
+      only. Under replace-one the sensitivities of gradient and count both double, as the accountant assumes.
     """
     batch_size = sampler.expected_batch_size
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be a positive finite number, got {noise_multiplier}.")
+        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
     if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must be in [0, 1], got {quantile}; 0.5 is the median.")
+        raise ValueError(f"quantile must be in [0, 1], got {quantile}. 0.5 is the median.")
     if not 0 < clip_learning_rate <= 100:
-        raise ValueError(f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}; 0.2 is usual.")
+        raise ValueError(f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}. 0.2 is usual.")
     sigma_b = batch_size / 20 if count_noise is None else count_noise
     if not noise_multiplier < 2 * sigma_b < math.inf:
         raise ValueError(
-            f"count_noise={sigma_b:g} must be finite and above noise_multiplier / 2 = {noise_multiplier / 2:g}: the "
-            "count alone would use up the privacy of a step. Take more noise for the count, or expected batches above "
-            f"{10 * noise_multiplier:.0f} examples (now {batch_size:g}) with the default of a twentieth of them."
+            f"count_noise must be finite and above noise_multiplier / 2 = {noise_multiplier / 2:g}, got {sigma_b:g}: "
+            "the count alone uses up the budget of a step. Raise count_noise, or use its default with an expected "
+            f"batch size above {10 * noise_multiplier:.0f} (now {batch_size:g})."
         )
     return make_trainer(
         lambda gradient: QuantileClipping(

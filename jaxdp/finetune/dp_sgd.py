@@ -1,6 +1,6 @@
 """DP-SGD (Abadi et al. 2016, Algorithm 1) with Poisson sampling and the image recipe of De et al. 2022.
 
-One step, in the order of the algorithm (steps 1, 4 and 5 are those of `jaxdp.finetune.trainer`, for every method):
+One step, in the order of the algorithm. `jaxdp.finetune.trainer` has steps 1, 4 and 5 for every method:
 
     1. L_t: every example joins with probability q, independently              `PoissonSampler`
     2. g_i = grad of the loss of example i (mean over K augmented views)       `clipped_grad`, `group`
@@ -21,22 +21,22 @@ from jaxdp.finetune.trainer import Options, PrivateTrainer, Query, make_trainer,
 
 
 class GradientSum(Query):
-    """The query of DP-SGD: each example contributes its clipped gradient."""
+    """The query of DP-SGD, in which each example contributes its clipped gradient."""
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
-        """The clip norm."""
+        """Returns the clip norm."""
         return self.gradient.sensitivity(adjacency)
 
     def zeros(self, params: Any) -> Any:
-        """Zeros like the trainable parameters."""
+        """Returns zeros like the trainable parameters."""
         return jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
 
     def sums(self, params: Any, carried: None, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
-        """Clipped gradients, summed."""
+        """Sums the clipped gradients."""
         return self.gradient(params, batch, mask, key=key).grads
 
     def read(self, params: Any, carried: None, mean: Any) -> tuple[Any, None, dict[str, jax.Array]]:
-        """The noisy mean is the gradient."""
+        """Returns the noisy mean as the gradient."""
         return mean, None, {}
 
 
@@ -49,7 +49,7 @@ def dp_sgd(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """DP-SGD for a per-example loss, any optimizer and any Poisson sampler.
+    """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any Poisson sampler.
 
         sampler = jaxdp.data.PoissonSampler(len(source), 256 / len(source))
         trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
@@ -62,33 +62,32 @@ def dp_sgd(
     `jaxdp.finetune.fit` is this loop with the ledger, checkpoints, crash recovery and evaluation.
 
     Args:
-      loss_fn: `loss_fn(params, example) -> scalar`; called with `key=` if `stochastic`.
-      optimizer: any optax optimizer, with any schedule; it sees the noisy mean gradient: post-processing. Its state is
-        float32 or wider, whatever the parameters are.
+      loss_fn: `loss_fn(params, example) -> scalar`. It also gets `key=` if `stochastic`.
+      optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it is post-processing.
+        Its state is float32 or wider, for parameters of any dtype.
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
-      noise_multiplier: sigma, the noise standard deviation over C; or a public schedule step -> sigma.
-      sampler: how batches are drawn, and their event; its expected batch size q * n is the divisor. Its own seed is
-        not used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
-      physical_batch_size: examples per compiled call. A sampled batch of any size is cut into as many calls as it
-        needs and padded: nothing is truncated and nothing recompiles.
-      augment: `augment(key, example) -> example`, jittable, of one example; default None.
-      augmult: K >= 1 (default 1), augmented views per example; their mean loss is what is differentiated and clipped
-        (De et al. 2022).
-      ema_decay: decay of a moving average of the parameters, kept in `state.ema`; None (the default) for none.
-      ascent_radius: rho; gradients are taken at params + rho g / ||g||, with g the gradient released one step before:
-        DP-SAT (Park et al. 2023), sharpness-aware at no cost in privacy or time. 0 (the default) is off.
-      stochastic: `loss_fn` takes `key=` (dropout); default False.
-      engine, clip_rule, trainable: as in `jaxdp.clipped_grad`, with its defaults.
+      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma.
+      sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor. Its own seed is not
+        used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
+      physical_batch_size: The number of examples per compiled call. A sampled batch of any size is cut into such calls
+        and padded. Nothing is truncated and nothing recompiles.
+      augment: `augment(key, example) -> example`, jittable, for one example. None, the default, is no augmentation.
+      augmult: K >= 1 (default 1), the augmented views per example (De et al. 2022). Their mean gradient is clipped.
+      ema_decay: The decay of a moving average of the parameters in `state.ema`. None, the default, keeps no average.
+      ascent_radius: rho of DP-SAT (Park et al. 2023), which is sharpness-aware at no cost in privacy or time. Gradients
+        are taken at params + rho g / ||g||, where g is the gradient released one step before. 0, the default, is off.
+      stochastic: Whether `loss_fn` takes `key=` (dropout). The default is False.
+      engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
-      ValueError: an argument is out of range; see also `clipped_grad` and `privatize`.
+      ValueError: An argument is out of range. See also `clipped_grad` and `privatize`.
 
     Formal guarantees:
-      Step t satisfies `trainer.event(t, t + 1)` with respect to the sampler's data set for every adjacency for which
-      that event has a meaning: PoissonSampled(q, Gaussian(sigma)), since the clipped sum moves by at most C when one
-      example joins or leaves the batch, noise of standard deviation sigma * C is added whatever the batch (the empty
-      one included), and the divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
-      post-processing of what was released.
+      Step t satisfies `trainer.event(t, t + 1)`, which is PoissonSampled(q, Gaussian(sigma)), with respect to the data
+      set of the sampler. This holds for every adjacency for which that event has a meaning. The clipped sum moves by at
+      most C when one example joins or leaves the batch. Noise of standard deviation sigma * C is added to every batch,
+      also to the empty one. The divisor is public. Steps compose adaptively. The whole state except `noise` and `key`
+      is post-processing of the released gradients.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),

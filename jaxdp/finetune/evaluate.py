@@ -1,4 +1,4 @@
-"""Accuracy: free on public or held-out data, paid for on private data."""
+"""Accuracy on public or held-out data at no cost, and on private data as a charged release."""
 
 import functools
 import math
@@ -25,9 +25,9 @@ def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.
 
 
 def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
-    """The number of examples whose largest logit is at their label; not private. Arguments and errors as `accuracy`."""
+    """Counts the examples whose largest logit is at their label, without privacy. Arguments are as in `accuracy`."""
     if not len(source):
-        raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
+        raise ValueError(f"source {source.name!r} has no examples. Accuracy needs at least one.")
     return sum(int(_correct(predict, params, *batch)) for batch in _batches(source, batch_size))
 
 
@@ -37,16 +37,16 @@ def _batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]
 
 
 def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
-    """Fraction of examples whose largest logit is at their label.
+    """Returns the fraction of examples whose largest logit is at their label.
 
-    Nothing is charged: `source` must be public, or held out and never used for training or selection that is claimed
-    to be private. For private data use `charged_accuracy`.
+    Nothing is charged. `source` must be public or held out. Held-out data must not take part in training or selection
+    that claims to be private. For private data use `charged_accuracy`.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
-      params: of `predict`.
-      source: examples with an "image" or "features", and a "label".
-      batch_size: examples per call.
+      params: The parameters for `predict`.
+      source: Examples with an "image" or "features", and a "label".
+      batch_size: The number of examples per call.
 
     Raises:
       ValueError: source is empty.
@@ -55,7 +55,7 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
 
 
 def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
-    """What `charged_accuracy` releases of a count: (count + noise) / total, clipped to [0, 1]; float32 []."""
+    """Returns the release of `charged_accuracy`: (count + noise) / total, clipped to [0, 1], float32 []."""
     exact = jnp.float32(count)
     return jnp.clip((exact + noise.gaussian(key, exact, noise_multiplier)) / total, 0.0, 1.0)
 
@@ -71,30 +71,29 @@ def charged_accuracy(
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> float:
-    """Accuracy on private data: a noisy count of correct answers over the public number of examples.
+    """Estimates the accuracy on private data by a noisy count of correct answers over the public number of examples.
 
     Args:
-      predict, params, source, batch_size: as in `accuracy`.
-      account: `ledger.account(name)` of the data set that pays.
-      noise_multiplier: standard deviation of the noise on the count (one example changes the count by at most 1).
-      workdir: a folder of this release's own, which keeps the estimate: it is not made or paid for again. None keeps
-        nothing.
-      seed: 16 secret bytes, for tests; default OS entropy.
+      predict, params, source, batch_size: As in `accuracy`.
+      account: The account that is charged, `ledger.account(name)` of the data set.
+      noise_multiplier: The standard deviation of the noise on the count. One example changes the count by at most 1.
+      workdir: A folder for this release only. It keeps the estimate, so a repeated call is free. None keeps nothing.
+      seed: 16 secret bytes for tests. The default is OS entropy.
 
     Returns:
-      The estimate, clipped to [0, 1]; its standard deviation is noise_multiplier / len(source).
+      The estimate, clipped to [0, 1]. Before clipping its standard deviation is noise_multiplier / len(source).
 
     Raises:
-      BudgetExceeded: before the data is read.
+      BudgetExceeded: The account cannot pay. The data is not read.
       ValueError: noise_multiplier is not positive and finite.
 
     Formal guarantees:
-      GaussianDpEvent(noise_multiplier), charged before the count is computed; clipping is post-processing. The number
+      GaussianDpEvent(noise_multiplier), charged before the count is computed. Clipping is post-processing. The number
       of examples is taken to be public.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
-            f"noise_multiplier must be positive and finite, got {noise_multiplier}; use accuracy() on public data."
+            f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
         )
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:

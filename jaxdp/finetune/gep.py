@@ -1,11 +1,11 @@
 """GEP, gradient embedding perturbation (Yu, Zhang, Chen, Liu 2021, Algorithm 1): noise where public gradients point.
 
-Before a step (from public data only):
+Before a step, from public data only:
 
     A = gradients of the anchors, one row per example                          m x p, never formed whole
     L ~ N(0, I), then `power_iterations` times L <- orthonormal(A^T (A L))     p x k, the anchor subspace B
 
-One step, with g_i the gradient of private example i:
+One step, where g_i is the gradient of private example i:
 
     w_i = B^T g_i                           its embedding, in k dimensions
     r_i = g_i - B w_i                       the residual
@@ -13,11 +13,11 @@ One step, with g_i the gradient of private example i:
     r~ = (sum_i clip(r_i, C_1) + sigma C_1 N(0, I)) / (q n)
     g~ = B w~ + r~
 
-Embedding and residual come from the SAME sampled batch. An example moves (w / C_0, r / C_1) by at most sqrt(2), so a
-step is one Gaussian of multiplier z = sigma / sqrt(2) on one Poisson sample. Adding up the Renyi divergences of two
-separately sampled Gaussians, as the published code does, under-counts.
+Embedding and residual come from the SAME sampled batch. An example contributes (w / C_0, r / C_1), of norm at most
+sqrt(2). A step is therefore one Gaussian of multiplier z = sigma / sqrt(2) on one Poisson sample. The published code
+adds the Renyi divergences of two separately sampled Gaussians, which under-counts.
 
-The trainable parameters are cut into groups of whole modules, with a basis each of k_g ~ sqrt(p_g) directions.
+The trainable parameters are cut into groups of whole modules, each with a basis of k_g ~ sqrt(p_g) directions.
 """
 
 import dataclasses
@@ -43,17 +43,17 @@ from jaxdp.finetune.trainer import (
 from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
 
-_PUBLIC_KEY = 0  # of the random start of the power iteration, which hides nothing
+_PUBLIC_KEY = 0  # The random start of the power iteration is public.
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
 class _Contribution(NamedTuple):
     embeddings: list[jax.Array]  # [k_g] per group
-    residual: Any  # like the trainable parameters; None if it is dropped
+    residual: Any  # like the trainable parameters, or None if it is dropped
 
 
 class _Layout(NamedTuple):
-    """How the trainable leaves are cut into groups; static."""
+    """The division of the trainable leaves into groups. It is static."""
 
     structure: Any
     shapes: list[tuple[int, ...]]  # of each leaf
@@ -62,26 +62,26 @@ class _Layout(NamedTuple):
     names: list[str]  # of each group, for messages
 
     def together(self, leaves: list[jax.Array], group: int) -> list[jax.Array]:
-        """Those of one value per leaf that belong to a group."""
+        """Returns the values of one group, from one value per leaf."""
         return [leaf for leaf, g in zip(leaves, self.owner, strict=True) if g == group]
 
     def embed(self, rows: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
-        """B^T g for rows of g [B, p_leaf] per leaf: [B, k_g] per group."""
+        """Returns B^T g, [B, k_g] per group, for rows of g [B, p_leaf] per leaf."""
         parts = [_dot(x, b) for x, b in zip(rows, basis, strict=True)]
         return [sum(self.together(parts, group)) for group in range(len(self.widths))]  # type: ignore[misc]
 
     def lift(self, embeddings: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
-        """B w for w [..., k_g] per group: [..., p_leaf] per leaf."""
+        """Returns B w, [..., p_leaf] per leaf, for w [..., k_g] per group."""
         return [_dot(embeddings[group], b.T) for group, b in zip(self.owner, basis, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GradientEmbedding(Query):
-    """The query of GEP. Carried: the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf.
+    """The query of GEP. It carries the basis, a list of [p_leaf, k_g] arrays, one per trainable leaf.
 
-    Public are the anchors, a list of chunks that are worked on one at a time.
+    `public` is a list of chunks of anchors.
 
-    An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1: its norm is at most 1.
+    An example contributes (a clip(w_i, C_0) / C_0, b clip(r_i, C_1) / C_1) with a^2 + b^2 = 1, of norm at most 1.
     """
 
     basis_size: int
@@ -97,18 +97,18 @@ class GradientEmbedding(Query):
 
     @property
     def weights(self) -> tuple[float, float]:
-        """(a, b): the parts of the contribution's norm that belong to embedding and residual."""
+        """The weights (a, b) of embedding and residual in the contribution."""
         return math.sqrt(1 - self.residual_share), math.sqrt(self.residual_share)
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
-        """1, by the choice of the weights."""
+        """Returns 1, by the choice of the weights."""
         return 1.0
 
     def init(self, params: Any) -> list[jax.Array] | None:
-        """No basis yet: step 0 makes one. It is kept after a step only if another step will use it.
+        """Returns a basis of zeros if later steps reuse the basis, otherwise None. Step 0 makes the first basis.
 
         Raises:
-          ValueError: the anchors' gradients at `params` have fewer dimensions than the basis.
+          ValueError: The anchors' gradients at `params` span fewer dimensions than the basis.
         """
         layout, random = self._layout(params), self._random(params, jnp.int32(0))
         images = [self._project(params, random, chunk) for chunk in self.public]
@@ -119,13 +119,13 @@ class GradientEmbedding(Query):
             if rank < width:
                 raise ValueError(
                     f"basis_size={self.basis_size} gives {width} directions to {name}, but the anchors' gradients "
-                    f"there span only {rank} (at these parameters). Take a smaller basis_size, more or other anchors, "
+                    f"there span only {rank} at these parameters. Choose a smaller basis_size, more or other anchors, "
                     "or other groups."
                 )
         return self._zeros(random) if self.refresh_every > 1 else None
 
     def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> list[jax.Array]:
-        """An orthonormal basis of where the anchors' gradients point."""
+        """Returns an orthonormal basis of the subspace of the anchors' gradients."""
         basis = self._random(params, step)
         for _ in range(self.power_iterations):
             image = self._zeros(basis)
@@ -135,14 +135,14 @@ class GradientEmbedding(Query):
         return basis
 
     def zeros(self, params: Any) -> _Contribution:
-        """The sum over no examples."""
+        """Returns the sum over no examples."""
         moving = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
         dtype = jnp.result_type(*jax.tree.leaves(moving))
         embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
         return _Contribution(embeddings, moving if self.residual_share else None)
 
     def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> _Contribution:
-        """Weighted clipped embeddings and residuals, summed."""
+        """Sums the weighted clipped embeddings and residuals."""
         layout, (a, b) = self._layout(params), self.weights
         g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
         w = layout.embed(g, carried)
@@ -150,13 +150,13 @@ class GradientEmbedding(Query):
         embeddings = [_weighted(factors, part) for part in w]
         if not self.residual_share:
             return _Contribution(embeddings, None)
-        # Formed, not inferred from ||g||^2 - ||w||^2: rounding there could let a large residual pass unclipped.
+        # ||g||^2 - ||w||^2 is no substitute: its rounding error can let a large residual pass unclipped.
         r = [g_leaf - lifted for g_leaf, lifted in zip(g, layout.lift(w, carried), strict=True)]
         factors = b * self._shares(r, self.residual_clip_norm)
         return _Contribution(embeddings, _unflatten(layout, [_weighted(factors, part) for part in r]))
 
     def read(self, params: Any, carried: Any, mean: _Contribution) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """g~ = B w~ + r~."""
+        """Returns g~ = B w~ + r~."""
         layout, (a, b) = self._layout(params), self.weights
         bound = self.gradient.clip_rule.bound
         lifted = layout.lift([w * (bound(self.gradient.clip_norm) / a) for w in mean.embeddings], carried)
@@ -167,7 +167,7 @@ class GradientEmbedding(Query):
         return gradient, carried if self.refresh_every > 1 else None, {}
 
     def _shares(self, parts: list[jax.Array], clip_norm: float) -> jax.Array:
-        """[B] factors that clip the concatenation of the parts, over the bound of what they clip."""
+        """Returns factors [B] that clip the concatenated parts and divide them by the bound of the clipping rule."""
         rule = self.gradient.clip_rule
         norms = jnp.sqrt(sum(jnp.square(part).sum(1) for part in parts))
         return clip_factors(rule, norms, clip_norm, rule.bound(clip_norm)) / rule.bound(clip_norm)
@@ -178,7 +178,7 @@ class GradientEmbedding(Query):
         paths, sizes = [path for path, _ in paths_of(moving)], [leaf.size for leaf in leaves]
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
-        else:  # consecutive modules, cut where the middle of one passes an equal share
+        else:  # A group ends where the middle of a module passes an equal share of the entries.
             modules = [path.rpartition("/")[0] or path for path in paths]
             ends = {module: end for module, end in zip(modules, np.cumsum(sizes), strict=True)}
             totals = {module: sum(n for m, n in zip(modules, sizes, strict=True) if m == module) for module in ends}
@@ -187,7 +187,7 @@ class GradientEmbedding(Query):
         owner = [names.index(key) for key in keys]
         entries = [sum(size for size, g in zip(sizes, owner, strict=True) if g == group) for group in range(len(names))]
         roots = np.sqrt(entries)
-        # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)); a little more, so that a whole number is not rounded down
+        # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a whole number.
         widths = [int(width) for width in self.basis_size * roots / roots.sum() + 1e-9]
         members = [[path for path, g in zip(paths, owner, strict=True) if g == group] for group in range(len(names))]
         texts = [f"{part[0]!r}" if len(part) == 1 else f"the leaves {part[0]!r} to {part[-1]!r}" for part in members]
@@ -196,13 +196,13 @@ class GradientEmbedding(Query):
             if not 1 <= width <= min(anchors, total):
                 raise ValueError(
                     f"basis_size={self.basis_size} over {len(widths)} groups gives {width} directions to {text}, which "
-                    f"needs 1 to {min(anchors, total)}: a gradient there has {total} entries, and there are {anchors} "
+                    f"needs 1 to {min(anchors, total)}. A gradient there has {total} entries, and there are {anchors} "
                     "anchors. Change basis_size, the number of anchors, or groups."
                 )
         return _Layout(structure, [leaf.shape for leaf in leaves], owner, widths, texts)
 
     def _random(self, params: Any, step: Any) -> list[jax.Array]:
-        """L before the first power iteration."""
+        """Returns L before the first power iteration."""
         layout, key = self._layout(params), jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
         leaves = jax.tree.leaves(moving_params(self.gradient, params))
         return [
@@ -220,17 +220,17 @@ class GradientEmbedding(Query):
         return _rows(self.gradient.per_example(params, chunk, key=key).grads)
 
     def _project(self, params: Any, basis: list[jax.Array], chunk: Any) -> list[jax.Array]:
-        """A L for the rows of A that belong to a chunk: [m, k_g] per group."""
+        """Returns A L for the rows of A that belong to a chunk, [m, k_g] per group."""
         return self._layout(params).embed(self._anchor_gradients(params, chunk), basis)
 
     def _add_power(self, params: Any, basis: list[jax.Array], image: list[jax.Array], chunk: Any) -> list[jax.Array]:
-        """image + A^T (A L), with the rows of A that belong to a chunk."""
+        """Returns image + A^T (A L), with the rows of A that belong to a chunk."""
         layout, a = self._layout(params), self._anchor_gradients(params, chunk)
         al = layout.embed(a, basis)
         return [x + _dot(rows.T, al[group]) for x, rows, group in zip(image, a, layout.owner, strict=True)]
 
     def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
-        """Orthonormal columns in every group."""
+        """Makes the columns of every group orthonormal."""
         layout, basis = self._layout(params), list(image)
         for group in range(len(layout.widths)):
             members = [i for i, owner in enumerate(layout.owner) if owner == group]
@@ -242,7 +242,7 @@ class GradientEmbedding(Query):
 
 
 def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`repeatable`, which cannot be nested; inside another program, plainly a part of it."""
+    """Compiles with `repeatable`, which cannot be nested. Inside another program it calls the function directly."""
     jitted = repeatable(function)
 
     def call(*args: Any) -> Any:
@@ -253,14 +253,14 @@ def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gram_schmidt(columns: jax.Array) -> jax.Array:
-    """Orthonormal columns [p, k] with the span of the given ones; zero for one that depends on those before it.
+    """Returns orthonormal columns [p, k] with the span of the given ones. A dependent column becomes zero.
 
-    Projecting out twice is enough for float32 (Giraud et al. 2005). Not `jnp.linalg.qr`: on CPU its bits depend on how
-    many threads LAPACK takes, and a replayed step must see the same basis. Not finite counts as dependent: NaN in the
-    basis would show which batches are empty.
+    Projecting out twice is enough for float32 (Giraud et al. 2005). `jnp.linalg.qr` does not fit: on CPU its bits
+    depend on the number of LAPACK threads, and a replayed step must see the same basis. A column that is not finite
+    counts as dependent, because NaN in the basis shows which batches are empty.
     """
     scale = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
-    columns = columns / jnp.where(scale > 0, scale, 1)  # squares of high powers overflow
+    columns = columns / jnp.where(scale > 0, scale, 1)  # Squares of high powers overflow.
 
     def add(j: jax.Array, q: jax.Array) -> jax.Array:
         v = columns[:, j]
@@ -275,7 +275,7 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
 
 
 def _rows(grads: Any) -> list[jax.Array]:
-    """[B, p_leaf] per trainable leaf."""
+    """Returns [B, p_leaf] per trainable leaf."""
     return [g.reshape(len(g), -1) for g in jax.tree.leaves(grads)]
 
 
@@ -308,38 +308,37 @@ def gep(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """DP-SGD in which embeddings of gradients in a public subspace, and what is left of them, get noise of their own.
+    """Returns a trainer for DP-SGD in which gradient embeddings in a public subspace and residuals get separate noise.
 
     Args:
-      loss_fn, optimizer, sampler, options: as in `dp_sgd`; `engine` does not apply, `clip_rule` does to both parts. A
-        physical batch needs memory for its per-example gradients, twice.
-      clip_norm: C_0, of the embedding. Yu et al. use 5, and 2 for C_1.
-      residual_clip_norm: C_1, of the residual.
-      noise_multiplier: z of the whole step, or a public schedule; Yu et al.'s sigma is z sqrt(2) with equal shares.
-      anchors: PUBLIC examples, a pytree with leading axis [m] of what `loss_fn` takes. They must share no record with
-        private or test data. Labels may be random: Yu et al. draw them.
-      basis_size: k, directions in total; group g gets floor(k sqrt(p_g) / sum_h sqrt(p_h)).
-      groups: at most so many groups of modules that are neighbours in the order of their paths (alphabetical in Flax,
-        not that of the network); or a function from a leaf's path to its group.
-      power_iterations: passes over the anchors per basis.
-      basis_every: steps between new bases; 1 as published. A basis that is kept is part of every checkpoint.
-      residual_share: b^2, the part of the step's privacy that the residual gets; 0.5 is the same multiplier for both,
-        0 drops the residual (B-GEP).
+      loss_fn, optimizer, sampler, options: As in `dp_sgd`. `engine` has no effect. `clip_rule` applies to embedding and
+        residual. A physical batch needs twice the memory of its per-example gradients.
+      clip_norm: C_0, the clip norm of the embedding. Yu et al. use 5, and 2 for C_1.
+      residual_clip_norm: C_1, the clip norm of the residual.
+      noise_multiplier: z, for the whole step, or a public schedule. Yu et al.'s sigma is z sqrt(2) with equal shares.
+      anchors: PUBLIC examples, a pytree with leading axis [m] of examples for `loss_fn`. They must share no record with
+        private or test data. Labels may be random, as in Yu et al.
+      basis_size: k, the total number of directions. Group g gets floor(k sqrt(p_g) / sum_h sqrt(p_h)) of them.
+      groups: The maximal number of groups, or a function from a leaf's path to its group. Modules of a group are
+        neighbours in the order of their paths, which in Flax is alphabetical and not the order of the network.
+      power_iterations: The number of passes over the anchors per basis.
+      basis_every: The number of steps between new bases, 1 as published. A basis that is kept is in every checkpoint.
+      residual_share: b^2, the share of the step's privacy that the residual gets. 0.5 gives both parts the same
+        multiplier. 0 drops the residual (B-GEP).
 
     Raises:
-      ValueError: an argument is out of range; no anchors; a basis larger than the rank of the anchors' gradients
-        (in `init`).
+      ValueError: An argument is out of range or there are no anchors. In `init`, the anchors do not span the basis.
 
     Formal guarantees:
       As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)), on one sample for embedding and residual together. The
-      basis is a function of the anchors, public randomness and the parameters: post-processing. That B is orthonormal
-      matters for utility only, not for the guarantee.
+      basis is a function of the anchors, public randomness and the parameters, so it is post-processing. The guarantee
+      does not need an orthonormal B. Only utility does.
     """
     leaves = jax.tree.leaves(anchors)
     if not leaves or any(jnp.ndim(x) == 0 for x in leaves) or len({len(x) for x in leaves}) != 1 or not len(leaves[0]):
         shapes = [jnp.shape(x) for x in leaves]
         raise ValueError(
-            f"anchors must be public examples with a leading axis [m], m >= 1, the same for all leaves; got shapes "
+            "anchors must be public examples with one leading axis [m], m >= 1, for all leaves, got shapes "
             f"{shapes}. Without public data use dp_sgd."
         )
     check_clip_norm("residual_clip_norm", residual_clip_norm)
@@ -350,7 +349,7 @@ def gep(
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
     if not 0 <= residual_share < 1:
-        raise ValueError(f"residual_share must be in [0, 1), got {residual_share}; 0 drops the residual.")
+        raise ValueError(f"residual_share must be in [0, 1), got {residual_share}. 0 drops the residual.")
 
     def make_query(gradient: ClippedGrad) -> GradientEmbedding:
         size = options.get("physical_batch_size", 1)

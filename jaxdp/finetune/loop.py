@@ -1,13 +1,13 @@
-"""The private training loop: ledger, checkpoints, crash recovery, evaluation.
+"""The private training loop with ledger, checkpoints, crash recovery and evaluation.
 
-A run is cut into chunks of `checkpoint_every` steps. Each chunk is one release of the till (`jaxdp.release`): its bits
-are determined by the compiled program, the data, the public settings, the step numbers and the state it starts from;
-its noise, batches and augmentation are drawn from streams of its own secret. Hence
+A run is cut into chunks of `checkpoint_every` steps. Each chunk is one release of the till (`jaxdp.release`). The
+compiled program, the data, the public settings, the step numbers and the state at its start determine its bits. Its
+noise, batches and augmentation come from streams of its own secret. Therefore:
 
-* a chunk that is run again after a crash repeats the same computation bit for bit, and is not charged twice;
-* if anything is different, noise and batches are fresh, and the ledger charges again.
+* A chunk that runs again after a crash repeats the same computation bit for bit, and is not charged twice.
+* If anything differs, noise and batches are fresh, and the ledger charges again.
 
-The whole rest of the run is held in the ledger before its first chunk: a run that does not fit spends nothing.
+The ledger holds the whole rest of the run before the first chunk, so that a run that does not fit spends nothing.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jaxdp.release import Checkpoints, Release, Till, stream
 from jaxdp.report import MetricsWriter
 from jaxdp.transforms.noise import PrivatizeState
 
-# A hold of a run that died lapses after so many seconds; each chunk renews it.
+# The hold of a dead run lapses after this many seconds. Each chunk renews it.
 _HELD_SECONDS = 3600.0
 
 
@@ -44,48 +44,47 @@ def fit(
     seed: bytes | None = None,
     progress: bool = True,
 ) -> TrainState:
-    """Runs `steps` steps of private training, or what is left of them after a crash.
+    """Runs `steps` steps of private training, or the rest of them after a crash.
 
     Args:
-      trainer: from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
-      params: parameters to start from; read only when the run starts for the first time.
-      source: the private examples; `len(source)` must be the sampler's `num_examples`.
-      steps: total number of steps.
-      account: `ledger.account(name)` of the registered data set that pays.
-      workdir: directory of the run: checkpoints, metrics, notes of charges, and the secret seed of an unfinished chunk.
-        None keeps nothing and cannot resume.
-      checkpoint_every: steps per chunk; also how often `evaluate` runs.
-      evaluate: `evaluate(params) -> {name: number}` on public or held-out data, called with the moving average if
-        there is one; what it reads must not be the private data (see `charged_accuracy` for that).
-      delta: at which the ledger's epsilon is written to the metrics; by default that of the registered budget.
-      seed: 16 secret bytes; default OS entropy, fresh for every chunk. Give one only to reproduce a run in a test.
-      progress: show a progress bar on stderr.
+      trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
+      params: The first parameters. A resumed run does not read them.
+      source: The private examples. `len(source)` must be the sampler's `num_examples`.
+      steps: The total number of steps.
+      account: The account that is charged, `ledger.account(name)` of the registered data set.
+      workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
+        chunk. None keeps nothing and cannot resume.
+      checkpoint_every: The number of steps per chunk. `evaluate` runs after every chunk.
+      evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is one. It must read
+        public or held-out data only. For private data see `charged_accuracy`.
+      delta: The delta of the epsilon in the metrics. The default is the delta of the registered budget.
+      seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to reproduce a test.
+      progress: Whether to show a progress bar on stderr.
 
     Returns:
       The state after the last step.
 
     Raises:
-      BudgetExceeded: before the first chunk, if the rest of the run does not fit. Nothing is computed or charged. What
-        an earlier call has done stays in the workdir.
-      ValueError: source and sampler differ in size, the workdir holds a run with more steps than asked for or is in
-        use by another process, its newest checkpoint is damaged, or neither the account nor the caller has a delta.
+      BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
+      ValueError: source and sampler differ in size. The workdir has a run with more than `steps` steps, another process
+        uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
 
     Formal guarantees:
-      At any instant, whatever the process has computed on private data was reserved in the ledger before. On one
-      device, a run that is killed and resumed repeats the interrupted chunk bit for bit, and with a given `seed` ends
-      bit-identical to one that is not killed. A loss that calls back to Python is not repeated: its interrupted chunk
-      is charged again. No secret is left when the call returns, or fails between two chunks.
+      At any instant the ledger has reserved the budget for everything that the process has computed on private data. On
+      one device, a run that is killed and resumed repeats the interrupted chunk bit for bit. With a given `seed` it
+      ends bit-identical to a run that is not killed. A loss that calls back to Python is not repeated: its interrupted
+      chunk is charged again. No secret is left when the call returns, or when it fails between two chunks.
     """
     trainer.check(source)
     if checkpoint_every < 1 or steps < 0:
-        raise ValueError(f"need checkpoint_every >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
-    account.epsilon(delta=delta)  # raises now rather than after a chunk was paid for
+        raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
+    account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
     with Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
         state, first = files.restore(trainer.init(params))
         if first > steps:
-            raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}; use a new workdir.")
+            raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}. Use a new workdir.")
         till.settle([account])
-        texts: list[str] = []  # of the program, which is the same for all chunks
+        texts: list[str] = []  # All chunks share one program.
         with tqdm(total=steps, initial=first, desc="training", unit="step", disable=not progress) as bar:
 
             def keep(result: _Result) -> None:
@@ -108,12 +107,12 @@ def fit(
                     charges=[(pays, trainer.event(first, last))],
                     facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
                     programs=lambda: programs(start),
-                    deterministic=True,  # the trainer compiles its steps so
+                    deterministic=True,  # The trainer compiles its steps with `repeatable`.
                     compute=lambda secret: _run(trainer, start, source, secret, last - first, bar),
                     keep=keep,
                 )
 
-            # A chunk that was interrupted is paid for: it needs no room.
+            # An interrupted chunk has been charged and needs no room.
             paid = first < steps and account.paid(till.token(chunk(account, state, first)))
             rest = trainer.event(min(first + checkpoint_every, steps) if paid else first, steps)
             with account.hold(rest, key=till.name, seconds=_HELD_SECONDS) as hold:
@@ -129,7 +128,7 @@ _Result = tuple[TrainState, list[dict[str, float]]]
 def _run(
     trainer: PrivateTrainer, state: TrainState, source: Source, secret: bytes, steps: int, bar: Any
 ) -> tuple[TrainState, list[dict[str, float]]]:
-    """Runs some steps, all of whose randomness comes from `secret`; returns the metrics of each step."""
+    """Runs some steps with all randomness from `secret`. Returns the state and the metrics of each step."""
     state = state._replace(
         noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
         key=stream(secret, "augmentation", impl="threefry2x32"),
@@ -143,14 +142,14 @@ def _run(
 
 
 class _Files:
-    """What a run keeps in its workdir beside what the till keeps: checkpoints and metrics."""
+    """The checkpoints and metrics of a run in its workdir."""
 
     def __init__(self, workdir: pathlib.Path | None):
         self._checkpoints: Checkpoints | None = None
         self._opened = contextlib.ExitStack()
         if workdir is None:
             return
-        with self._opened as opened:  # closes what is open if the rest fails
+        with self._opened as opened:  # closes open files if the rest fails
             self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
             self._checkpoints = opened.enter_context(contextlib.closing(Checkpoints(workdir, keep=2)))
             self._opened = opened.pop_all()
@@ -160,15 +159,15 @@ class _Files:
         self._opened.close()
 
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
-        """The newest checkpoint, or `state`; and the number of steps done."""
+        """Returns the newest checkpoint, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(_resumable(state))
-        self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
+        self._metrics.truncate_after(step)  # The run repeats these steps.
         return state._replace(**jax.device_put(saved)) if step else state, step
 
     def save(self, rows: list[dict[str, float]], state: TrainState) -> None:
-        """Makes metrics and state after a chunk durable; its keys are derived again, never stored."""
+        """Makes metrics and state after a chunk durable. The keys are derived again and never stored."""
         if self._checkpoints is None:
             return
         done = int(state.step)

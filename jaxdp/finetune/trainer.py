@@ -1,4 +1,4 @@
-"""The step that all methods of this package share, and the part in which they differ: their `Query`.
+"""The training step that all methods share, and `Query`, the part in which they differ.
 
 One step:
 
@@ -8,7 +8,7 @@ One step:
     4. read the gradient from the noisy mean                                       `Query.read`, post-processing
     5. theta <- optimizer(theta, gradient); moving average of theta                post-processing
 
-Whatever the query, a step is the event PoissonSampled(q, Gaussian(sigma)).
+A step is the event PoissonSampled(q, Gaussian(sigma)) for every query.
 """
 
 import abc
@@ -35,16 +35,16 @@ CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Query(abc.ABC):
-    """What a method asks of every batch, and how it reads the noisy answer.
+    """The sum that a method computes on every batch, and how it reads the noisy sum.
 
-    A method's guarantee rests on `sums` alone: it adds up one term per unmasked example, of L2 norm at most
-    `sensitivity("add_remove")`, each a function of that example, the parameters and `carried`. All else sees only
-    what was released and public data.
+    A method's guarantee rests on `sums` alone. It adds one term of L2 norm at most `sensitivity("add_remove")` per
+    unmasked example. Each term is a function of that example, the parameters and `carried`. Other methods see only
+    released or public values.
 
     Attributes:
-      gradient: the clipped gradient function that it is made of.
-      public: pytree of public arrays that `refresh` reads; or None.
-      refresh_every: `refresh` comes before every so many steps, step 0 included; 0 for never. Public.
+      gradient: The clipped gradient function of the query.
+      public: The pytree of public arrays that `refresh` reads, or None.
+      refresh_every: The number of steps between calls of `refresh`, which begin with step 0. 0 is never. Public.
     """
 
     gradient: ClippedGrad
@@ -53,42 +53,41 @@ class Query(abc.ABC):
 
     @abc.abstractmethod
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
-        """L2 norm that no example's contribution exceeds."""
+        """Returns the L2 norm that no example's contribution exceeds."""
 
     def init(self, params: Any) -> Any:
-        """What is carried from step to step: `carried`, a function of released values and public data, or None."""
+        """Returns the first `carried`, a function of released values and public data, or None."""
         return None
 
     def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> Any:
-        """A new `carried`."""
+        """Returns a new `carried`."""
         return carried
 
     @abc.abstractmethod
     def zeros(self, params: Any) -> Any:
-        """The sum over no examples."""
+        """Returns the sum over no examples."""
 
     @abc.abstractmethod
     def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
-        """The sum of the contributions of the unmasked examples of a batch."""
+        """Returns the sum of the contributions of the unmasked examples of a batch."""
 
     @abc.abstractmethod
     def read(self, params: Any, carried: Any, mean: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """(gradient like the trainable parameters, new `carried`, metrics) from the noisy mean of contributions."""
+        """Returns the gradient like the trainable parameters, the new `carried` and metrics, from the noisy mean."""
 
 
 class TrainState(NamedTuple):
-    """Everything a step changes.
+    """The state that a step changes.
 
     Attributes:
-      step: int32 scalar, steps done.
-      params: current parameters.
-      opt_state: of the optimizer.
-      ema: moving average of params, in float32 or wider; or None.
-      carried: what the method's query carries; or None.
-      released: the last step's gradient, along which `ascent_radius` goes; or None.
-      noise: key and step of the noise stream, from which batches are drawn too. Secret: who learns the key can
-        subtract the noise.
-      key: of augmentation and stochastic losses.
+      step: int32 scalar, the number of finished steps.
+      params: The current parameters.
+      opt_state: The state of the optimizer.
+      ema: The moving average of params in float32 or wider, or None.
+      carried: The value that the query carries from step to step, or None.
+      released: The gradient of the last step, the direction of the ascent, or None.
+      noise: The key and step of the stream of noise and batches. Secret: with the key anyone can subtract the noise.
+      key: The key of augmentation and stochastic losses.
     """
 
     step: jax.Array
@@ -103,7 +102,7 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PrivateTrainer:
-    """Private training as pure steps; made by `dp_sgd`, which documents the fields, and the other methods."""
+    """Private training as pure steps. `dp_sgd` and the other methods make it. `dp_sgd` documents the fields."""
 
     query: Query
     privatizer: Privatizer
@@ -121,32 +120,32 @@ class PrivateTrainer:
 
     def __post_init__(self) -> None:
         if self.augmult < 1 or (self.augment is None and self.augmult != 1):
-            raise ValueError(f"augmult must be at least 1, and 1 without augment; got {self.augmult}.")
+            raise ValueError(f"augmult must be at least 1, and 1 without augment, got {self.augmult}.")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1) or None, got {self.ema_decay}.")
         if not 0 <= self.ascent_radius < math.inf:
             raise ValueError(
-                f"ascent_radius must be at least 0 and finite, got {self.ascent_radius}; 0 turns the ascent off."
+                f"ascent_radius must be at least 0 and finite, got {self.ascent_radius}. 0 turns the ascent off."
             )
         object.__setattr__(self, "zeros", repeatable(self.query.zeros))
         object.__setattr__(self, "accumulate", repeatable(self._accumulate))
         object.__setattr__(self, "update", repeatable(self._update))
 
     def init(self, params: Any) -> TrainState:
-        """The state before the first step, with noise and augmentation keys from OS entropy.
+        """Returns the state before the first step, with noise and augmentation keys from OS entropy.
 
         Raises:
-          TypeError: a leaf of params is not an array.
+          TypeError: A leaf of params is not an array.
           ValueError: params do not suit the method's query.
         """
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise TypeError(
-                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {name!r}; close loss_fn over it "
+                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {name!r}. Close loss_fn over it "
                     "instead (Equinox: eqx.partition(model, eqx.is_array), NNX: nnx.split)."
                 )
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # no weak types: they would retrace
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # weak types retrace
         moving = moving_params(self.query.gradient, params)
         key = stream(new_seed(), "augmentation", impl="threefry2x32")
         return TrainState(
@@ -161,44 +160,44 @@ class PrivateTrainer:
         )
 
     def check(self, source: Source) -> None:
-        """Raises ValueError if `source` is not of the size that the sampler draws from."""
+        """Raises ValueError if `source` and the sampler differ in size."""
         if len(source) != self.sampler.num_examples:
             raise ValueError(
-                f"source has {len(source)} examples but the sampler was made for {self.sampler.num_examples}: "
-                "the event would not describe what happens. Make the sampler from len(source)."
+                f"source has {len(source)} examples, but the sampler draws from {self.sampler.num_examples}. Its event "
+                "does not describe training on this source. Make the sampler from len(source)."
             )
 
     def drawn(self, state: TrainState) -> np.ndarray:
-        """The examples of the next step, [B] indices; private.
+        """Returns the private indices [B] of the examples of the next step.
 
-        They depend on the run's noise key and the step only, not on the sampler's own seed: two runs that shared their
-        batches would cost more than the ledger's composition of independently sampled steps.
+        They depend only on the run's noise key and the step, not on the sampler's own seed. Two runs that share their
+        batches cost more than the ledger's composition of independently sampled steps.
         """
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
         seed = derive(words.tobytes(), "jaxdp sampling")
         return dataclasses.replace(self.sampler, seed=seed).batch(int(step))
 
     def step(self, state: TrainState, source: Source) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step on a batch of `source`.
+        """Takes one step on a batch of `source`.
 
-        The metrics are functions of what is released: they cost nothing beyond the step's event.
+        The metrics are functions of the released values and cost nothing beyond the step's event.
 
         Raises:
-          ValueError: as `check`.
+          ValueError: As in `check`.
         """
         self.check(source)
         state = self.refreshed(state)
         return self.update(state, self.sums(state, source, self.drawn(state)))
 
     def refreshed(self, state: TrainState) -> TrainState:
-        """The state as a step sees it: what the query carries is renewed if that is due."""
+        """Returns the state with a refreshed `carried` if that is due."""
         every = self.query.refresh_every
         if not every or int(jax.device_get(state.step)) % every:
             return state
         return state._replace(carried=self.query.refresh(state.params, state.carried, state.step, self.query.public))
 
     def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:
-        """The sum of the contributions of some examples, [B >= 0] indices into `source`; private, without noise."""
+        """Sums the contributions of the examples at `rows`, [B >= 0] indices into `source`. Private, without noise."""
         indices, masks = pad_to_physical(rows, self.physical_batch_size)
         sums = self.zeros(state.params)
         for part, (physical, mask) in enumerate(zip(indices, masks, strict=True)):
@@ -207,16 +206,16 @@ class PrivateTrainer:
         return sums
 
     def event(self, first: int, last: int) -> DpEvent:
-        """The privacy event of steps first, ..., last - 1."""
+        """Returns the privacy event of steps first, ..., last - 1."""
         if not 0 <= first <= last:
-            raise ValueError(f"event needs 0 <= first <= last, got first={first}, last={last}.")
+            raise ValueError(f"first and last must satisfy 0 <= first <= last, got first={first}, last={last}.")
         if not callable(self.privatizer.noise_multiplier):
             return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
-        """The compiled steps as StableHLO: equal text, data and keys give equal results on equal devices."""
+        """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
         rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
         batch = (source.gather(rows[0]), masks[0], np.uint32(0))
         sums = jax.eval_shape(self.zeros, state.params)
@@ -249,10 +248,10 @@ class PrivateTrainer:
         params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
         ema = state.ema
         if self.ema_decay is not None:
-            # De et al. 2022, appendix C: the average forgets its start, decay_t = min(decay, (1 + t) / (10 + t)).
+            # De et al. 2022, appendix C: decay_t = min(decay, (1 + t) / (10 + t)) gives the start little weight.
             t = state.step.astype(jnp.float32)
             decay = jnp.minimum(self.ema_decay, (1 + t) / (10 + t))
-            # In this form frozen parameters stay as they are, to the bit.
+            # This form keeps frozen parameters bit for bit.
             ema = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old) if _floating(new) else new, ema, params)
         released = gradient if self.ascent_radius else None
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
@@ -260,15 +259,15 @@ class PrivateTrainer:
 
 
 def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
-    """Returns what a run of `steps` steps costs, whatever the method; for `calibrate_noise`, before there is a trainer.
+    """Returns the event of `steps` steps of any method, for `calibrate_noise` before there is a trainer.
 
-    A schedule of noise costs what `PrivateTrainer.event` says (`calibrate_schedule`).
+    A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
     """
     return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments that every method passes on; `dp_sgd` documents them."""
+    """The keyword arguments that every method passes on. `dp_sgd` documents them."""
 
     physical_batch_size: Required[int]
     augment: Callable[[jax.Array, Any], Any] | None
@@ -291,7 +290,7 @@ def make_trainer(
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer from the query that a method makes of a clipped gradient function; arguments as `dp_sgd`."""
+    """Returns a trainer for the query that a method makes from a clipped gradient. Arguments as in `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
     rest: dict[str, Any] = {**options}
     if rest.get("physical_batch_size", 1) < 1:
@@ -304,31 +303,31 @@ def make_trainer(
 
 
 def check_clip_norm(name: str, value: float) -> None:
-    """Raises ValueError for a clip norm by which a contribution cannot be divided in float32."""
+    """Raises ValueError for a clip norm by which float32 cannot divide a contribution."""
     least, most = CLIP_NORMS
     if not least <= value <= most:
         raise ValueError(
-            f"{name} must be between {least:g} and {most:g}, got {value}: noise cannot hide an unbounded gradient, and "
+            f"{name} must be between {least:g} and {most:g}, got {value}. Noise cannot hide an unbounded gradient, and "
             "float32 squares must neither overflow nor underflow."
         )
 
 
 def repeatable(function: Callable[..., Any]) -> Any:
-    """`jax.jit` for what a repeated step computes: the same bits, or the same noise would fall on another gradient.
+    """Compiles a function so that a repeated step has the same bits. Otherwise one noise falls on two gradients.
 
-    XLA's GPU backend promises that on request only; the others always do.
+    XLA's GPU backend promises this only on request. The other backends always do.
     """
     options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
     return jax.jit(function, compiler_options=options)
 
 
 def moving_params(gradient: ClippedGrad, params: Any) -> Any:
-    """What the optimizer sees of the parameters: those that are trained, as wide as their gradients."""
+    """Returns the trained parameters, each at least as wide as float32, as the optimizer sees them."""
     return jax.tree.map(_wide, gradient.trainable_params(params))
 
 
 def _ascended(params: Any, direction: Any, radius: float) -> Any:
-    """params + radius * direction / ||direction||; params where the direction is zero, as before the first step.
+    """Returns params + radius * direction / ||direction||. A zero direction, as before the first step, changes nothing.
 
     DP-SAT (Park et al. 2023, "Differentially private sharpness-aware training"): the direction was released one step
     ago, so the ascent costs no privacy and no second gradient.

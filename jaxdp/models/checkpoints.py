@@ -1,6 +1,6 @@
 """Public checkpoints of ViTs, DeiTs, Swins, ConvNeXts and CIFAR ResNets, read under the names of their publishers.
 
-Each naming is a row of `NAMINGS`: a table from our modules to the names in the file. The table is complete: a tensor
+Each naming is a row of `NAMINGS`, a table from our modules to the names in the file. The table is complete: a tensor
 that is missing, superfluous or of another shape is an error.
 """
 
@@ -35,12 +35,12 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def _from_torch(path: str, array: np.ndarray) -> np.ndarray:
-    """PyTorch keeps the axes (out, in, *spatial), we (*spatial, in, out)."""
+    """Moves PyTorch's axes (out, in, *spatial) to ours, (*spatial, in, out)."""
     return np.moveaxis(array, (0, 1), (-1, -2)) if path.endswith("/kernel") else array
 
 
 def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
-    """The original Flax files are like ours, but for the axis of heads in attention: (D, heads, D / heads)."""
+    """Merges the axis of heads in attention, (D, heads, D / heads). Otherwise the original Flax files are like ours."""
     if path.endswith("attention/out/kernel"):
         return array.reshape(-1, array.shape[-1])
     if re.search("attention/(query|key|value)/", path):
@@ -50,16 +50,16 @@ def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
-    """How a publisher names tensors.
+    """A publisher's names of tensors.
 
     Attributes:
-      signature: a tensor that only this naming has.
+      signature: A tensor that only this naming has.
       tables: (beginning of our paths, beginning of the names in the file, {ends of the paths: ends of the names}). A
-        path is that of a module or of a parameter. A star stands for one number or word, the same on both sides. A
-        name with "[*]" is a tensor that stacks query, key and value along the axis of outputs. The first match counts.
-      ignored: tensors, with such stars, that may be in the file and take no part in classification.
-      attributes: what the naming says about the model's attributes.
-      leaves: our name of a module's parameter to the end of its name in the file.
+        path leads to a module or a parameter. A star stands for one number or word, the same on both sides. A name with
+        "[*]" is a tensor that stacks query, key and value along the axis of outputs. The first match counts.
+      ignored: Tensors, with such stars, that may be in the file and take no part in classification.
+      attributes: The attributes of the model that the naming implies.
+      leaves: Our name of a module's parameter to the end of its name in the file.
       convert: `convert(our path, array of the file) -> our array`.
     """
 
@@ -71,7 +71,7 @@ class Naming:
     convert: Callable[[str, np.ndarray], np.ndarray] = _from_torch
 
     def find(self, path: str) -> tuple[str, str] | None:
-        """Returns the name in the file of our variable, and which part of that tensor it is: "" for all of it."""
+        """Returns the name of our variable in the file, and the part of that tensor ("" for the whole tensor)."""
         leaf = f"(?:/({'|'.join(self.leaves)}))?"
         for ours, theirs, names in self.tables:
             for end, their_end in names.items():
@@ -112,9 +112,9 @@ def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
     )
 
 
-# The first whose signature is in the file is what "auto" takes.
+# "auto" takes the first naming whose signature is in the file.
 NAMINGS: Mapping[str, Naming] = {
-    # "hf" is transformers; hf_deit is without the teacher's head: ViT(distilled=True, distilled_head=False).
+    # "hf" is transformers. hf_deit lacks the teacher's head: ViT(distilled=True, distilled_head=False).
     "hf_vit": _hugging_face_vit("vit", "vit.embeddings.cls_token", head="classifier"),
     "hf_deit_teacher": _hugging_face_vit(
         "deit", "distillation_classifier.weight", head="cls_classifier", head_distilled="distillation_classifier"
@@ -138,7 +138,7 @@ NAMINGS: Mapping[str, Naming] = {
             ("stage_*_block_*/attention/position_bias", f"{_SELF}.relative_position_bias_table", {"": ""}),
             ("stage_*_block_*/", "swin.encoder.layers.*.blocks.*.", _HUGGING_FACE_BLOCK),
             ("stage_*_block_*/attention/*", f"{_SELF}.*", {"": ""}),
-            # A merging ends a stage in the file, and begins the next in ours.
+            # A merging ends a stage in the file and begins the next stage in our model.
             *((f"stage_{k + 1}_merge/*", f"swin.encoder.layers.{k}.downsample.*", {"": ""}) for k in range(3)),
             ("", "", {"norm": "swin.layernorm", "head": "classifier"}),
         ),
@@ -225,11 +225,11 @@ class Pretrained:
     """A public model that takes images in [0, 1] and normalises them itself.
 
     Attributes:
-      model: Linen module; sees normalised images only.
-      params: nested dicts of float32 arrays; all that is trained or adapted.
-      preprocessing: what the checkpoint expects.
-      constants: the other collections by name, such as "batch_stats" with the mean and variance of every
-        `FrozenBatchNorm`; nothing changes them.
+      model: The Linen module. It sees normalised images only.
+      params: Nested dicts of float32 arrays, all parameters that are trained or adapted.
+      preprocessing: The preprocessing that the checkpoint expects.
+      constants: The other collections by name, such as "batch_stats" with the mean and variance of every
+        `FrozenBatchNorm`. They never change.
     """
 
     model: nn.Module
@@ -238,8 +238,10 @@ class Pretrained:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def apply_fn(self, params: Mapping[str, Any], images: jax.Array) -> jax.Array:
-        """Maps floating-point images [B, S, S, C] in [0, 1], as `preprocessing.prepare` makes them, to float32 logits
-        [B, num_classes]. `params` are those of this object, or a trained or adapted copy."""
+        """Maps images, floating point [B, S, S, C] in [0, 1] as `preprocessing.prepare` returns, to logits.
+
+        The logits are float32 [B, num_classes]. `params` has the structure of `self.params`.
+        """
         logits: Any = self.model.apply({**self.constants, "params": params}, self.preprocessing.normalise(images))
         return logits
 
@@ -257,23 +259,23 @@ def load_checkpoint(
     `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file. For a new head, build that model
     and call `dataclasses.replace(pretrained, model=..., params=merge_pretrained(fresh, pretrained.params))`.
 
-    The model's attributes are checked against what the file and its neighbours say. No file says which activation is
-    used, and none in the namings of timm and PyTorch how many heads a ViT has (published ViTs and DeiTs: width / 64).
+    The file and its neighbours must agree with the model's attributes. No file states the activation. The namings of
+    timm and PyTorch do not state the number of heads of a ViT either (published ViTs and DeiTs: width / 64).
 
     Args:
-      path: a .safetensors or .npz file. Other formats hold pickles and are not read.
-      model: for example `create("vit_b16", num_classes=1000, norm_epsilon=1e-12)`; fixes every name and shape.
-      naming: a key of `NAMINGS`, or "auto" to recognise it from the names in the file.
-      preprocessing: normalisation and size the checkpoint was trained with. None takes 0.5 for augreg files, for others
-        what Hugging Face's preprocessor_config.json or timm's config.json beside the file says.
-      limits: on the bytes of its arrays; `Limits()` by default.
+      path: A .safetensors or .npz file. Other formats hold pickles and are not read.
+      model: The model, which fixes every name and shape, for example
+        `create("vit_b16", num_classes=1000, norm_epsilon=1e-12)`.
+      naming: A key of `NAMINGS`, or "auto" to recognise it from the names in the file.
+      preprocessing: The normalisation and size of the checkpoint's training. None takes 0.5 for augreg files. For
+        others it reads Hugging Face's preprocessor_config.json or timm's config.json beside the file.
+      limits: The limit on the bytes of its arrays. The default is `Limits()`.
 
     Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if its format or naming is unknown; if tensors are missing, superfluous or of another shape (all are
-        listed; position embeddings are not interpolated); if the model's attributes or the given normalisation
-        contradict what the file says; if nothing says what the normalisation is; if the file is damaged, exceeds a
-        limit, or has a value that is NaN or infinite.
+      FileNotFoundError: There is no such file.
+      ValueError: The format or naming is unknown. Tensors are missing, superfluous or of another shape (the message
+        lists all, and position embeddings are not interpolated). The model's attributes or the given normalisation
+        contradict the files. No file states the normalisation. The file is damaged, exceeds a limit, or is not finite.
     """
     path = Path(path)
     tensors = _read(path, limits)
@@ -289,7 +291,7 @@ def load_checkpoint(
 
 def _read(path: Path, limits: Limits | None) -> Tensors:
     if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)!r}")
+        raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)!r}.")
     if path.suffix == ".npz":
         tensors = read_npz(path, remedy=_REMEDY, limits=limits)
         check_finite(tensors, path, _REMEDY)
@@ -297,7 +299,7 @@ def _read(path: Path, limits: Limits | None) -> Tensors:
     if path.suffix == ".safetensors":
         return {name: np.asarray(x) for name, x in load_tensors(path, remedy=_REMEDY, limits=limits).items()}
     raise ValueError(
-        f"path must end in .safetensors or .npz, got {path.name!r}; convert other formats, which are pickles"
+        f"path must end in .safetensors or .npz, got {path.name!r}. Convert other formats, which hold pickles."
     )
 
 
@@ -309,16 +311,16 @@ def _recognise(naming: str, tensors: Tensors) -> str:
     if naming in NAMINGS:
         return naming
     if naming != "auto":
-        raise ValueError(f"unknown naming {naming!r}; there are auto, {', '.join(NAMINGS)}")
+        raise ValueError(f"unknown naming {naming!r}. There are auto, {', '.join(NAMINGS)}.")
     for name, known in NAMINGS.items():
         if known.signature in tensors:
             return name
-    some = f"names such as {', '.join(sorted(tensors)[:5])}; is it a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet?"
-    raise ValueError(f"no naming of {', '.join(NAMINGS)} has {some}")
+    some = f"names such as {', '.join(sorted(tensors)[:5])}. Give a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet"
+    raise ValueError(f"no naming of {', '.join(NAMINGS)} has {some}.")
 
 
 def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module) -> None:
-    """Compares what naming, Hugging Face's config.json and shapes say with the model, where it has the attribute."""
+    """Compares the naming, Hugging Face's config.json and the shapes with the attributes that the model has."""
     stated = dict(NAMINGS[naming].attributes)
     known = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
     stated |= {ours: config[theirs] for theirs, ours in known.items() if theirs in config}
@@ -330,11 +332,11 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
         if getattr(model, name, value) != value
     ]
     if wrong:
-        raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}")
+        raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}.")
 
 
 def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
-    """What the files say; raises an error of some kind where they say something unusual."""
+    """Returns the preprocessing that the files state. Raises errors of several types for unusual statements."""
     if timm := _read_json(path.with_name("config.json")).get("pretrained_cfg"):
         return from_timm(timm)
     if hugging_face := _read_json(path.with_name("preprocessor_config.json")):
@@ -347,30 +349,29 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
 
 
 def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tensors) -> Preprocessing:
-    """What the caller gives, as long as it does not contradict the checkpoint; else what the checkpoint states."""
+    """Returns the given preprocessing, if it does not contradict the checkpoint, or the stated one."""
     stated, reason = None, "no file says how this checkpoint normalises images"
     try:
         stated = _stated_preprocessing(path, naming, tensors)
     except Exception as error:
-        reason = f"what is beside {path.name!r} says {error}"
+        reason = f"the files beside {path.name!r} cannot be used ({error})"
     chosen = given or stated
     if chosen is None:
         raise ValueError(
-            f"preprocessing must be given, since {reason}. Common values: augreg ViTs (google/vit-*, timm's "
-            "vit_*.augreg_*) have mean = std = (0.5, 0.5, 0.5); DeiT, Swin, ConvNeXt and cifar_resnet have "
-            f"mean={IMAGENET_MEAN}, std={IMAGENET_STD}. "
-            "For example preprocessing=Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248)"
+            f"preprocessing must be given, since {reason}. Most augreg ViTs (google/vit-*, timm's vit_*.augreg_*) need "
+            "Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248). DeiT, Swin, ConvNeXt and "
+            f"cifar_resnet need mean={IMAGENET_MEAN}, std={IMAGENET_STD}."
         )
     if stated and not np.allclose([*chosen.mean, *chosen.std], [*stated.mean, *stated.std], atol=1e-3):
         raise ValueError(
             f"preprocessing has mean={chosen.mean}, std={chosen.std}, but the checkpoint was trained with "
-            f"mean={stated.mean}, std={stated.std}"
+            f"mean={stated.mean}, std={stated.std}."
         )
     return chosen
 
 
 def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing) -> dict[str, Any]:
-    """Our collections from the tensors of a file; a ValueError lists everything that does not fit."""
+    """Returns our collections from the tensors of a file. A ValueError lists everything that does not fit."""
     images = jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     rules, used, problems = NAMINGS[naming], set[str](), list[str]()
@@ -378,7 +379,7 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
     for (collection, *keys), expected in flatten_dict(variables).items():
         path = "/".join(keys)
         if (found := rules.find(path)) is None:
-            problems.append(f"{path} of the model: the naming {naming!r} has no such variable")
+            problems.append(f"{path} of the model: not in the naming {naming!r}")
             continue
         name, part = found
         used.add(name)
@@ -388,7 +389,7 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
         try:
             stacked = np.split(given, 3)[("query", "key", "value").index(part)] if part else given
             array = rules.convert(path, stacked)
-        except (ValueError, IndexError, TypeError):  # not even the number of axes fits
+        except (ValueError, IndexError, TypeError):  # The number of axes does not fit.
             array = None
         if array is None or array.shape != expected.shape:
             problems.append(f"{name}: shape {given.shape} does not fit {path} {expected.shape}")
@@ -401,8 +402,8 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
             problems.append(f"{name}: superfluous, shape {tensors[name].shape}")
     if problems:
         raise ValueError(
-            f"the checkpoint (naming {naming!r}) does not fit the model at {preprocessing.size}x{preprocessing.size}; "
-            "build the model of the checkpoint, at its image size (position embeddings are not interpolated):\n  "
+            f"the checkpoint (naming {naming!r}) does not fit the model at {preprocessing.size}x{preprocessing.size}. "
+            "Build the model of the checkpoint at its image size (position embeddings are not interpolated):\n  "
             + "\n  ".join(problems)
         )
     return unflatten_dict(translated)

@@ -1,4 +1,4 @@
-"""Small convolutional network for small images, in the style of Papernot et al. 2021 (arXiv:2007.14191)."""
+"""A small convolutional network for small images, in the style of Papernot et al. 2021 (arXiv:2007.14191)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,23 +11,23 @@ from jaxdp.models.layers import Norm, normalise_channels
 
 
 def _halve(x: jax.Array) -> jax.Array:
-    """2x2 average pooling of [B, H, W, C]; an odd last row or column is dropped."""
+    """Averages 2x2 pixels of [B, H, W, C]. An odd last row or column is dropped."""
     batch, height, width, channels = x.shape
     if min(height, width) < 2:
-        raise ValueError(f"the image is too small to halve again at {height}x{width}; use fewer widths")
+        raise ValueError(f"the image is too small to halve again at {height}x{width}. Use fewer widths.")
     x = x[:, : height // 2 * 2, : width // 2 * 2]
     return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean(axis=(2, 4))
 
 
 class CNN(nn.Module):
-    """Per width: 3x3 convolution, optional normalisation, activation, 2x2 average pooling; then one dense layer.
+    """Convolutions with optional normalisation, activation and 2x2 average pooling each, then dense layers.
 
     Attributes:
-      widths: channels of each convolution; every one halves the image, rounding down.
-      dense: width of the hidden dense layer, 0 for none.
+      widths: The channels of each 3x3 convolution. Each halves the image, rounding down.
+      dense: The width of the hidden dense layer, 0 for none.
       norm: None, "group" or "frozen_batch".
-      groups: groups of the GroupNorm; must divide every width.
-      activation: after every convolution and the hidden dense layer. Bounded ones such as tanh clip better.
+      groups: The groups of the GroupNorm, which must divide every width.
+      activation: The activation of convolutions and hidden dense layer. Bounded ones such as tanh clip better.
     """
 
     num_classes: int

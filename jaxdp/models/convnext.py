@@ -34,12 +34,11 @@ class ConvNeXtBlock(nn.Module):
 class ConvNeXt(nn.Module):
     """ConvNeXt: a 4x4 stem, stages of blocks with 2x2 downsampling in between, mean pooling, LayerNorm, head.
 
-    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). There is no stochastic depth,
-    which does nothing at inference.
+    Every normalisation is a LayerNorm over the channels of one pixel (epsilon 1e-6). Stochastic depth is left out.
 
     Attributes:
-      widths: channels of each stage.
-      depths: blocks of each stage.
+      widths: The channels of each stage.
+      depths: The number of blocks of each stage.
     """
 
     num_classes: int
@@ -49,12 +48,12 @@ class ConvNeXt(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to float32 logits [B, num_classes]; drops what is left over by a stride."""
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes] and drops pixels left over by a stride."""
         if len(self.widths) != len(self.depths):
-            raise ValueError(f"widths and depths must have one entry per stage, got {self.widths} and {self.depths}")
+            raise ValueError(f"widths and depths must have one entry per stage, got {self.widths} and {self.depths}.")
         reduction = 4 * 2 ** (len(self.widths) - 1)
         if min(x.shape[1:3]) < reduction:
-            raise ValueError(f"the image must be at least {reduction}x{reduction}, got {x.shape[1]}x{x.shape[2]}")
+            raise ValueError(f"the image must be at least {reduction}x{reduction}, got {x.shape[1]}x{x.shape[2]}.")
 
         def norm(name: str, x: jax.Array) -> jax.Array:
             return nn.LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)

@@ -1,4 +1,4 @@
-"""Layers that the model families share. All act on each example by itself."""
+"""Layers that the model families share. Each layer acts on every example separately."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,7 +11,7 @@ Norm = Literal["group", "frozen_batch"] | None
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The exact GELU, x times the normal distribution function at x (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """Computes the exact GELU, x times the normal distribution at x (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return nn.gelu(x, approximate=False)
 
 
@@ -19,12 +19,12 @@ class FrozenBatchNorm(nn.Module):
     """Batch normalisation with fixed statistics: scale * (x - mean) / sqrt(var + epsilon) + bias.
 
     Mean and variance are constants in the collection "batch_stats", zeros and ones until a public pre-trained model
-    fills them; scale and bias are trainable. Batch statistics would mix the examples of a batch: clipping one example's
-    gradient would not bound its influence.
+    fills them. Scale and bias are trainable. Batch statistics mix the examples of a batch, so that clipping one
+    example's gradient does not bound its influence.
 
     Attributes:
-      epsilon: added to the variance.
-      dtype: computation dtype; None takes the input's.
+      epsilon: The number added to the variance.
+      dtype: The computation dtype. None takes the dtype of the input.
     """
 
     epsilon: float = 1e-5
@@ -46,10 +46,10 @@ class FrozenBatchNorm(nn.Module):
 
 
 def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array) -> jax.Array:
-    """Normalises x [B, ..., C] inside a compact module: "group" is GroupNorm, None the identity.
+    """Normalises x [B, ..., C] inside a compact module. "group" is GroupNorm, None the identity.
 
     Raises:
-      ValueError: for another norm, or if `groups` does not divide C.
+      ValueError: The norm is another one, or `groups` does not divide C.
     """
     if norm is None:
         return x
@@ -57,27 +57,27 @@ def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Ar
         return FrozenBatchNorm(dtype=dtype, name=name)(x)
     if norm == "group":
         if x.shape[-1] % groups:
-            raise ValueError(f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}")
+            raise ValueError(f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}.")
         return nn.GroupNorm(num_groups=groups, epsilon=1e-5, dtype=dtype, name=name)(x)
     raise ValueError(
-        f"norm must be 'group', 'frozen_batch' or None, got {norm!r}; batch statistics mix the examples of a batch, "
-        "which private training cannot allow"
+        f"norm must be 'group', 'frozen_batch' or None, got {norm!r}. Batch statistics mix the examples of a batch, "
+        "which breaks private training."
     )
 
 
 class WSConv(nn.Module):
     """Convolution whose kernel is standardised per output channel, with a learned gain.
 
-    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias, with mean and
-    population variance over the fan_in = height * width * input channels weights of an output channel. Weight
+    kernel' = (w - mean) * gain / sqrt(max(var * fan_in, 1e-4)), output = conv(x, kernel') + bias. Mean and population
+    variance are over the fan_in = height * width * input channels weights of an output channel. This is the weight
     standardisation of Qiao et al. 2019 as scaled in Brock et al. 2021 and used by De et al. 2022 (arXiv:2204.13650).
 
     Attributes:
-      features: output channels.
+      features: The number of output channels.
       kernel_size: (height, width).
       strides: (vertical, horizontal).
-      padding: "SAME", or pixels added on every side.
-      dtype: computation dtype of the convolution; the kernel is standardised in float32.
+      padding: "SAME", or the number of pixels added on every side.
+      dtype: The computation dtype of the convolution. The kernel is standardised in float32.
     """
 
     features: int

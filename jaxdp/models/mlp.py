@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 
 class MLP(nn.Module):
-    """Dense layers with an activation in between; the input is flattened per example.
+    """Dense layers with an activation in between. The input is flattened per example.
 
     Attributes:
-      hidden: widths of the hidden layers.
-      activation: applied after every hidden layer.
+      hidden: The widths of the hidden layers.
+      activation: The activation after every hidden layer.
     """
 
     num_classes: int

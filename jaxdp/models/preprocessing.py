@@ -1,4 +1,4 @@
-"""What must happen to an image before a public model sees it: resize, centre crop, normalisation."""
+"""The preprocessing of images for a public model: resize, centre crop, normalisation."""
 
 import dataclasses
 import math
@@ -17,16 +17,15 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Public constants that belong to a checkpoint; others cost tens of points of accuracy.
+    """Public constants that belong to a checkpoint. Other constants cost tens of points of accuracy.
 
     Attributes:
-      size: side S of the square images that the model takes.
-      mean: subtracted per channel from values in [0, 1].
-      std: divides per channel.
-      resize: before a crop of the centre to S x S, an int resizes the shorter side to it, a pair (height, width)
-        ignores the aspect ratio. None is `size`: images that were cut to S x S beforehand, such as those of ImageNet-C,
-        stay as they are.
-      interpolation: name of a Pillow filter.
+      size: The side S of the square images for the model.
+      mean: The number subtracted per channel from values in [0, 1].
+      std: The divisor per channel.
+      resize: The size before a crop of the centre to S x S. An int resizes the shorter side to it. A pair (height,
+        width) ignores the aspect ratio. None is `size`, which keeps images that are already S x S, such as ImageNet-C.
+      interpolation: The name of a Pillow filter.
     """
 
     size: int
@@ -41,22 +40,22 @@ class Preprocessing:
         for field in ("mean", "std"):
             object.__setattr__(self, field, tuple(float(value) for value in getattr(self, field)))
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
-            raise ValueError(f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}")
+            raise ValueError(f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}.")
         if not 0 < self.size <= min(self._target(1, 1)):
-            raise ValueError(f"size must be in [1, resize], got size={self.size}, resize={self.resize}")
+            raise ValueError(f"size must be in [1, resize], got size={self.size}, resize={self.resize}.")
         filters = [member.name.lower() for member in Resampling]
         if self.interpolation not in filters:
-            raise ValueError(f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}")
+            raise ValueError(f"interpolation must be one of {', '.join(filters)}, got {self.interpolation!r}.")
 
     def prepare(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
         """Resizes and crops n images [H, W, C] of possibly different sizes, uint8 or floating point in [0, 1].
 
         Returns:
-          float32 [n, S, S, C] in [0, 1], NOT normalised: `normalise` and `Pretrained.apply_fn` do that.
+          float32 [n, S, S, C] in [0, 1], NOT normalised. `normalise` and `Pretrained.apply_fn` do that.
 
         Raises:
-          ValueError: if an image has another number of axes or channels, or floating-point values outside [0, 1].
-          TypeError: if its dtype is neither uint8 nor floating point.
+          ValueError: An image has another number of axes or channels, or floating-point values outside [0, 1].
+          TypeError: The dtype of an image is neither uint8 nor floating point.
         """
         prepared = np.empty((len(images), self.size, self.size, len(self.mean)), np.float32)
         for k, image in enumerate(images):
@@ -67,28 +66,28 @@ class Preprocessing:
         """Returns (images - mean) / std of floating-point images [B, S, S, C] in [0, 1].
 
         Raises:
-          ValueError: for another shape.
-          TypeError: if the images are not floating point.
+          ValueError: The shape is another one.
+          TypeError: The images are not floating point.
         """
         if images.ndim != 4 or images.shape[1:] != (self.size, self.size, len(self.mean)):
             expected = f"[B, {self.size}, {self.size}, {len(self.mean)}]"
-            raise ValueError(f"images must be {expected}, got shape {images.shape}; see Preprocessing.prepare")
+            raise ValueError(f"images must be {expected}, got shape {images.shape}. See Preprocessing.prepare.")
         if not jnp.issubdtype(images.dtype, jnp.floating):
-            raise TypeError(f"images must be floats in [0, 1], got dtype {images.dtype}; see Preprocessing.prepare")
+            raise TypeError(f"images must be floats in [0, 1], got dtype {images.dtype}. See Preprocessing.prepare.")
         mean, std = (jnp.asarray(value, images.dtype).reshape(1, 1, 1, -1) for value in (self.mean, self.std))
         return (images - mean) / std
 
     def _prepare(self, image: np.ndarray) -> np.ndarray:
         if image.ndim != 3 or image.shape[2] != len(self.mean):
             raise ValueError(
-                f"every image must be [H, W, {len(self.mean)}], got shape {image.shape}; "
-                "a grey image becomes RGB by np.repeat(image, 3, axis=-1)"
+                f"every image must be [H, W, {len(self.mean)}], got shape {image.shape}. "
+                "Make a grey image RGB by np.repeat(image, 3, axis=-1)."
             )
         whole = image.dtype == np.uint8
         if not whole and not np.issubdtype(image.dtype, np.floating):
-            raise TypeError(f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}")
+            raise TypeError(f"images must be uint8 or floating point in [0, 1], got dtype {image.dtype}.")
         if not whole and not (image.min() >= 0 and image.max() <= 1):
-            raise ValueError("floating-point images must be in [0, 1]; give 0..255 as uint8")
+            raise ValueError("floating-point images must be in [0, 1]. Give 0..255 as uint8.")
         resized = resize(
             image if whole else image.astype(np.float32), self._target(*image.shape[:2]), self.interpolation
         )
@@ -97,7 +96,7 @@ class Preprocessing:
         return crop / np.float32(255) if whole else np.clip(crop, 0, 1)
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width before the crop."""
+        """Returns height and width before the crop."""
         if isinstance(self.resize, tuple):
             return self.resize
         short = self.size if self.resize is None else self.resize
@@ -108,14 +107,14 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
     """Reads the entry "pretrained_cfg" of timm's config.json.
 
     Raises:
-      ValueError: for a crop_mode other than "center" and "squash".
-      KeyError: if an entry is missing.
+      ValueError: crop_mode is not "center" or "squash".
+      KeyError: An entry is missing.
     """
     size = config["input_size"][-1]
     scaled = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
     if mode not in ("center", "squash"):
-        raise ValueError(f"crop_mode {mode!r} is not supported")
+        raise ValueError(f"crop_mode must be 'center' or 'squash', got {mode!r}.")
     same = {name: config[name] for name in ("mean", "std", "interpolation")}
     return Preprocessing(size=size, resize=scaled if mode == "center" else (scaled, scaled), **same)
 
@@ -123,18 +122,18 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
     """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, Swin or ConvNeXt, new or old.
 
-    As their processors do, a ViT or Swin takes the whole image whatever its aspect ratio, a DeiT the centre of such an
-    image, a ConvNeXt below 384 pixels the centre of one whose shorter side is size / crop_pct (0.875 unless stated).
+    As with their processors, a ViT or Swin takes the whole image at any aspect ratio, and a DeiT the centre of such an
+    image. A ConvNeXt below 384 pixels takes the centre of an image with shorter side size / crop_pct (default 0.875).
 
     Raises:
-      ValueError: if the images are not resized, divided by 255 and normalised.
-      KeyError: if an entry is missing.
+      ValueError: The images are not resized, divided by 255 and normalised.
+      KeyError: An entry is missing.
     """
     from PIL.Image import Resampling
 
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if not config.get(step, True):
-            raise ValueError(f"{step}=False is not supported")
+            raise ValueError(f"{step} must be true, got False. Preprocessing always resizes, rescales and normalises.")
 
     def side(entry: Any) -> int:
         return entry if isinstance(entry, int) else next(value for value in entry.values() if value)

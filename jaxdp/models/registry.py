@@ -60,35 +60,34 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     """Returns the model `name` with `num_classes` logits.
 
     Args:
-      name: a key of `MODELS`:
-        "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with norm="frozen_batch", and
-          depth=56 for example, is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
+      name: A key of `MODELS`:
+        "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and norm="frozen_batch"
+          is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
         "vit_tiny" (ours, for small images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021).
-        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021): the ViT of that size; each of the three with
-          "_distilled" adds the distillation token and its head.
+        "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled", which
+          adds the distillation token and its head.
         "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
-        "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224 images; window=12 makes those
-          for 384x384.
-      num_classes: number of logits, at least 2.
-      **kwargs: attributes of the model's class, overriding those the name implies, for example `patch_size=2`. An
-        activation may be the name of a function in `flax.linen`.
+        "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224. window=12 is for 384x384.
+      num_classes: The number of logits, at least 2.
+      **kwargs: Attributes of the model's class, for example `patch_size=2`. They override the attributes of the name.
+        An activation may be the name of a function in `flax.linen`.
 
     Returns:
-      A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]. Its last layer is named "head"; a
-      distilled model has "head_distilled" beside it.
+      A Linen module that maps images [B, H, W, C] to float32 logits [B, num_classes]. Its last layer is "head". A
+      distilled model also has "head_distilled".
 
     Raises:
-      ValueError: for an unknown name or fewer than 2 classes.
-      TypeError: for an attribute that the model does not have.
+      ValueError: The name is unknown, or there are fewer than 2 classes.
+      TypeError: The model does not have an attribute.
     """
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {name!r}. Choose one of {', '.join(MODELS)}.")
     if num_classes < 2:
-        raise ValueError(f"num_classes must be at least 2, got {num_classes}")
+        raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     family, defaults = MODELS[name]
     known = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
     if unknown := sorted(set(kwargs) - known):
-        raise TypeError(f"model {name!r} has no {', '.join(unknown)}; its attributes are {', '.join(sorted(known))}")
+        raise TypeError(f"model {name!r} has no {', '.join(unknown)}. Its attributes are {', '.join(sorted(known))}.")
     if isinstance(kwargs.get("activation"), str):
         kwargs["activation"] = getattr(nn, kwargs["activation"])
     return family(num_classes=num_classes, **{**defaults, **kwargs})

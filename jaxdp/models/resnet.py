@@ -10,15 +10,15 @@ from jaxdp.models.layers import Norm, WSConv, normalise_channels
 
 
 class ResNet(nn.Module):
-    """Residual network of depth 6 n + 2 with widths 16, 32 and 64; depth 20 has 0.27 million parameters.
+    """Residual network of depth 6 n + 2 with widths 16, 32 and 64. Depth 20 has 0.27 million parameters.
 
     Attributes:
       depth: 6 n + 2, for example 20, 32, 44 or 56.
       norm: "group", "frozen_batch" (for a public pre-trained BatchNorm model) or None.
-      groups: groups of the GroupNorm; must divide 16.
-      shortcut: where the shape changes, "pad" subsamples and pads the channels with zeros, half on either side (the
-        paper's option A); "conv" is a 1x1 convolution with a normalisation of its own (option B).
-      standardise: use weight-standardised convolutions (`WSConv`), which help private training (De et al. 2022).
+      groups: The groups of the GroupNorm, which must divide 16.
+      shortcut: The shortcut where the shape changes. "pad" subsamples and pads the channels with zeros, half on either
+        side (the paper's option A). "conv" is a 1x1 convolution with its own normalisation (option B).
+      standardise: Whether to use weight-standardised convolutions (`WSConv`), for private training (De et al. 2022).
     """
 
     num_classes: int
@@ -30,7 +30,7 @@ class ResNet(nn.Module):
     dtype: Any = None
 
     def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
-        # Symmetric padding as in the paper; "SAME" would pad a strided convolution on one side only.
+        # The paper pads symmetrically. "SAME" pads a strided convolution on one side only.
         common: Any = {"strides": (stride, stride), "padding": size // 2, "dtype": self.dtype, "name": name}
         if self.standardise:
             return WSConv(width, (size, size), **common)(x)
@@ -53,9 +53,9 @@ class ResNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         if self.depth < 8 or (self.depth - 2) % 6:
-            raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}")
+            raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}.")
         if self.shortcut not in ("pad", "conv"):
-            raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}")
+            raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}.")
         x = nn.relu(self._norm("norm", self._conv("conv", 16, 3, 1, x)))
         for stage, width in enumerate((16, 32, 64)):
             for block in range((self.depth - 2) // 6):

@@ -1,6 +1,6 @@
-"""How much a model's answers move when its parameters do: robust accuracy and rho (Wang et al. 2024, section 2.3).
+"""The effect of parameter changes on a model's outputs: robust accuracy and rho (Wang et al. 2024, section 2.3).
 
-Both read data without paying: it must be public, or held out and never used for a decision that is claimed private.
+Both charge nothing. Their data must be public, or held out from all decisions that claim to be private.
 """
 
 import functools
@@ -30,23 +30,23 @@ def robust_accuracy(
     batch_size: int = 500,
     draws_per_call: int | None = None,
 ) -> np.ndarray:
-    """Accuracy after Gaussian noise on every parameter, for several draws of the noise.
+    """Computes the accuracy after Gaussian noise on every parameter, for several draws of the noise.
 
-    The paper writes N(0, 0.1). Read as a standard deviation, as here, that noise is about as long as the weights of a
-    trained ResNet-20 and leaves little of them, read as a variance nothing: sweep std from 0.001 or so. `relative`
+    The paper writes N(0, 0.1). As a standard deviation, as here, that noise is about as long as the weights of a
+    trained ResNet-20 and leaves little of them. As a variance it leaves nothing. Sweep std from about 0.001. `relative`
     noise compares models of different scales: a layer before a normalisation computes the same with larger weights.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
-      params: floating-point arrays.
+      params: Floating-point arrays.
       source: PUBLIC or held-out examples with an "image" or "features", and a "label". Nothing is charged.
-      std: standard deviation of the noise, or S of them. All see the same draws, scaled.
-      draws: D noise vectors, each the same for all examples.
-      relative: noise on each array is std times its root mean square.
-      seed: of the noise, which protects nobody.
-      batch_size: examples per call.
-      draws_per_call: noisy models evaluated by one call, by `jax.vmap`; by default all of them, on a CPU one, where
-        mapped kernels become slow grouped convolutions.
+      std: The standard deviation of the noise, or S of them. All see the same draws, scaled.
+      draws: D, the number of noise vectors. Each is the same for all examples.
+      relative: Whether the noise on each array is std times its root mean square.
+      seed: The seed of the noise, which is not secret.
+      batch_size: The number of examples per call.
+      draws_per_call: The number of noisy models per call, by `jax.vmap`. The default is all of them. On a CPU it is
+        one, because mapped kernels become slow grouped convolutions there.
 
     Returns:
       float64 [D], or [S, D] if std is a sequence.
@@ -55,7 +55,7 @@ def robust_accuracy(
       ValueError: source is empty, a std is negative or not finite, or draws or draws_per_call are below 1.
     """
     if not len(source):
-        raise ValueError(f"source {source.name!r} has no examples: there is no accuracy.")
+        raise ValueError(f"source {source.name!r} has no examples. Accuracy needs at least one.")
     stds = np.atleast_1d(np.asarray(std, np.float32))
     if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
@@ -71,7 +71,7 @@ def robust_accuracy(
             for j, group in enumerate(numbers):
                 noise = jax.device_put((group.astype(np.uint32), scale))
                 correct[i, j] += np.asarray(_correct(predict, relative, params, key, *noise, *batch))
-    found = correct.reshape(len(stds), -1)[:, :draws] / len(source)  # without what padded the last call
+    found = correct.reshape(len(stds), -1)[:, :draws] / len(source)  # drops the padding of the last call
     return found if np.ndim(std) else found[0]
 
 
@@ -79,7 +79,7 @@ def robust_accuracy(
 def _correct(
     predict: Predict, relative: bool, params: Any, key: Any, draws: Any, std: Any, batch: Any, mask: Any
 ) -> jax.Array:
-    """Correct answers [D] of the models perturbed by the given draws."""
+    """Counts the correct answers [D] of the models perturbed by the given draws."""
     inputs = batch["image"] if "image" in batch else batch["features"]
 
     def one(draw: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def _correct(
 
 
 def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:
-    """Params with Gaussian noise of standard deviation std, or std times the root mean square of each array."""
+    """Returns params plus Gaussian noise of standard deviation std, or std times the root mean square of each array."""
     leaves, treedef = jax.tree.flatten(params)
     moved = []
     for k, p in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
@@ -102,12 +102,12 @@ def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) 
 
 
 class ParameterRobustness(NamedTuple):
-    """Two estimates from below of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||; small is robust.
+    """Two lower estimates of rho, the largest ||f_{theta+Delta}(x) - f_theta(x)|| / ||Delta||. A small rho is robust.
 
     Attributes:
-      random: the largest ratio among random Gaussian Delta. In P dimensions a random direction has a share of about
+      random: The largest ratio among random Gaussian Delta. In P dimensions a random direction has a share of about
         1 / sqrt(P) of the worst one.
-      local: the limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta.
+      local: The limit for small Delta, the largest spectral norm of the Jacobian of the logits in theta.
     """
 
     random: float
@@ -127,23 +127,23 @@ def parameter_robustness(
 ) -> ParameterRobustness:
     """Estimates rho(f) = max over x and Delta of ||f_{theta+Delta}(x) - f_theta(x)||_2 / ||Delta||_2 (section 2.3).
 
-    Both estimates are at the given theta, over the given inputs, and from below: the maximum over all x, theta and
-    Delta cannot be computed for a network.
+    Both estimates are lower estimates at the given theta over the given inputs. The maximum over all x, theta and Delta
+    cannot be computed for a network.
 
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
       params: theta, floating-point arrays.
       inputs: [n, ...], PUBLIC or held out. Nothing is charged.
-      std, draws: of the Gaussian Delta; each is used for all inputs.
-      iterations: of the power method on J J^T, which converges to the spectral norm from below.
-      seed: of the noise and of the power method's start.
-      batch_size: inputs per call; the power method keeps that many gradients.
+      std, draws: The standard deviation and number of the Gaussian Delta. Each Delta is used for all inputs.
+      iterations: The steps of the power method on J J^T, which converges to the spectral norm from below.
+      seed: The seed of the noise and of the power method's start.
+      batch_size: The number of inputs per call. The power method keeps as many gradients.
 
     Raises:
-      ValueError: there are no inputs, std is not positive and finite, or draws, iterations or batch_size are below 1.
+      ValueError: There are no inputs, std is not positive and finite, or draws, iterations or batch_size are below 1.
     """
     if not len(inputs):
-        raise ValueError("inputs has no examples: there is no robustness.")
+        raise ValueError("inputs has no examples. Robustness needs at least one.")
     if not 0 < std < math.inf:
         raise ValueError(f"std must be positive and finite, got {std}.")
     if min(draws, iterations, batch_size) < 1:
@@ -157,7 +157,7 @@ def parameter_robustness(
             key = jax.random.fold_in(jax.random.key(seed), draw)
             ratios.append(_ratio(predict, params, x, key, jnp.float32(std)))
         direction = jax.random.normal(jax.random.key(seed), jax.eval_shape(predict, params, x).shape)
-        for _ in range(iterations):  # in Python: convolutions are slow in a compiled loop on CPUs
+        for _ in range(iterations):  # A compiled loop has slow convolutions on CPUs.
             direction, norm = _power_step(predict, params, x, direction)
         norms.append(norm)
     return ParameterRobustness(float(np.max(jax.device_get(ratios))), float(np.max(jax.device_get(norms))))
@@ -173,7 +173,7 @@ def _ratio(predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std
 
 @functools.partial(jax.jit, static_argnums=0)
 def _power_step(predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """J J^T u for every input's Jacobian J and unit u = direction / ||direction||, and the largest ||J^T u||."""
+    """Returns J J^T u for each input's Jacobian J and unit u = direction / ||direction||, and the largest ||J^T u||."""
 
     def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(direction)

@@ -1,7 +1,7 @@
-"""Training without privacy: for public data, and for the reference that a private run is compared with.
+"""Training without privacy, for public data and for the reference of a private run.
 
-`fit_public` gathers each batch on the host, by any optimizer. `fit_in_memory` compiles whole epochs for data that is on
-the device; only Split Adaptation and its attackers train so, many times on a few images.
+`fit_public` gathers each batch on the host and takes any optimizer. `fit_in_memory` compiles whole epochs for data on
+the device. Only Split Adaptation and its attackers use it, many times on a few images.
 """
 
 import functools
@@ -30,17 +30,17 @@ def fit_public(
     label: str = "public training",
     progress: bool = True,
 ) -> Any:
-    """Minimises the mean of a per-example loss over shuffled batches; for PUBLIC data.
+    """Minimises the mean of a per-example loss over shuffled batches of PUBLIC data.
 
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`.
-      params: pytree to start from.
-      data: public examples: a `Source`, or a pytree of arrays with one first axis.
-      optimizer: any optax optimizer.
-      steps, batch_size: number of updates, and examples in each.
+      params: The pytree to start from.
+      data: Public examples, a `Source` or a pytree of arrays with one first axis.
+      optimizer: Any optax optimizer.
+      steps, batch_size: The number of updates, and of examples in each.
       seed: 16 bytes that fix the order of the examples and the augmentation.
       augment: `augment(key, example) -> example`, one view per example and step.
-      label, progress: of the progress bar on stderr.
+      label, progress: The text of the progress bar on stderr, and whether to show it.
 
     Returns:
       The trained parameters.
@@ -87,30 +87,30 @@ def fit_in_memory(
     batch_size: int,
     frozen: Any = None,
 ) -> Any:
-    """Minimises the mean loss by Adam over a small data set in memory, shuffled anew in every epoch.
+    """Minimises the mean loss by Adam over a small data set in memory, in a new order in every epoch.
 
-    Calls with the same `loss_fn`, shapes and batch size compile once, whatever the learning rate.
+    Calls with the same `loss_fn`, shapes and batch size compile once for all learning rates.
 
     Args:
       loss_fn: `loss_fn(params, frozen, batch, key) -> losses [B]`, hashable, the same object for the same task.
-      params: pytree to start from.
-      data: pytree of arrays with the same first axis n. The last batch of an epoch repeats examples with weight zero.
-      key: typed PRNG key, of the order and of what `loss_fn` draws.
-      learning_rate: of Adam.
-      epochs: passes over the data.
-      batch_size: examples per step, at most n of which are used.
-      frozen: what `loss_fn` needs besides, not trained.
+      params: The pytree to start from.
+      data: A pytree of arrays with the same first axis n. The last batch of an epoch repeats examples with weight zero.
+      key: A typed PRNG key for the order and for `loss_fn`.
+      learning_rate: The learning rate of Adam.
+      epochs: The number of passes over the data.
+      batch_size: The number of examples per step. At most n are used.
+      frozen: Other values for `loss_fn`, which are not trained.
 
     Returns:
       The trained parameters.
 
     Raises:
-      ValueError: no data, or a learning rate, number of epochs or batch size that is not positive.
+      ValueError: There is no data, or a learning rate, number of epochs or batch size is not positive.
     """
     check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     count = len(jax.tree.leaves(data)[0])
     if count == 0:
-        raise ValueError("data must have at least one example, got none")
+        raise ValueError("data must have at least one example, got none.")
     state, size = optax.scale_by_adam().init(params), min(batch_size, count)
     for epoch_key in jax.random.split(key, epochs):
         params, state = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
@@ -133,11 +133,11 @@ def _epoch(
 
 
 def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the batches of one epoch over `count` examples, `size` of them in each, `size` at most `count`.
+    """Returns the batches of one epoch over `count` examples, `size` <= `count` in each.
 
     Returns:
-      Rows int32 [steps, size] in a new order; weights float32 [steps, size], 0 where the last batch repeats an example;
-      a key for every step.
+      Rows int32 [steps, size] in a new order, weights float32 [steps, size], 0 where the last batch repeats an example,
+      and a key for every step.
     """
     steps = -(-count // size)
     order_key, key = jax.random.split(key)
@@ -148,13 +148,13 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
 
 
 def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
-    """Returns parameters and state after one step of Adam. The learning rate is an array: another compiles nothing."""
+    """Returns parameters and state after one step of Adam. The array learning rate can change without recompilation."""
     updates, state = optax.scale_by_adam().update(gradients, state)
     return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
 
 
 def check_positive(**values: float) -> None:
-    """Raises ValueError that names the first value that is not positive."""
+    """Raises ValueError that names the first non-positive value."""
     for name, value in values.items():
         if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}")
+            raise ValueError(f"{name} must be positive, got {value!r}.")

@@ -1,5 +1,4 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and its distilled form DeiT (Touvron et al. 2021,
-arXiv:2012.12877)."""
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) and DeiT (Touvron et al. 2021, arXiv:2012.12877)."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -17,8 +16,8 @@ class Product(nn.Module):
     """Product of two activations, a module without parameters so that `nn.intercept_methods` sees it.
 
     Attributes:
-      equation: of `jnp.einsum`; the first axis n is images times heads, heads fastest.
-      dtype: in which products are added up; None is that of the operands.
+      equation: The equation of `jnp.einsum`. The first axis n is images times heads, heads fastest.
+      dtype: The dtype of the sums. None is the dtype of the operands.
     """
 
     equation: str
@@ -40,18 +39,18 @@ def attend(
 ) -> jax.Array:
     """Returns softmax(bias(Q K^T / sqrt(d))) V of every head [n, T, D], from [n, T, D] each, inside a compact module.
 
-    Scores and softmax are float32; `bias` maps scores [n num_heads, T, T] to scores.
+    Scores and softmax are float32. `bias` maps scores [n num_heads, T, T] to scores.
 
     Raises:
-      ValueError: if num_heads does not divide D.
+      ValueError: num_heads does not divide D.
     """
     n, tokens, width = query.shape
     if width % num_heads:
-        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}")
+        raise ValueError(f"num_heads must divide the width {width}, got {num_heads}.")
 
     def heads(x: jax.Array) -> jax.Array:
         x = x.reshape(n, tokens, num_heads, -1).swapaxes(1, 2)
-        # Images and heads in one axis: under vmap, XLA on CPU transposes whole score matrices for two of them.
+        # Images and heads share one axis. With two axes XLA on CPU transposes whole score matrices under vmap.
         return x.reshape(n * num_heads, tokens, -1)
 
     scores = Product("nqd,nkd->nqk", num_heads, jnp.float32, name="scores")(heads(query), heads(key))
@@ -82,7 +81,7 @@ class Block(nn.Module):
 
     Attributes:
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
-      kernel_init: of the layers of the MLP.
+      kernel_init: The initialiser of the layers of the MLP.
       attention: `attention(num_heads, dtype=, name=)` makes the module.
     """
 
@@ -115,20 +114,20 @@ class ViT(nn.Module):
     """Vision Transformer with learned positions.
 
     Attributes:
-      patch_size: side of the square patches; must divide height and width of the image.
-      width: token dimension D.
-      num_heads: heads of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
-      mlp_width: hidden width of the MLPs, usually 4 * width.
+      patch_size: The side of the square patches, which must divide height and width of the image.
+      width: The token dimension D.
+      num_heads: The number of heads, of width / num_heads dimensions each (64 in the sizes Ti, S, B and L).
+      mlp_width: The hidden width of the MLPs, usually 4 * width.
       pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the patch tokens.
-      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762); see
-        `Block`. Both end in a LayerNorm on what is classified.
-      norm_epsilon: added to the variance in every LayerNorm; Hugging Face's ViT and DeiT have 1e-12.
-      activation: in the MLPs; the exact GELU.
-      distilled: a second learned token follows the class token, as in DeiT; needs pool="token".
-      distilled_head: that token has a head of its own, "head_distilled", and the logits are the mean of the two
-        heads, DeiT's classifier at inference (section 3 of its paper; its training, in which each head has its own
-        target, is not built in). False classifies the class token alone.
-      head_hidden: width of a hidden layer in front of the head, with the activation of the MLPs; 0 is none.
+      norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al., arXiv:1706.03762). See
+        `Block`. Both end in a LayerNorm before the classification.
+      norm_epsilon: The number added to the variance in every LayerNorm. Hugging Face's ViT and DeiT have 1e-12.
+      activation: The activation in the MLPs. The default is the exact GELU.
+      distilled: Whether a second learned token follows the class token, as in DeiT. It needs pool="token".
+      distilled_head: Whether that token has its own head, "head_distilled". The logits are then the mean of the two
+        heads, DeiT's classifier at inference (section 3 of its paper). DeiT's training, in which each head has its own
+        target, is not built in. False classifies the class token alone.
+      head_hidden: The width of a hidden layer in front of the head, with the activation of the MLPs. 0 is none.
     """
 
     num_classes: int
@@ -148,12 +147,12 @@ class ViT(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Where the model can be cut: after 1, ..., num_blocks - 1 of its blocks."""
+        """The number of blocks. The model can be cut after block 1, ..., num_blocks - 1."""
         return self.depth
 
     @property
     def prefix_tokens(self) -> int:
-        """How many learned tokens stand in front of the patches."""
+        """The number of learned tokens in front of the patches."""
         return (self.pool == "token") + self.distilled
 
     @nn.compact
@@ -161,16 +160,16 @@ class ViT(nn.Module):
         """Maps images [B, H, W, C] to float32 logits [B, num_classes], or does a part of that.
 
         Args:
-          x: images if `start` is 0, otherwise tokens [B, T, D] that have left block start - 1.
-          start, stop: the blocks to run; with `stop`, the tokens [B, T, D] that leave block stop - 1 are returned.
+          x: Images if `start` is 0, otherwise the output tokens [B, T, D] of block start - 1.
+          start, stop: The blocks to run. With `stop`, the call returns the output tokens [B, T, D] of block stop - 1.
             `init` makes the parameters of these blocks only.
         """
         if self.pool not in ("token", "mean"):
-            raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}")
+            raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}.")
         if self.norm_order not in ("pre", "post"):
-            raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}")
+            raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}.")
         if self.distilled and self.pool != "token":
-            raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}")
+            raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}.")
         if start == 0:
             x = self._embed(x)
         attributes = (self.num_heads, self.mlp_width, self.dtype, self.norm_order, self.norm_epsilon, self.activation)
@@ -188,9 +187,9 @@ class ViT(nn.Module):
         return (logits + nn.Dense(self.num_classes, dtype=jnp.float32, name="head_distilled")(x[:, 1])) / 2
 
     def _embed(self, x: jax.Array) -> jax.Array:
-        """Maps images [B, H, W, C] to tokens [B, T, D] with positions; patches in row-major order."""
+        """Maps images [B, H, W, C] to tokens [B, T, D] with positions. Patches are in row-major order."""
         if x.shape[1] % self.patch_size or x.shape[2] % self.patch_size:
-            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}")
+            raise ValueError(f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got {self.patch_size}.")
         size = (self.patch_size, self.patch_size)
         x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
@@ -198,7 +197,7 @@ class ViT(nn.Module):
         init = nn.initializers.normal(0.02)
         positions = self.param("positions", init, (1, x.shape[1] + len(names), self.width))
         if names:
-            # Positions and learned tokens are added to zero rows in front: the weights meet the data in one sum.
+            # Learned tokens are added to zero rows in front, so that the weights meet the data in one sum.
             tokens = [self.param(name, nn.initializers.zeros, (1, 1, self.width)) for name in names]
             positions = positions + jnp.pad(jnp.concatenate(tokens, axis=1), ((0, 0), (0, x.shape[1]), (0, 0)))
             x = jnp.pad(x, ((0, 0), (len(names), 0), (0, 0)))

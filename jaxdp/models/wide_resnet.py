@@ -12,14 +12,14 @@ from jaxdp.models.layers import WSConv, normalise_channels
 class WideResNet(nn.Module):
     """Pre-activation Wide-ResNet with weight-standardised convolutions and GroupNorm.
 
-    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order. The first block of a stage
-    has a skip branch: activation -> GroupNorm -> 1x1 WSConv. After the last stage: activation -> GroupNorm -> mean
-    over the map -> dense layer.
+    Every residual branch is twice activation -> GroupNorm -> 3x3 WSConv, in this order. The first block of a stage has
+    a skip branch: activation -> GroupNorm -> 1x1 WSConv. After the last stage come activation -> GroupNorm -> mean over
+    the map -> dense layer.
 
     Attributes:
       depth: 6 n + 4, for example 16, 28 or 40.
-      width: widening factor; the stages have 16, 32 and 64 times this many channels.
-      groups: groups of the GroupNorm; must divide 16.
+      width: The widening factor. The stages have 16, 32 and 64 times this many channels.
+      groups: The groups of the GroupNorm, which must divide 16.
     """
 
     num_classes: int
@@ -36,7 +36,7 @@ class WideResNet(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         if self.depth < 10 or (self.depth - 4) % 6:
-            raise ValueError(f"depth must be 6 n + 4 with n >= 1, got {self.depth}")
+            raise ValueError(f"depth must be 6 n + 4 with n >= 1, got {self.depth}.")
         x = WSConv(16, (3, 3), dtype=self.dtype, name="conv")(x)
         for stage in range(3):
             channels = 16 * self.width * 2**stage

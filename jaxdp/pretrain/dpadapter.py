@@ -1,8 +1,8 @@
-"""DPAdapter (Wang et al. 2024, Algorithm 1), and what it generalises: SAM (Foret et al. 2021, arXiv:2010.01412) and AMP
-(Zheng et al. 2021, arXiv:2010.04925).
+"""DPAdapter (Wang et al. 2024, Algorithm 1) and its special cases SAM and AMP.
 
-All three train theta so that the loss stays low in a ball around it: min over theta, max over ||Delta|| <= gamma of
-L(theta + Delta) (Eq. 2). One step, with the lines of Algorithm 1:
+SAM is by Foret et al. 2021 (arXiv:2010.01412), AMP by Zheng et al. 2021 (arXiv:2010.04925). All three train theta so
+that the loss stays low in a ball around it: min over theta, max over ||Delta|| <= gamma of L(theta + Delta) (Eq. 2).
+One step, with the lines of Algorithm 1:
 
     2-3.  draw a large batch B1 and a small batch B2, independently
     4-5.  Delta <- eta1 * grad L_B1(theta)                            (Eq. 6: one step of ascent)
@@ -10,14 +10,13 @@ L(theta + Delta) (Eq. 2). One step, with the lines of Algorithm 1:
     9-10. g <- grad L_B2(theta + Delta)                               (Eq. 4)
     11-12. theta <- optimizer(theta, g)                               (Eq. 5; Delta is removed, decay acts on theta)
 
-With one batch for both this is AMP; if moreover Delta is always put on the sphere it is SAM.
+AMP uses one batch as B1 and B2. SAM does so too and always puts Delta on the sphere.
 
-Everything here trains on PUBLIC data and no ledger is asked: a model trained on private data in this way is an
-uncharged release.
+Everything here trains on PUBLIC data and charges no ledger. On private data the model is an uncharged release.
 
-Where the paper leaves a choice: line 5 as printed, a multiple of the maximiser in the ball, would leave lines 6 to 8
-without effect, and its ball is centred at theta; Eq. 6, Eq. 2 and Eq. 4 decide. Norms are over all parameters (Eq. 1);
-AMP's public code projects every tensor by itself, which is `ball="per_tensor"`.
+Line 5 as printed is a multiple of the maximiser in the ball, which leaves lines 6 to 8 without effect, and its ball is
+centred at theta. The code follows Eq. 6, Eq. 2 and Eq. 4 instead. Norms are over all parameters (Eq. 1). AMP's public
+code projects every tensor separately, which is `ball="per_tensor"`.
 """
 
 import dataclasses
@@ -36,14 +35,14 @@ Rule = Literal["project", "normalise"]
 
 
 class SharpnessState(NamedTuple):
-    """Everything a step changes.
+    """The state that a step changes.
 
     Attributes:
-      step: int32 scalar, steps done.
-      params: theta, without any perturbation: the model to use.
-      opt_state: of the optimizer.
-      perturbation: Delta of the last ascent, like params but float32 or wider; zero before the first.
-      stats: running statistics of the model (BatchNorm), or None.
+      step: int32 scalar, the number of finished steps.
+      params: theta without any perturbation, the model to use.
+      opt_state: The state of the optimizer.
+      perturbation: Delta of the last ascent, like params but float32 or wider. It is zero before the first ascent.
+      stats: The running statistics of the model (BatchNorm), or None.
     """
 
     step: jax.Array
@@ -55,7 +54,7 @@ class SharpnessState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharpnessTrainer:
-    """Sharpness-aware training as pure steps; made by `dpadapter`, `sam` and `amp`, which document it."""
+    """Sharpness-aware training as pure steps. `dpadapter`, `sam` and `amp` make it and document it."""
 
     batch_loss_fn: Callable[..., Any]
     optimizer: optax.GradientTransformation
@@ -73,15 +72,15 @@ class SharpnessTrainer:
 
     def __post_init__(self) -> None:
         if not self.gamma >= 0:
-            raise ValueError(f"gamma must be at least 0, got {self.gamma}; 0 is training without perturbation.")
+            raise ValueError(f"gamma must be at least 0, got {self.gamma}. 0 trains without perturbation.")
         if self.rule == "normalise" and math.isinf(self.gamma):
-            raise ValueError(f"gamma must be finite with rule='normalise', got {self.gamma}; use rule='project'.")
+            raise ValueError(f"gamma must be finite with rule='normalise', got {self.gamma}. Use rule='project'.")
         if not 0 < self.ascent_rate < math.inf:
             raise ValueError(
-                f"ascent_rate must be positive and finite, got {self.ascent_rate}; gamma=0 turns the perturbation off."
+                f"ascent_rate must be positive and finite, got {self.ascent_rate}. gamma=0 turns the perturbation off."
             )
         if self.ascent_steps < 1:
-            raise ValueError(f"ascent_steps must be at least 1, got {self.ascent_steps}; gamma=0 is training without.")
+            raise ValueError(f"ascent_steps must be at least 1, got {self.ascent_steps}. gamma=0 turns ascent off.")
         if self.ball not in ("global", "per_tensor"):
             raise ValueError(f"ball must be 'global' or 'per_tensor', got {self.ball!r}.")
         if self.rule not in ("project", "normalise"):
@@ -94,18 +93,18 @@ class SharpnessTrainer:
         object.__setattr__(self, "descend", jax.jit(self._descend))
 
     def init(self, params: Any, stats: Any = None) -> SharpnessState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
-          params: pytree of floating-point arrays.
-          stats: pytree of arrays, given exactly if the trainer is stateful.
+          params: The pytree of floating-point arrays to start from.
+          stats: A pytree of arrays if the trainer is stateful, otherwise None.
 
         Raises:
           ValueError: stats are missing or superfluous.
         """
         if (stats is not None) != self.stateful:
-            raise ValueError(f"stats must be {'given' if self.stateful else 'None'}: stateful={self.stateful}.")
-        # No weak types: they would compile the step twice.
+            raise ValueError(f"stats must be {'given' if self.stateful else 'None'} with stateful={self.stateful}.")
+        # Weak types compile the step twice.
         params, stats = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (params, stats))
         wide = _wide(params)
         return SharpnessState(jnp.zeros((), jnp.int32), params, self.optimizer.init(wide), self.zeros(wide), stats)
@@ -113,22 +112,21 @@ class SharpnessTrainer:
     def step(
         self, state: SharpnessState, perturbation_batch: Any, update_batch: Any
     ) -> tuple[SharpnessState, dict[str, jax.Array]]:
-        """One step of Algorithm 1.
+        """Takes one step of Algorithm 1.
 
         Args:
-          state: of `init` or of the step before.
-          perturbation_batch: B1, pytree of arrays [m1, ...]. The same batch as B2 in SAM and AMP. None makes no ascent
-            and keeps the perturbation of the last one, zero before the first: plain training to warm up, and ascent
-            every few steps later.
-          update_batch: B2, pytree of arrays [m2, ...].
+          state: The state from `init` or from the last step.
+          perturbation_batch: B1, a pytree of arrays [m1, ...]. SAM and AMP pass B2. None makes no ascent and keeps the
+            last perturbation, which is zero before the first ascent. Use None for a plain warm-up.
+          update_batch: B2, a pytree of arrays [m2, ...].
 
         Returns:
-          The next state, and metrics (float32 scalars): "loss", the mean loss on B2 at theta + Delta;
-          "perturbation_norm", ||Delta|| over all parameters; after an ascent "ascent_gradient_norm", that of the
-          last gradient on B1.
+          The next state and metrics, float32 scalars. "loss" is the mean loss on B2 at theta + Delta.
+          "perturbation_norm" is ||Delta|| over all parameters. After an ascent "ascent_gradient_norm" is the norm of
+          the last gradient on B1.
 
         Raises:
-          ValueError: a batch is empty or its arrays differ in length, or microbatch_size does not divide it.
+          ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not divide it.
         """
         perturbation, stats, metrics = state.perturbation, state.stats, {}
         if perturbation_batch is not None and self.gamma > 0:
@@ -143,7 +141,7 @@ class SharpnessTrainer:
         return state, {"loss": loss, "perturbation_norm": norm, **metrics}
 
     def microbatches(self, name: str, size: int) -> int:
-        """Into how many microbatches a batch of this size is cut; the name is for the error.
+        """Returns the number of microbatches in a batch of this size. The error uses the name.
 
         Raises:
           ValueError: microbatch_size does not divide a larger size.
@@ -154,7 +152,7 @@ class SharpnessTrainer:
         return size // micro
 
     def _mean(self, name: str, params: Any, perturbation: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any, Any]:
-        """Mean loss, gradient and statistics over a batch, a microbatch at a time."""
+        """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"{name} must be arrays [m, ...] of one length m >= 1, got lengths {sorted(lengths)}.")
@@ -170,8 +168,8 @@ class SharpnessTrainer:
     def _gradient(
         self, params: Any, perturbation: Any, stats: Any, batch: Any, part: jax.Array, *, parts: int
     ) -> tuple[jax.Array, Any, Any]:
-        """Mean loss and gradient at theta + Delta over one part of a batch, and what becomes of the statistics."""
-        # Every parts-th example: each device cuts its own share of a batch that lies over several.
+        """Returns mean loss, gradient at theta + Delta and the new statistics from one part of a batch."""
+        # A part takes every parts-th example, so that each device cuts only its own share of a spread batch.
         batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:])[:, part], batch)
         point = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, perturbation)
         if self.stateful:
@@ -183,7 +181,7 @@ class SharpnessTrainer:
         return loss, _wide(gradient), stats
 
     def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
-        """Lines 5 to 8: a step along the gradient, back to the ball; and the gradient's norm."""
+        """Returns Delta after lines 5 to 8 and the norm of the gradient."""
         moved = jax.tree.map(lambda d, g: d + self.ascent_rate * g, perturbation, gradient)  # Eq. 6
         if self.ball == "global":
             scale = self._scale(optax.tree.norm(moved))
@@ -193,13 +191,13 @@ class SharpnessTrainer:
         return moved, optax.tree.norm(gradient)
 
     def _scale(self, norm: jax.Array) -> jax.Array:
-        """What takes a vector of this norm to the ball (project) or the sphere (normalise); zero stays zero."""
+        """Returns the factor from this norm to the ball (project) or the sphere (normalise). Zero stays zero."""
         if self.rule == "project":
             return jnp.where(norm > self.gamma, self.gamma / norm, 1)
         return jnp.where(norm > 0, self.gamma / norm, 0)
 
     def _descend(self, state: SharpnessState, gradient: Any) -> tuple[SharpnessState, jax.Array]:
-        """Lines 11 and 12: the optimizer sees the gradient at theta + Delta, and theta."""
+        """Runs lines 11 and 12. The optimizer sees theta and the gradient at theta + Delta."""
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, _wide(state.params))
         params = optax.apply_updates(state.params, updates)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
@@ -221,7 +219,7 @@ def _zeros(tree: Any) -> Any:
 
 
 def _wide(tree: Any) -> Any:
-    """As wide as norms are: float32 at least."""
+    """Returns the tree in float32 or wider, as wide as its norms."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(jnp.float32, x.dtype)), tree)
 
 
@@ -237,37 +235,37 @@ def dpadapter(
     microbatch_size: int | None = None,
     stateful: bool = False,
 ) -> SharpnessTrainer:
-    """DPAdapter: the perturbation from a large batch, the update from a small one.
+    """Returns a trainer for DPAdapter, which perturbs by a large batch and updates by a small one.
 
         trainer = jaxdp.pretrain.dpadapter(batch_loss_fn, optax.sgd(0.1, momentum=0.9), gamma=2.0)
         state = trainer.init(params)
         state, metrics = trainer.step(state, perturbation_batch, update_batch)
         state.params
 
-    `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step costs the gradients of m1 + m2
-    examples, (m1 + m2) / m2 of plain training: 101 times with the paper's m1 = 5000 and m2 = 50. A batch may lie over
-    several devices along its first axis (a `jax.sharding.Mesh`), with the state copied to each; results agree up to
-    rounding.
+    `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step computes the gradients of m1 + m2
+    examples, (m1 + m2) / m2 times plain training: 101 times with the paper's m1 = 5000 and m2 = 50. A batch may lie
+    over several devices along its first axis (a `jax.sharding.Mesh`), with a copy of the state on each.
+    Results agree up to rounding.
 
     Args:
       batch_loss_fn: `batch_loss_fn(params, batch) -> scalar`, the MEAN loss over the batch. With `stateful`,
         `batch_loss_fn(params, stats, batch) -> (scalar, stats)`.
-      optimizer: any optax optimizer. It sees the gradient at theta + Delta and the parameters theta, so that
-        `optax.add_decayed_weights` in it decays theta. A penalty in batch_loss_fn would also tilt the perturbation.
-      gamma: radius of the ball; 0 is training without perturbation, infinity Eq. 6 without projection.
+      optimizer: Any optax optimizer. It sees the gradient at theta + Delta and the parameters theta, so that
+        `optax.add_decayed_weights` decays theta. A penalty in batch_loss_fn also changes the perturbation.
+      gamma: The radius of the ball. 0 trains without perturbation. Infinity is Eq. 6 without projection.
       ascent_rate: eta1.
-      ascent_steps: steps of ascent, each followed by the projection.
-      ball: "global", one norm over all parameters; "per_tensor", every array within gamma by itself, so that T of them
-        reach a norm of gamma sqrt(T).
-      rule: "project" scales Delta to the ball if it is outside; "normalise" always scales it to the sphere, whatever
+      ascent_steps: The number of ascent steps. A projection follows each step.
+      ball: "global" bounds one norm over all parameters. "per_tensor" bounds the norm of every array by gamma, so that
+        T arrays reach a norm of gamma sqrt(T).
+      rule: "project" scales Delta to the ball if it is outside. "normalise" always scales it to the sphere, for every
         ascent_rate. A zero gradient gives Delta = 0 under both.
-      microbatch_size: examples per compiled call; must divide every larger batch. None takes a batch at once.
-      stateful: the model has running statistics. They are updated by passes at theta itself, never by those at
-        theta + Delta: from B1 where there is an ascent, from B2 in plain training; from the mean over microbatches.
-        Prefer GroupNorm where private training follows, which cannot use BatchNorm.
+      microbatch_size: The number of examples per compiled call. It must divide every larger batch. None is no division.
+      stateful: Whether the model has running statistics. Only passes at theta update them, never passes at theta +
+        Delta: passes on B1 if there is an ascent, on B2 in plain training. They get the mean over microbatches. Prefer
+        GroupNorm before private training, which cannot use BatchNorm.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: An argument is out of range.
     """
     return SharpnessTrainer(
         batch_loss_fn, optimizer, gamma, ascent_rate, ascent_steps, ball, rule, microbatch_size, stateful
@@ -283,11 +281,13 @@ def sam(
     microbatch_size: int | None = None,
     stateful: bool = False,
 ) -> SharpnessTrainer:
-    """SAM (Foret et al. 2021): Delta = gamma g / ||g||; pass one batch as both, `trainer.step(state, batch, batch)`.
+    """Returns a trainer for SAM (Foret et al. 2021), in which Delta = gamma g / ||g||.
+
+    Pass one batch as both, `trainer.step(state, batch, batch)`.
 
     Args:
-      gamma: their rho.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful: as in `dpadapter`.
+      gamma: The paper's rho.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -311,15 +311,15 @@ def amp(
     microbatch_size: int | None = None,
     stateful: bool = False,
 ) -> SharpnessTrainer:
-    """AMP (Zheng et al. 2021), DPAdapter's "vanilla SAM": pass one batch as both, `trainer.step(state, batch, batch)`.
+    """Returns a trainer for AMP (Zheng et al. 2021), the "vanilla SAM" of DPAdapter.
 
-    Inside the ball Delta is the raw gradient times ascent_rate. AMP's public code has ball="per_tensor", Nesterov
-    momentum, and clips the gradient of the update to norm 50 (`optax.clip_by_global_norm`); DPAdapter compares with
-    gamma = 1.
+    Pass one batch as both, `trainer.step(state, batch, batch)`. Inside the ball Delta is the raw gradient times
+    ascent_rate. AMP's public code has ball="per_tensor" and Nesterov momentum. It clips the gradient of the update to
+    norm 50 (`optax.clip_by_global_norm`). DPAdapter compares with gamma = 1.
 
     Args:
-      gamma, ascent_rate, ascent_steps: their epsilon, zeta and N.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful: as in `dpadapter`.
+      gamma, ascent_rate, ascent_steps: The paper's epsilon, zeta and N.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -333,7 +333,7 @@ def amp(
     )
 
 
-# SAM and AMP ascend on the batch of the update; standard training has no ball to ascend in.
+# SAM and AMP ascend on the batch of the update. Standard training does not ascend.
 METHODS: Mapping[str, Callable[..., SharpnessTrainer]] = {
     "standard": functools.partial(dpadapter, gamma=0.0),
     "sam": sam,

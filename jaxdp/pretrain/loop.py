@@ -1,4 +1,4 @@
-"""The pre-training loop: batches, warm-up, checkpoints. For PUBLIC data: nothing here asks a ledger."""
+"""The pre-training loop with batches, warm-up and checkpoints, for PUBLIC data. It charges no ledger."""
 
 import contextlib
 import dataclasses
@@ -40,34 +40,34 @@ def fit(
     label: str = "pre-training",
     progress: bool = True,
 ) -> SharpnessState:
-    """Runs `steps` steps of sharpness-aware training on PUBLIC data, or what is left of them after a crash.
+    """Runs `steps` steps of sharpness-aware training on PUBLIC data, or the rest of them after a crash.
 
-    What is drawn at a step depends on the seed and the step only. Where the device is deterministic (a GPU is not
-    unless told so), a run that is killed and resumed ends bit-identical to one that is not.
+    The random numbers of a step depend on the seed and the step only. On a deterministic device, a run that is killed
+    and resumed ends bit-identical to a run that is not killed. A GPU is deterministic only on request.
 
     Args:
-      trainer: from `dpadapter`, `sam` or `amp`.
-      params: parameters to start from; read only when the run starts for the first time.
-      source: PUBLIC examples. Training on private ones would be a release that no ledger has paid for.
-      steps: total number of updates.
+      trainer: The trainer from `dpadapter`, `sam` or `amp`.
+      params: The first parameters. A resumed run does not read them.
+      source: PUBLIC examples. Training on private examples is an uncharged release.
+      steps: The total number of updates.
       perturbation_batch_size, update_batch_size: m1 and m2. B1 and B2 come from two independent shuffles of the source.
-      seed: 16 bytes that fix the batches and the augmentation. It protects nobody.
-      shared_batch: B1 is B2, augmented the same, as in SAM and AMP; then m1 = m2.
-      warmup_steps: steps of plain training before the first ascent (the paper's step 1).
-      ascent_every: k to compute the perturbation at every k-th step only, and keep it in between.
+      seed: 16 bytes that fix the batches and the augmentation. The seed is not secret.
+      shared_batch: Whether B1 is B2 with the same augmentation, as in SAM and AMP. Then m1 = m2.
+      warmup_steps: The number of plain steps before the first ascent (step 1 of the paper).
+      ascent_every: The number of steps between ascents. The steps between them keep the perturbation.
       augment: `augment(key, example) -> example`, jittable, one view per example and step.
-      stats: running statistics to start from, for a stateful trainer.
-      devices: to spread B1 over, whose number divides m1 and microbatch_size; the rest is copied to each of them.
-      evaluate: `evaluate(state) -> {name: number}`, every checkpoint_every steps.
-      workdir: directory of checkpoints and metrics.jsonl. None keeps nothing and cannot resume.
-      checkpoint_every: steps between checkpoints.
-      label, progress: of the progress bar on stderr.
+      stats: The first running statistics, for a stateful trainer.
+      devices: The devices that share B1. Their number divides m1 and microbatch_size. Each gets a copy of the rest.
+      evaluate: `evaluate(state) -> {name: number}`, called every checkpoint_every steps.
+      workdir: The directory of checkpoints and metrics.jsonl. None keeps nothing and cannot resume.
+      checkpoint_every: The number of steps between checkpoints.
+      label, progress: The text of the progress bar on stderr, and whether to show it.
 
     Returns:
       The state after the last step.
 
     Raises:
-      ValueError: an argument is out of range, or the workdir holds another run; before anything is computed.
+      ValueError: An argument is out of range, or the workdir holds another run. Nothing is computed.
     """
     plan = Batches(
         len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
@@ -109,7 +109,7 @@ def fit(
                 rows.append(row)
                 bar.update()
                 if len(rows) > 2:
-                    jax.block_until_ready(rows[-3])  # do not fill the device's memory with batches that wait
+                    jax.block_until_ready(rows[-3])  # Waiting batches must not fill the device's memory.
                 if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
                     rows = [{name: float(value) for name, value in row.items()} for row in jax.device_get(rows)]
                     if evaluate is not None:
@@ -121,14 +121,18 @@ def fit(
 
 
 def _shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Along the first axis, and a copy on each device."""
+    """Returns the sharding along the first axis and the sharding that copies to each device."""
     mesh = Mesh(np.array(devices), "examples")
     return NamedSharding(mesh, PartitionSpec("examples")), NamedSharding(mesh, PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Which examples each step sees; ValueError if there are no such. The fields are arguments of `fit`."""
+    """The examples of each step. The fields are arguments of `fit`.
+
+    Raises:
+      ValueError: A field is out of range.
+    """
 
     num_examples: int
     steps: int
@@ -141,7 +145,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         if not self.num_examples:
-            raise ValueError("source has no examples; give public examples to train on.")
+            raise ValueError("source has no examples. Give public examples to train on.")
         for name in ("perturbation_batch_size", "update_batch_size"):
             size = getattr(self, name)
             if not 1 <= size <= self.num_examples:
@@ -151,7 +155,7 @@ class Batches:
         if self.shared_batch and self.perturbation_batch_size != self.update_batch_size:
             raise ValueError(
                 "perturbation_batch_size must equal update_batch_size with shared_batch=True, got "
-                f"{self.perturbation_batch_size} and {self.update_batch_size}; shared_batch=False draws two batches."
+                f"{self.perturbation_batch_size} and {self.update_batch_size}. shared_batch=False draws two batches."
             )
         if self.steps < 0:
             raise ValueError(f"steps must be at least 0, got {self.steps}.")
@@ -160,15 +164,15 @@ class Batches:
         if self.ascent_every < 1:
             raise ValueError(f"ascent_every must be at least 1, got {self.ascent_every}.")
         if not isinstance(self.seed, bytes) or len(self.seed) != 16:
-            raise ValueError(f"seed must be 16 bytes, got {self.seed!r}; for example (0).to_bytes(16, 'little').")
+            raise ValueError(f"seed must be 16 bytes such as (0).to_bytes(16, 'little'), got {self.seed!r}.")
 
     def check_microbatches(self, trainer: SharpnessTrainer) -> None:
-        """ValueError if the trainer cannot cut the batches into microbatches."""
+        """Raises ValueError if the trainer cannot cut the batches into microbatches."""
         trainer.microbatches("the perturbation batch", self.perturbation_batch_size)
         trainer.microbatches("the update batch", self.update_batch_size)
 
     def batches(self, step: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """Indices of B1, None where there is no ascent, and of B2."""
+        """Returns the indices of B1, or None without an ascent, and of B2."""
         updating = self._sampler("update", self.update_batch_size).batch(step)
         if step < self.warmup_steps or (step - self.warmup_steps) % self.ascent_every:
             return None, updating
@@ -182,7 +186,7 @@ class Batches:
 
 
 class _Run:
-    """What a run keeps on disk, if it has a workdir: what it is, checkpoints, metrics."""
+    """The identity, checkpoints and metrics of a run in its workdir, if there is one."""
 
     def __init__(
         self, workdir: str | os.PathLike[str] | None, trainer: SharpnessTrainer, plan: Batches, source: Source
@@ -191,7 +195,7 @@ class _Run:
         self._opened = contextlib.ExitStack()
         if workdir is None:
             return
-        with self._opened as opened:  # closes what is open if the rest fails
+        with self._opened as opened:  # closes open files if the rest fails
             self._open(pathlib.Path(workdir), opened, trainer, plan, source)
             self._opened = opened.pop_all()
 
@@ -210,7 +214,7 @@ class _Run:
         stored = read_json(path, remedy="Restore it from a copy, or use a new workdir.") if path.exists() else identity
         if stored != identity:
             names = sorted(name for name in identity if stored.get(name) != identity[name])
-            raise ValueError(f"{root} holds a run with another {', '.join(names)}; use a new workdir.")
+            raise ValueError(f"{root} holds a run with another {', '.join(names)}. Use a new workdir.")
         write_json(path, identity)
         self._steps = plan.steps
         self._metrics = opened.enter_context(MetricsWriter(root / "metrics.jsonl"))
@@ -223,13 +227,13 @@ class _Run:
         self._opened.close()
 
     def restore(self, state: SharpnessState, copied: Any) -> tuple[SharpnessState, int]:
-        """The newest checkpoint, placed as `copied` says, or `state`; and the number of steps done."""
+        """Returns the newest checkpoint, placed by `copied`, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(state._asdict())
         if step > self._steps:
-            raise ValueError(f"workdir holds a run of {step} steps, more than steps={self._steps}; use a new workdir.")
-        self._metrics.truncate_after(step)  # rows of steps that are about to be repeated
+            raise ValueError(f"workdir holds a run of {step} steps, more than steps={self._steps}. Use a new workdir.")
+        self._metrics.truncate_after(step)  # The run repeats these steps.
         if not step:
             return state, 0
         return SharpnessState(**jax.device_put(saved, copied)), step

@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: metrics in JSON lines, text tables, figures."""
+"""Metrics in JSON lines, text tables and figures."""
 
 from jaxdp.report.metrics import MetricsWriter, read_metrics
 from jaxdp.report.plots import plot_curves, plot_images, plot_panels, plot_points, plot_reliability, plot_training

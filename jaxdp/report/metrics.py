@@ -1,7 +1,7 @@
 """Metrics of a run as JSON lines: one object per line, appended, safe to kill at any instant.
 
 A line is an object with "step" (integer), "time" (seconds since the epoch) and the metrics. Lines are strict JSON (RFC
-8259): the floats that it lacks are the strings "NaN", "Infinity" and "-Infinity", which `read_metrics` turns back.
+8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts them.
 """
 
 import json
@@ -24,21 +24,21 @@ class MetricsWriter:
     """Appends metrics to a JSON-lines file.
 
         with MetricsWriter(workdir / "metrics.jsonl") as metrics:
-            metrics.truncate_after(restored_step)  # on resume: forget what the crash left beyond the checkpoint
+            metrics.truncate_after(restored_step)  # on resume: drops rows after the checkpoint
             metrics.write(step, accuracy=0.93, epsilon=1.2)
 
-    Opening repairs the file: a last line torn by a crash is cut off. One writer per file at a time.
+    Opening removes a last line that a crash left incomplete. A file has one writer at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
-        """Opens `path` for appending; creates it and its folder if needed.
+        """Opens `path` for appending and creates it and its folder if needed.
 
         Args:
-            path: the file.
-            fsync: force each line to the disk, so that it survives a power failure and not only the end of the process.
+            path: The file.
+            fsync: Whether to force each line to the disk, so that it also survives a power failure.
 
         Raises:
-            ValueError: if a line other than the last is not a JSON object with a step: the file is not ours to repair.
+            ValueError: A line other than the last is not a JSON object with a step. Such a file is not repaired.
         """
         self.path = Path(path)
         self._fsync = fsync
@@ -53,26 +53,26 @@ class MetricsWriter:
         """Appends one line.
 
         Args:
-            step: of the run.
-            **metrics: numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
+            step: The step of the run.
+            **metrics: Numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
 
         Raises:
-            TypeError: if a value has no JSON form.
-            ValueError: if a metric is called "step" or "time", or an array is not a scalar.
+            TypeError: A value has no JSON form.
+            ValueError: A metric is called "step" or "time", or an array is not a scalar.
         """
         if reserved := {"step", "time"} & set(metrics):
-            raise ValueError(f"metrics named {sorted(reserved)} would hide the line's own; rename them")
+            raise ValueError(f"metrics must not be named {sorted(reserved)}, which every line has. Rename them.")
         record = {"step": int(step), "time": time.time(), **tree.map_structure_with_path(_to_json, metrics)}
-        # One write of one line: a crash tears at most the last line, which the next opening cuts off.
+        # One write per line: a crash leaves at most the last line incomplete, and the next opening removes it.
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> int:
-        """Drops every line of a later step, which a resumed run writes again; returns how many.
+        """Drops the lines of later steps, which a resumed run writes again. Returns their number.
 
-        The file is replaced in one rename: a crash leaves the old one or the new one.
+        The file is replaced in one rename. A crash leaves the old file or the new one.
         """
         lines = list(_lines(self.path))
         kept = [line for line, record in lines if record["step"] <= step]
@@ -87,7 +87,7 @@ class MetricsWriter:
         return open(self.path, "ab")
 
     def close(self) -> None:
-        """Closes the file; writing afterwards is a ValueError."""
+        """Closes the file. A later write raises ValueError."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -98,20 +98,20 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file in order, without a torn last line (of a run killed or still writing).
+    """Reads the lines of a metrics file in order, without an incomplete last line (of a run killed or still writing).
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if another line is not a JSON object with a step.
+        FileNotFoundError: There is no such file.
+        ValueError: Another line is not a JSON object with a step.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"no metrics at {path}; has the run started?")
+        raise FileNotFoundError(f"no metrics at {path}. Start the run first.")
     return [tree.map_structure(_from_json, record) for _, record in _lines(path)]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields each whole line and what it holds; stops before a torn last one."""
+    """Yields each complete line and its record. Stops before an incomplete last line."""
     if not path.exists():
         return
     with open(path, "rb") as file:
@@ -121,10 +121,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             try:
                 record = json.loads(line)
                 if not isinstance(record["step"], int):
-                    raise TypeError("step is not an integer")
+                    raise TypeError("step is not an integer.")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"line {number} of {path} is not a metrics line ({error}); move the file away or mend the line"
+                    f"line {number} of {path} is not a metrics line ({error}). Move the file away or repair the line."
                 ) from error
             yield line, record
 
@@ -135,10 +135,10 @@ def _to_json(path: tuple[Any, ...], value: Any) -> Any:
     if not isinstance(value, float):
         array, name = np.asarray(value), ".".join(map(str, path))
         if array.ndim != 0:
-            raise ValueError(f"metric {name!r} is an array of shape {array.shape}; reduce it or pass a list")
+            raise ValueError(f"metric {name!r} is an array of shape {array.shape}. Reduce it or pass a list.")
         value = array.item()
         if not isinstance(value, (bool, int, float)):
-            raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form")
+            raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form.")
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -1,9 +1,8 @@
 """Figures, drawn without a display and without matplotlib's global state.
 
-Every function writes one figure to `path`, whose suffix chooses the format (.png, .pdf, .svg), makes the folder if
-needed, and returns the path. `title` and `subtitle` are two lines above the panels. Importing this module does not
-import matplotlib. Colours are from Okabe and Ito's palette, which colour-blind readers tell apart; every line has its
-name beside it.
+Every function writes one figure to `path`, makes its folder if needed, and returns the path. The suffix of `path`
+chooses the format (.png, .pdf, .svg). `title` and `subtitle` are two lines above the panels. matplotlib loads on use.
+Colours are from Okabe and Ito's palette, which colour-blind readers can tell apart. Every line is named beside it.
 """
 
 import itertools
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _VERMILION, _GREEN, _INK, _GREY = "#0072B2", "#D55E00", "#009E73", "#222222", "#6E6E6E"
-_GAP = "#F2B591"  # vermilion on white, opaque: it must look the same on a bar
+_GAP = "#F2B591"  # vermilion on white, opaque to look the same on a bar
 _REFERENCE_COLOURS = (_GREEN, _VERMILION, "#CC79A7", "#E69F00")
 _CURVE_COLOURS = (_BLUE, _VERMILION, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", _GREY)
 _FONT = 11.5
@@ -43,22 +42,22 @@ def plot_training(
     dataset: str,
     references: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draws one private training run: accuracy above, privacy spent below, over steps.
+    """Draws one private training run over steps: accuracy above, spent privacy below.
 
     Args:
-        path: see above.
-        accuracy: (step, accuracy in 0..1) pairs in step order; non-finite values leave a gap.
-        epsilon: (step, epsilon spent so far) pairs in step order; non-finite values leave a gap.
-        budget: the epsilon that must not be passed; `math.inf` draws no line.
-        delta: the delta at which every epsilon holds.
-        dataset: for the title.
-        references: name to final accuracy of the runs to compare with, e.g. {"no privacy": 0.98}.
+        path: As above.
+        accuracy: (step, accuracy in 0..1) pairs in step order. Non-finite values leave a gap.
+        epsilon: (step, epsilon spent so far) pairs in step order. Non-finite values leave a gap.
+        budget: The largest permitted epsilon. `math.inf` draws no line.
+        delta: The delta of every epsilon.
+        dataset: The data set in the title.
+        references: Name to final accuracy of other runs, e.g. {"no privacy": 0.98}.
 
     Raises:
-        ValueError: if one of the two curves is empty.
+        ValueError: One of the two curves is empty.
     """
     if not accuracy or not epsilon:
-        raise ValueError("accuracy and epsilon need at least one (step, value) pair each; did the run log any?")
+        raise ValueError("accuracy and epsilon need at least one (step, value) pair each. Log both during the run.")
     references = dict(references or {})
     final_accuracy, final_epsilon = accuracy[-1][1], epsilon[-1][1]
     title = f"{dataset}: {_percent(final_accuracy)} accuracy at ε = {_number(final_epsilon)}"
@@ -111,20 +110,20 @@ def plot_curves(
     """Draws named curves in one panel, each with its name at its right end.
 
     Args:
-        path, title, subtitle: see above.
-        curves: name to (x, y) pairs in the order of x; non-finite y leave a gap, and so do y <= 0 on a log scale.
-          The first curve is drawn strongest; with more than seven the colours repeat, with dashes.
-        xlabel, ylabel: names of the axes; that of y is written above the panel.
+        path, title, subtitle: As above.
+        curves: Name to (x, y) pairs in the order of x. Non-finite y leave a gap, and so do y <= 0 on a log scale. The
+          first curve is the thickest. With more than seven the colours repeat, with dashes.
+        xlabel, ylabel: The names of the axes. The name of y is above the panel.
         xscale, yscale: "linear" or "log".
-        percent: write y as percentages, where it is linear.
-        xticks: x to text of the marks on the x axis; long texts are slanted. None chooses them.
-        references: name to y of dashed horizontal lines.
+        percent: Whether a linear y axis has percentages.
+        xticks: x to the text of the marks on the x axis. Long texts are slanted. None chooses them.
+        references: Name to y of dashed horizontal lines.
 
     Raises:
-        ValueError: if there is no curve or an empty one.
+        ValueError: There is no curve or an empty one.
     """
     if not curves or not all(curves.values()):
-        raise ValueError("curves needs at least one curve and at least one (x, y) pair in each")
+        raise ValueError("curves needs at least one curve and at least one (x, y) pair in each.")
     figure, ((axes,),) = _page(title, subtitle)
     axes.set_xscale(xscale)
     if xscale == "log":
@@ -161,24 +160,24 @@ def plot_panels(
     A name has the same colour in every panel.
 
     Args:
-        path, title, subtitle: see above.
-        panels: title of a panel to the name of its x axis and its curves, as in `plot_curves`. The first curve of the
-          first panel is drawn strongest in all of them; with more than seven names the colours repeat, with dashes.
-        ylabel: name of the y axis, beside the first panel.
+        path, title, subtitle: As above.
+        panels: Title of a panel to the name of its x axis and its curves, as in `plot_curves`. The first curve of the
+          first panel is the thickest in all of them. With more than seven names the colours repeat, with dashes.
+        ylabel: The name of the y axis, beside the first panel.
         yscale: "linear" or "log".
-        percent: write y as percentages, where it is linear.
+        percent: Whether a linear y axis has percentages.
 
     Raises:
-        ValueError: if there is no panel, or one without curves or with an empty one.
+        ValueError: There is no panel, or one without curves or with an empty one.
     """
     if not panels or not all(curves and all(curves.values()) for _, curves in panels.values()):
-        raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve")
+        raise ValueError("panels needs at least one panel, one curve in each and one (x, y) pair in each curve.")
     names = list(dict.fromkeys(name for _, curves in panels.values() for name in curves))
     grid = {"top": 0.755, "bottom": 0.135, "wspace": 0.09}
     figure, (row,) = _page(title, subtitle, (1.6 + 3.6 * len(panels), 4.6), 1, len(panels), grid)
     labels: dict[str, Label] = {}
     for axes, (panel, (xlabel, curves)) in zip(row, panels.items(), strict=True):
-        # A curve that is missing or has no number in the last panel is named at the height of its last number.
+        # A curve without a number in the last panel is named at the height of its last number.
         labels |= _curves(axes, curves, names, yscale)
         _round_marks(axes.xaxis, 5)
         axes.set_xlabel(xlabel, **_TEXT)
@@ -198,18 +197,18 @@ def plot_points(
     xlabel: str,
     ylabel: str,
 ) -> Path:
-    """Draws named groups of points with error bars in one panel; both axes are percentages.
+    """Draws named groups of points with error bars in one panel. Both axes are percentages.
 
     Args:
-        path, title, subtitle, xlabel, ylabel: as in `plot_curves`.
-        points: name to (x, y, error of x, error of y); a NaN error draws no bar. A group has one colour, and its name
-          stands to the right, at the height of its last point.
+        path, title, subtitle, xlabel, ylabel: As in `plot_curves`.
+        points: Name to (x, y, error of x, error of y). A NaN error draws no bar. A group has one colour, and its name
+          is to the right, at the height of its last point.
 
     Raises:
-        ValueError: if there is no group or an empty one.
+        ValueError: There is no group or an empty one.
     """
     if not points or not all(points.values()):
-        raise ValueError("points needs at least one group and at least one point in each")
+        raise ValueError("points needs at least one group and at least one point in each.")
     figure, ((axes,),) = _page(title, subtitle)
     labels = []
     for (name, group), colour in zip(points.items(), itertools.cycle(_CURVE_COLOURS), strict=False):
@@ -225,29 +224,29 @@ def plot_points(
 
 
 def plot_reliability(path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str) -> Path:
-    """Draws reliability diagrams side by side: accuracy against confidence above, where the examples are below.
+    """Draws reliability diagrams side by side: accuracy against confidence above, shares of the examples below.
 
-    Bars end in a blue line at the accuracy of each bin. Between it and the mean confidence of the bin, next to the
-    diagonal, is the gap that the expected calibration error (ECE) averages; the error itself stands on top.
+    A bar ends in a blue line at the accuracy of its bin. The gap between it and the mean confidence of the bin, next to
+    the diagonal, is what the expected calibration error (ECE) averages. The ECE stands on top.
 
     Args:
-        path, title, subtitle: see above.
-        diagrams: name to an object with arrays `counts`, `confidence` and `accuracy`, [bins] each, over bins of equal
-          width in [0, 1], as `jaxdp.recalibration.metrics.reliability` gives; one to four of them. Bins without
+        path, title, subtitle: As above.
+        diagrams: One to four entries, name to an object with arrays `counts`, `confidence` and `accuracy`, [bins] each,
+          over bins of equal width in [0, 1], such as `jaxdp.recalibration.metrics.reliability` returns. Bins without
           examples are not drawn.
 
     Raises:
-        ValueError: if there are no diagrams, more than four, or one without examples.
+        ValueError: There are no diagrams, more than four, or one without examples.
     """
     if not 1 <= len(diagrams) <= 4:
-        raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}; draw several figures")
+        raise ValueError(f"diagrams needs one to four entries, got {len(diagrams)}. Draw several figures.")
     grid = {"top": 0.745, "bottom": 0.105, "height_ratios": [3.0, 1.0], "hspace": 0.12, "wspace": 0.1}
     size = (1.0 + 3.1 * len(diagrams), 5.6)
     figure, (upper, lower) = _page(title, subtitle, size, 2, len(diagrams), grid)
     for above, below, (name, diagram) in zip(upper, lower, diagrams.items(), strict=True):
         used = np.asarray(diagram.counts) > 0
         if not used.any():
-            raise ValueError(f"diagrams[{name!r}] counts no examples; leave it out")
+            raise ValueError(f"diagrams[{name!r}] counts no examples. Leave it out.")
         counts, confidence, accuracy = (
             np.asarray(values, np.float64)[used] for values in (diagram.counts, diagram.confidence, diagram.accuracy)
         )
@@ -280,33 +279,33 @@ def plot_images(
     subtitle: str = "",
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draws rows of images under each other, such as originals and what attackers made of them.
+    """Draws rows of images below each other, such as originals and reconstructions.
 
     Every pixel is a square of one colour.
 
     Args:
-        path, title, subtitle: see above.
-        rows: name, at the left of the row, to images: floating point [n, H, W, C] in [0, 1], all of one shape; C is 1
+        path, title, subtitle: As above.
+        rows: Name, at the left of the row, to images, floating point [n, H, W, C] in [0, 1], all of one shape. C is 1
           (grey) or 3 (RGB).
-        notes: name of a row to what stands at its right.
+        notes: Name of a row to the text at its right.
 
     Raises:
-        ValueError: if there is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values are not in
-          [0, 1], or a note has no row.
+        ValueError: There is no row or no image, shapes are not [n, H, W, 1 or 3] or differ, values are not in [0, 1],
+          or a note has no row.
     """
     images = {name: np.asarray(value) for name, value in rows.items()}
     shapes = {value.shape for value in images.values()}
     shape = next(iter(shapes), ())
     if len(shapes) != 1 or len(shape) != 4 or shape[3] not in (1, 3) or 0 in shape:
-        raise ValueError(f"rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got {sorted(shapes)}")
+        raise ValueError(f"rows needs images [n, H, W, C] of one shape, n > 0 and C 1 or 3, got {sorted(shapes)}.")
     for name, value in images.items():
         if not np.issubdtype(value.dtype, np.floating) or not (value.min() >= 0 and value.max() <= 1):
-            raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]; clip what is outside")
+            raise ValueError(f"rows[{name!r}] must be floating point in [0, 1]. Clip other values.")
     if unknown := sorted(set(notes or {}) - set(rows)):
-        raise ValueError(f"notes has {', '.join(map(repr, unknown))}, which rows has not")
+        raise ValueError(f"notes has {', '.join(map(repr, unknown))}, but rows does not.")
 
     count, height, width, _ = shape
-    step = 1.08 * width / height  # from image to image, their height being 1
+    step = 1.08 * width / height  # from image to image, in units of their height
     across = (count - 1) * step + width / height
     inches = min(0.95, 9.0 / across)  # the height of an image
     bottom, top = 0.1, 0.95 if subtitle else 0.64
@@ -334,7 +333,7 @@ def _page(
     columns: int = 1,
     grid: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple["Figure", Any]:
-    """A figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
+    """Returns a figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=160, facecolor="white")
@@ -353,7 +352,7 @@ def _page(
 
 
 def _progress(axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequence[Label]) -> list[float]:
-    """Draws the curve of a run, whose label is the first, and lines at the others; returns its values, or NaN."""
+    """Draws the curve of a run, labelled first, and lines at the other labels. Returns its values, or NaN."""
     for value, _, colour in labels[1:]:
         if math.isfinite(value):
             axes.axhline(value, color=colour, **_DASHED)
@@ -365,7 +364,7 @@ def _progress(axes: "Axes", points: Sequence[tuple[int, float]], labels: Sequenc
 
 
 def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
-    """Draws curves in the looks of their places among all names; returns labels at their last numbers, if any."""
+    """Draws each curve in the style of its place among all names. Returns labels at the last finite values."""
     axes.set_yscale(yscale)
     labels = {}
     for name, points in curves.items():
@@ -385,7 +384,7 @@ def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> 
 
 
 def _log_marks(axis: Any, low: float, high: float) -> None:
-    """Where there are few powers of ten, if any: marks between them, written in full."""
+    """Writes marks between powers of ten in full if there are few powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     if 0 < high < 1000 * low:
@@ -402,7 +401,7 @@ def _round_marks(axis: Any, count: int, form: str = "", *, integer: bool = False
 
 
 def _y_marks(axes: "Axes", *, percent: bool) -> None:
-    """Round marks on the y axis; percentages end at 0 and 100% unless there are others."""
+    """Sets round marks on the y axis. Percentages end at 0 and 100% unless values exceed them."""
     limits = [panel.dataLim.intervaly for panel in axes.get_shared_y_axes().get_siblings(axes)]
     low, high = min(low for low, _ in limits), max(high for _, high in limits)
     if axes.get_yscale() == "log":
@@ -417,19 +416,19 @@ def _y_marks(axes: "Axes", *, percent: bool) -> None:
 def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # "tight" widens the page to hold the names to the right of the panels, whatever their length.
+    # "tight" widens the page to hold the names to the right of the panels.
     figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
     return path
 
 
 def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
-    """The title of a panel, and the names at its right, for which the y axis must be as it will be drawn."""
+    """Writes a panel's title and the names at its right. The y axis must be final."""
     axes.set_title(title, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
     _label_right(axes, labels)
 
 
 def _label_right(axes: "Axes", labels: Sequence[Label]) -> None:
-    """Names each line at its right end, moved apart where two would overlap; beside the panel if there is room."""
+    """Names each line at its right end and moves overlapping names apart, inside the panel's height if they fit."""
     labels = sorted((label for label in labels if math.isfinite(label[0])), key=lambda label: label[0])
     scale = axes.yaxis.get_transform().transform
     bottom, top, *places = (float(scale(value)) for value in (*axes.get_ylim(), *(value for value, _, _ in labels)))
@@ -454,7 +453,7 @@ def _percent(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """An epsilon with three significant digits, rounded up: a report must not understate the cost."""
+    """Returns epsilon with three significant digits, rounded up, so that a report does not understate the cost."""
     if not math.isfinite(value):
         return "∞" if value == math.inf else "unknown"
     if value <= 0:

@@ -15,25 +15,24 @@ def format_table(
     """Lays out rows as a table with aligned columns: text to the left, numbers to the right.
 
     Args:
-        rows: one mapping per row, from column key to value; a missing key or None is an empty cell.
-        columns: which keys, in which order; a mapping gives their headings as well. None takes every key in order
-            of first appearance.
-        style: "plain" for terminals; "markdown" for a pipe table that also reads well as plain text.
-        digits: significant digits of floats; integers, and booleans as yes or no, are written in full.
+        rows: One mapping per row, from column key to value. A missing key or None is an empty cell.
+        columns: The keys in order. A mapping also gives their headings. None takes all in order of first appearance.
+        style: "plain" for terminals, "markdown" for a pipe table that also reads well as plain text.
+        digits: The significant digits of floats. Integers are written in full, and booleans as yes or no.
 
     Returns:
         Lines without a final newline.
 
     Raises:
-        ValueError: if `style` is unknown or there is no column.
+        ValueError: `style` is unknown or there is no column.
     """
     if style not in ("plain", "markdown"):
-        raise ValueError(f"style={style!r} is unknown; use 'plain' or 'markdown'")
+        raise ValueError(f"style={style!r} is unknown. Use 'plain' or 'markdown'.")
     if columns is None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
     if not headings:
-        raise ValueError("the table has no columns; name them in columns=")
+        raise ValueError("the table has no columns. Name them in columns.")
     texts = [list(headings.values()), *([_cell(row.get(key), digits) for key in headings] for row in rows)]
     if style == "markdown":
         texts = [[cell.replace("|", r"\|") for cell in line] for line in texts]

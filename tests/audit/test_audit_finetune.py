@@ -224,7 +224,7 @@ def test_sampling_that_is_larger_than_it_says_is_caught():
 
 
 def test_bad_arguments_of_sampling_are_refused():
-    with pytest.raises(ValueError, match="got a sampling probability of 1"):
+    with pytest.raises(ValueError, match="sampling probability below 1, got 1"):
         canaries.audit_sampling(trainer_of(2), trials=10)
     with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
         canaries.audit_sampling(trainer_of(2, probability=0.5), trials=1)

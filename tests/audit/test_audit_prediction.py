@@ -170,7 +170,6 @@ def test_canary_and_score_are_learnt_from_other_answers_than_those_that_are_judg
         return heard[-1]
 
     judged = []
-    monkeypatch.setattr(canaries, "_RANGES", 10**6)
     monkeypatch.setattr(canaries.bounds, "multi_run", lambda *kinds, **terms: judged.extend(kinds))
     cost = event(1, epsilon=1.0)
     canaries.audit_answers(ask, cost, QUERY, records(10, 10), CANDIDATES, trials=100, seed=SEED)

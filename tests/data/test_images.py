@@ -58,5 +58,5 @@ def test_what_cannot_be_is_refused():
         resize_images(source((6, 6, 3)), 0, 1)
     with pytest.raises(ValueError, match="size and channels must be at least 0, got -1 and 0"):
         resize_images(source((6, 6, 3)), -1)
-    with pytest.raises(ValueError, match="source 'blobs' has no column 'image'; it has features, label"):
+    with pytest.raises(ValueError, match=r"source 'blobs' has no column 'image'\. It has features, label"):
         resize_images(data.bundled("blobs"), 8)

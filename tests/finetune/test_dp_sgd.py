@@ -355,7 +355,7 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
 @pytest.mark.parametrize("size", [N - 1, N + 1])
 def test_a_step_on_another_number_of_examples_is_refused(size):
     trainer = trainer_of(data.PoissonSampler(N, 0.5))
-    with pytest.raises(ValueError, match=f"source has {size} examples but the sampler was made for {N}: the event"):
+    with pytest.raises(ValueError, match=f"source has {size} examples, but the sampler draws from {N}. Its event"):
         trainer.step(trainer.init(params_of()), source_of(size))
 
 
@@ -468,7 +468,7 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     ("change", "message"),
     [
         ({"physical_batch_size": 0}, "physical_batch_size must be at least 1, got 0"),
-        ({"augmult": 2}, "augmult must be at least 1, and 1 without augment; got 2"),
+        ({"augmult": 2}, "augmult must be at least 1, and 1 without augment, got 2"),
         ({"augmult": 0, "augment": lambda key, example: example}, "augmult must be at least 1.*got 0"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\)"),
         ({"ema_decay": math.nan}, r"ema_decay must be in \[0, 1\)"),

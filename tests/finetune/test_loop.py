@@ -387,7 +387,7 @@ def test_what_would_fail_after_the_first_chunk_fails_before(tmp_path):
         fit(trainer, ledger)
     with pytest.raises(ValueError, match="'other' is not registered"):
         fit(trainer, ledger, dataset="other", delta=1e-5)
-    with pytest.raises(ValueError, match="source has 61 examples but the sampler was made for 60"):
+    with pytest.raises(ValueError, match="source has 61 examples, but the sampler draws from 60"):
         fit(trainer, ledger, source=data.bundled("blobs").take(np.arange(61)))
     with pytest.raises(ValueError, match="checkpoint_every"):
         fit(trainer, ledger, delta=1e-5, checkpoint_every=0)

@@ -189,7 +189,7 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
         ({"pretrain__steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
         ({"data__source": "web"}, "config.data.source must be 'bundled', 'tfds' or 'npz'"),
         ({"data__name": "breast_cancer"}, "must name a data set of images, got .breast_cancer/public. without any"),
-        ({"data__crop_padding": 0}, "augmult must be at least 1, and 1 without augment; got 2"),
+        ({"data__crop_padding": 0}, "augmult must be at least 1, and 1 without augment, got 2"),
     ],
 )
 def test_a_refused_config_can_be_mended_in_the_same_workdir(tmp_path, overrides, message):

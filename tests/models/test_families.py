@@ -274,7 +274,7 @@ def test_frozen_statistics_are_constants():
     ("name", "attributes", "message"),
     [
         ("resnet20", {"depth": 21}, "depth must be 6 n \\+ 2"),
-        ("resnet20", {"norm": "batch"}, "batch statistics mix the examples"),
+        ("resnet20", {"norm": "batch"}, "Batch statistics mix the examples"),
         ("resnet20", {"groups": 5}, "groups must divide the number of channels 16, got groups=5"),
         ("resnet20", {"shortcut": "none"}, "shortcut must be 'pad' or 'conv'"),
         ("wrn_16_4", {"depth": 17}, "depth must be 6 n \\+ 4"),

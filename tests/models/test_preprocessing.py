@@ -73,9 +73,9 @@ def test_impossible_constants_are_refused(change, message):
 
 def test_images_of_other_kinds_are_refused():
     preprocessing = Preprocessing(size=8, **IMAGENET)
-    with pytest.raises(ValueError, match=r"every image must be \[H, W, 3\], got shape \(9, 9, 1\); a grey image"):
+    with pytest.raises(ValueError, match=r"every image must be \[H, W, 3\], got shape \(9, 9, 1\). Make a grey image"):
         preprocessing.prepare([np.zeros((9, 9, 1), np.uint8)])
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\]; give 0..255 as uint8"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\]. Give 0..255 as uint8"):
         preprocessing.prepare([PHOTO.astype(np.float32)])
     with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
         preprocessing.prepare([np.full((9, 9, 3), np.nan)])

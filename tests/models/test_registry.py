@@ -128,7 +128,7 @@ def test_an_unknown_name_lists_the_models():
 
 
 def test_an_unknown_attribute_lists_the_attributes():
-    with pytest.raises(TypeError, match="model 'mlp' has no depth; its attributes are activation, dtype, hidden"):
+    with pytest.raises(TypeError, match=r"model 'mlp' has no depth\. Its attributes are activation, dtype, hidden"):
         models.create("mlp", num_classes=10, depth=3)
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         models.create("mlp", num_classes=1)

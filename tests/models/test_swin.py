@@ -222,7 +222,7 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits():
     [
         ({}, (16, 12, 3), "images must be square, got 16x12"),
         ({"patch_size": 3}, (16, 16, 3), "patch_size must divide the image 16x16, got 3"),
-        ({"window": 3}, (16, 16, 3), "window must divide the 8x8 grid of stage 0, got 3; resize the images or choose"),
+        ({"window": 3}, (16, 16, 3), "window must divide the 8x8 grid of stage 0, got 3. Resize the images or choose"),
         ({"window": 7}, (14, 14, 3), "an even side before patches are merged, got 7x7"),
         ({"num_heads": (2, 3)}, (16, 16, 3), "num_heads must divide the width 16, got 3"),
         ({"num_heads": (2,)}, (16, 16, 3), r"one entry per stage, got \(2, 2\) and \(2,\)"),

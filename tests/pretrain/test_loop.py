@@ -15,8 +15,7 @@ import optax
 import pytest
 
 from jaxdp import data
-from jaxdp.pretrain import dpadapter, fit, sam
-from jaxdp.pretrain.loop import Batches
+from jaxdp.pretrain import Batches, dpadapter, fit, sam
 from jaxdp.report import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -116,12 +115,18 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", evaluate=interrupt, **options)
-    recorder = Recorder(trainer())
+    traces = []
+
+    def traced(params, batch):
+        traces.append(len(batch["label"]))
+        return mean_loss(params, batch)
+
+    recorder = Recorder(dpadapter(traced, optax.sgd(0.1, momentum=0.9)))
     wrong = jax.tree.map(lambda x: x + 1, PARAMS)  # not read any more
     resumed = fit(recorder, wrong, SOURCE, workdir=tmp_path / "run", **options)
     assert len(recorder.seen) == 7
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
-    assert recorder.descend._cache_size() == 1
+    assert sorted(traces) == [6, 20]
     without_time = [
         [{k: v for k, v in row.items() if k not in ("time", "evaluated")} for row in read_metrics(path)]
         for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
@@ -194,7 +199,7 @@ def test_the_large_batch_over_several_devices():
         ({"ascent_every": 0}, r"ascent_every must be at least 1, got 0"),
         ({"checkpoint_every": 0}, r"checkpoint_every must be at least 1, got 0"),
         ({"devices": [None] * 3}, r"perturbation_batch_size must be a multiple of 3 devices, got 20"),
-        ({"seed": b"short"}, r"seed must be 16 bytes, got b'short'"),
+        ({"seed": b"short"}, r"seed must be 16 bytes such as .* got b'short'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_done(tmp_path, arguments, message):
@@ -211,7 +216,7 @@ def test_a_microbatch_that_does_not_divide_is_refused_before_anything_is_done(tm
 
 
 def test_no_examples_are_refused():
-    with pytest.raises(ValueError, match="source has no examples; give public examples"):
+    with pytest.raises(ValueError, match=r"source has no examples\. Give public examples"):
         fit(trainer(), PARAMS, SOURCE.take(np.zeros(0, np.int64)), steps=1, **SIZES)
 
 
@@ -219,12 +224,12 @@ def test_another_run_in_the_workdir_is_refused(tmp_path):
     options = {"workdir": tmp_path, **SIZES}
     fit(trainer(), PARAMS, SOURCE, steps=4, **options)
     for other, changed, message in (
-        (trainer(gamma=1.0), {}, "another gamma;"),
-        (trainer(), {"update_batch_size": 7, "seed": bytes(16)}, "another seed, update_batch_size;"),
+        (trainer(gamma=1.0), {}, "another gamma[.]"),
+        (trainer(), {"update_batch_size": 7, "seed": bytes(16)}, "another seed, update_batch_size[.]"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(other, PARAMS, SOURCE, steps=4, **{**options, **changed})
-    with pytest.raises(ValueError, match="another data;"):
+    with pytest.raises(ValueError, match="another data[.]"):
         fit(trainer(), PARAMS, data.bundled("blobs").take(np.arange(1, 61)), steps=4, **options)
     with pytest.raises(ValueError, match="holds a run of 4 steps, more than steps=3"):
         fit(trainer(), PARAMS, SOURCE, steps=3, **options)

@@ -127,5 +127,5 @@ def test_what_has_no_json_form_is_refused_and_not_half_written(tmp_path):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has the run started"):
+    with pytest.raises(FileNotFoundError, match="Start the run first"):
         read_metrics(tmp_path / "none.jsonl")

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxdp.report import plot_curves, plot_training
-from jaxdp.report.plots import _number, plot_images, plot_panels, plot_reliability
+from jaxdp.report.plots import plot_images, plot_panels, plot_reliability
 
 CURVES = {
     "accuracy": [(0, 0.5), (100, 0.8), (200, 0.9)],
@@ -89,7 +89,7 @@ def test_one_point_and_zero_epsilon_are_drawn(drawn):
 
 @pytest.mark.parametrize("name", ["accuracy", "epsilon"])
 def test_an_empty_curve_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="did the run log any"):
+    with pytest.raises(ValueError, match="Log both during the run"):
         plot_training(tmp_path / "f.png", **{**CURVES, name: []})
 
 
@@ -97,8 +97,8 @@ def test_an_empty_curve_is_refused(tmp_path, name):
     ("value", "text"),
     [(4.0, "4"), (3.9801, "3.99"), (3.98, "3.98"), (0.12341, "0.124"), (123.2, "124"), (0.0, "0"), (math.inf, "∞")],
 )
-def test_epsilons_are_rounded_up(value, text):
-    assert _number(value) == text
+def test_epsilons_are_rounded_up(drawn, value, text):
+    assert texts(drawn(epsilon=[(200, value)]))[0] == f"digits: 90.0% accuracy at ε = {text}"
 
 
 def test_the_suffix_chooses_the_format(tmp_path):
@@ -282,7 +282,7 @@ def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_pa
     ("diagrams", "message"),
     [
         ({}, "one to four entries, got 0"),
-        ({str(i): DIAGRAM for i in range(5)}, "one to four entries, got 5; draw several"),
+        ({str(i): DIAGRAM for i in range(5)}, "one to four entries, got 5. Draw several"),
         ({"a": SimpleNamespace(counts=np.zeros(2), confidence=np.zeros(2), accuracy=np.zeros(2))}, "'a'. counts no"),
     ],
 )
@@ -324,10 +324,10 @@ def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shap
         ({"a": np.zeros((2, 8, 8))}, r"got \[\(2, 8, 8\)\]"),
         ({"a": np.zeros((2, 8, 8, 2))}, "C 1 or 3"),
         ({"a": np.zeros((2, 8, 8, 1)), "b": np.zeros((3, 8, 8, 1))}, r"of one shape.*\(2, .*\(3, "),
-        ({"a": np.full((2, 8, 8, 1), 1.5)}, r"rows\['a'\] must be .* in \[0, 1\]; clip"),
+        ({"a": np.full((2, 8, 8, 1), 1.5)}, r"rows\['a'\] must be .* in \[0, 1\]. Clip"),
         ({"a": np.full((2, 8, 8, 1), np.nan)}, r"rows\['a'\] must be"),
         ({"a": np.zeros((2, 8, 8, 1), np.uint8)}, r"rows\['a'\] must be floating point"),
-        ({"b": np.zeros((2, 8, 8, 1))}, "notes has 'a', which rows has not"),
+        ({"b": np.zeros((2, 8, 8, 1))}, "notes has 'a', but rows does not"),
     ],
 )
 def test_images_that_cannot_be_drawn_are_refused(tmp_path, rows, message):

@@ -42,5 +42,5 @@ def test_a_line_break_in_a_cell_does_not_break_the_table():
 def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match="'plain' or 'markdown'"):
         format_table(ROWS, style="html")
-    with pytest.raises(ValueError, match="columns="):
+    with pytest.raises(ValueError, match="Name them in columns"):
         format_table([])
