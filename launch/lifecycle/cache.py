@@ -1,8 +1,8 @@
 """The results of stages: finished ones are found by content, interrupted ones continue, and nothing is paid for twice.
 
-The folder of a stage is `<workdir>/<stage>/<key>`. The key is a hash of everything that the result depends on: the
-stage's part of the config, the fingerprints of its data, the results of the stages before it, and the version of the
-library. So a config that was used before finds its results, and the budget is not charged again.
+The folder of a stage is `<workdir>/<stage>/<key>`. The key is a hash of the stage's part of the config, the
+fingerprints of its data, the results of the stages before it, and the version of the library. The result depends on
+nothing else. So a config that was used before finds its results, and the budget is not charged again.
 
 A stage touches private data through the functions that a user would call (`finetune.fit`, `tta.serve`, ...), with an
 account and with its folder as their workdir. The till in the folder makes an interrupted release once, and pays for it

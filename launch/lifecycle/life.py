@@ -44,7 +44,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       config: The config of the lifecycle.
       workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds:
           report.html      for people
-          certificates.html  certificates without noise, NOT private; only with `config.certificates.show`
+          certificates.html  certificates without noise, NOT private, only with `config.certificates.show`
           ledger.sqlite    the spends of every private data set (`python -m launch.ledger`). `config.ledger` can name
                            another place, which several lifecycles may share
           lifecycle.json   the config, and the state and folder of each stage
@@ -111,8 +111,8 @@ class _Plan:
     def requests(self, done: dict[str, cache.Done]) -> list[tuple[str, DpEvent]]:
         """Returns the (account, event) pairs of all stages that are not done and cannot turn out to be done.
 
-        A stage with a finished folder can turn out to be done while a public stage before it has not run yet: if that
-        stage repeats its earlier result, the folder is found.
+        A stage may have a finished folder while a public stage before it has not run yet. If that public stage repeats
+        its earlier result, the folder is found.
         """
         done, private, asked = dict(done), set[str](), list[tuple[str, DpEvent]]()
         for stage in STAGES:
