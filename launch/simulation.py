@@ -25,7 +25,7 @@ _ECE_BINS = 15
 
 
 class Setting(NamedTuple):
-    """One point of a sweep: the number of sources, the records of each, and its epsilon. `math.inf` means without privacy."""
+    """One point of a sweep: the number of sources, the records of each, and its epsilon (`math.inf`: no privacy)."""
 
     sources: int
     samples: int

@@ -205,7 +205,6 @@ def answers(
     patch: Callable[[], Any] = contextlib.nullcontext,
 ) -> Run:
     """Returns the audit of one answer under the claim of an epsilon, with something patched."""
-
     each = epsilon or claimed
 
     def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
