@@ -81,7 +81,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
                         hold, first = held.enter_context(plan.hold(ledger, done)), False
                     states[stage.name] = _advance(stage, plan, done, states, hold)
                 except KeyboardInterrupt as error:
-                    message = "stopped by the user. The next run continues"
+                    message = "stopped by the user, and the next run continues"
                     states[stage.name] |= {"status": "interrupted", "message": message}
                     _write(config, states, root)
                     raise Interrupted(
@@ -171,7 +171,7 @@ def _advance(
         if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
             return state
         # Others read the report, and an error may depend on private images.
-        return state | {"message": f"{type(error).__name__}. The data's owners can read error.txt in its folder"}
+        return state | {"message": f"{type(error).__name__}: error.txt in its folder has the message, for the data's owners"}
     (folder / "error.txt").unlink(missing_ok=True)
     return _say(stage, "done", "", folder, plan.root)
 

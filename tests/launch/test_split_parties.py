@@ -15,6 +15,7 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.privacy import Ledger
 from jaxdp.split.package import read_package
+from tests.launch import program
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -43,19 +44,17 @@ SERVER = {
     "adaptation.epochs": 2,
     "directions": 4,
 }
-# What each party must never need of the other's.
+# Each party must never read these fields of the other.
 POISON = {"server": {"client.data.name": "nowhere"}, "client": {"server.data.name": "nowhere"}}
 
 
 def start(party, root, *flags, forbidden=(), **overrides):
-    """A party in a process of its own, whose workdir is root / party, at the exchange folder root / "exchange"."""
+    """Starts a party in a process, with the workdir root / party and the exchange folder root / "exchange"."""
     config = {
         f"{party}.{name}": value for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
     }
     config |= POISON[party]
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    command = [sys.executable, *warnings, "-c", JAILED, f"launch.split_{party}"]
+    command = [*program.PYTHON, "-c", JAILED, f"launch.split_{party}"]
     command += [os.pathsep.join(map(str, forbidden)) or os.devnull, "--config", "configs/split/two_parties.py"]
     command += ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "600", *flags]
     command += [f"--config.{name}={value}" for name, value in config.items()]
@@ -65,7 +64,7 @@ def start(party, root, *flags, forbidden=(), **overrides):
 
 
 def finish(*processes):
-    """Standard output of each, once all have ended well; if one fails, nobody waits for it."""
+    """Returns the standard output of each process. If one fails, the others are killed."""
 
     def end(process):
         out, err = process.communicate()
@@ -82,7 +81,7 @@ def finish(*processes):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """The client's own file: five images each of 5 to 9 with their labels, and some to classify."""
+    """Writes the client's own file: five images each of 5 to 9 with their labels, and some to classify."""
     source = bundled("digits").of_classes([5, 6, 7, 8, 9])
     batch = source.gather(np.arange(len(source)))
     few = np.concatenate([np.flatnonzero(batch["label"] == k)[:5] for k in range(5)])
@@ -100,7 +99,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def private(images, tmp_path_factory):
-    """Both parties in the private mode; the server's folder holds its secrets, the client's those of the client."""
+    """Runs both parties in the private mode. Each folder holds only its own party's secrets."""
     root = tmp_path_factory.mktemp("private")
     server = start("server", root, forbidden=[root / "client", images.parent])
     client = start(
