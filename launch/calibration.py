@@ -76,7 +76,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         }
         for cost in result["costs"]
     ]
-    trials = f"Scores are means of {result['trials']} trials; the standard error of an ECE is at most {error:.2g}."
+    trials = f"Scores are means of {result['trials']} trials. The standard error of an ECE is at most {error:.2g}."
     return {
         f"{over} and all numbers of sources, samples and epsilon": _overall(result, *FACTORS),
         "trials": trials,

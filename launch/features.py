@@ -231,7 +231,7 @@ def text(config: Any, _: pathlib.Path) -> Task:
 
     def mean(sentence: str) -> np.ndarray:
         tokens = tokenize(sentence)
-        signed = zip(tokens, _signs(tokens, config.negation), strict=True)
+        signed = zip(tokens, signs(tokens, config.negation), strict=True)
         known = [sign * table[index[token]] for token, sign in signed if token in index]
         return np.mean(known, axis=0) if known else project.mean
 
@@ -249,7 +249,7 @@ def tokenize(sentence: str) -> list[str]:
     return _TOKEN.findall(re.sub(r"<[^>]*>", " ", sentence.lower()))
 
 
-def _signs(tokens: Sequence[str], negation: int) -> list[float]:
+def signs(tokens: Sequence[str], negation: int) -> list[float]:
     """Returns -1.0 for the `negation` tokens after a negation, up to a punctuation mark, and 1.0 for the others."""
     signs, left = [], 0
     for token in tokens:

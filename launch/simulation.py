@@ -197,7 +197,7 @@ def simulate(
         if key is not None:
             scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
             if scale is not None:
-                drawn = _noise(jax.random.fold_in(key, index), shape, sources, scale)
+                drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
                 variance = scale.variance * sources
         heard = samples if key is None else used
         found = _play(method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance)
@@ -231,7 +231,7 @@ class _Asked:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
+def noise_of_sources(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
     """Returns the sum of the Laplace noise of all sources, each the difference of two exponentials.
 
     A sum of exponentials is minus the logarithm of a product of uniforms. Products of five do not underflow.

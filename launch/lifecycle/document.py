@@ -98,7 +98,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     """
     root = pathlib.Path(workdir)
     with understood(root, _REMEDY):
-        life = _Life(root)
+        life = Life(root)
         data = life.config["data"]["name"]
         apart, page = root / "certificates.html", root / "report.html"
         if found := life.result("certificates"):
@@ -120,7 +120,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
 def summary(workdir: str | os.PathLike[str]) -> str:
     """Returns a table for the terminal: the spends and audits of every private data set."""
-    life = _Life(pathlib.Path(workdir))
+    life = Life(pathlib.Path(workdir))
     rows = [
         {
             "data set": entry["name"],
@@ -134,7 +134,7 @@ def summary(workdir: str | os.PathLike[str]) -> str:
     return format_table(rows)
 
 
-class _Life:
+class Life:
     """The stages, results and accounts of a workdir."""
 
     def __init__(self, root: pathlib.Path):

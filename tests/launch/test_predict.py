@@ -398,7 +398,7 @@ def test_one_record_less_changes_no_setting(monkeypatch):
     monkeypatch.setattr(predict.prediction, "certify", lambda *args: found)
     whole = bench.train
     for count in (1078, 1077):
-        bench.train = teachers._take(whole, np.arange(count))
+        bench.train = {name: column[:count] for name, column in whole.items()}
         bench.__dict__.pop("pools", None), bench.__dict__.pop("single", None)
         settings.append([])
         assert len(bench.pools) == 2

@@ -119,9 +119,9 @@ def test_tables_hold_what_was_kept(finished):
         assert table["contrast"][1:] == [f"{kept['contrast', name][part]['ece'][0]:.4f}" for name in METHODS]
         assert list(table) == list(SHIFTS)
     worst = max(error for cell in kept.values() for part in cell.values() for error in part["ece_error"])
-    assert f"means of 5 trials; the standard error of an ECE is at most {worst:.2g}." in text
+    assert f"means of 5 trials. The standard error of an ECE is at most {worst:.2g}." in text
     assert "binning with a single bin would win" in text and "Brier" in text
-    # 3 releases of sensitivity 1 at epsilon 2 are Laplace noise of scale 1.5 from each of 4 sources. 1 release has scale 0.5.
+    # 3 releases of sensitivity 1 at epsilon 2 have Laplace noise of scale 1.5 from each of 4 sources, 1 release 0.5.
     assert costs["Acc-T"][0] == "3" and float(costs["Acc-T"][1]) == pytest.approx(1.5 * math.sqrt(2 * 4), rel=0.01)
     assert costs["HB split"][0] == "1" and float(costs["HB split"][1]) == pytest.approx(
         0.5 * math.sqrt(2 * 4), rel=0.01

@@ -23,7 +23,7 @@ from jaxdp.recalibration import (
 )
 from jaxdp.recalibration.protocol import Scale
 from launch import simulation
-from launch.simulation import Order, Setting, _noise, reach, simulate, unchanged
+from launch.simulation import Order, Setting, noise_of_sources, reach, simulate, unchanged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WIDE = Bracket(low=0.5, high=16.0)
@@ -89,7 +89,7 @@ def test_without_recalibration_confidences_are_those_of_the_model(records, order
 @pytest.mark.parametrize("sources", [1, 5, 6])
 def test_noise_is_the_sum_of_the_noise_of_so_many_sources(sources):
     # Against 40,000 sums drawn by NumPy. A false alarm has probability 1e-4. Other scales are rejected.
-    drawn = np.asarray(_noise(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
+    drawn = np.asarray(noise_of_sources(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
     rng = np.random.default_rng(1)
     for scale, same in ((3.0, True), (0.7 * 3.0, False), (1.3 * 3.0, False)):
         sums = rng.laplace(scale=scale, size=(40_000, sources)).sum(1)
