@@ -66,7 +66,6 @@ class _Bench:
         return images
 
     def _task(self, dataset: str) -> tuple[Pretrained, Source, Source]:
-        """Returns (network, private images, test images)."""
         found = data.parts(self.images(dataset), "private", "test")
         network = models.with_classes(self.network, found["private"].num_classes)
         private, test = (models.resize(network, found[role]) for role in ("private", "test"))

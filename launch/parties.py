@@ -124,7 +124,6 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
 
 
 def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> dict[str, Any]:
-    """Returns the parameters of the backend, adapted to an upload."""
     copies_key, key = jax.random.split(stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
     options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
     backbone, copying = shipment.backbone, _copying(shipment)

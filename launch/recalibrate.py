@@ -85,7 +85,6 @@ def parts(config: Any) -> dict[str, list[Setting]]:
 
 
 def _settings(config: Any) -> list[Setting]:
-    """Returns all settings, once each."""
     return list(dict.fromkeys(itertools.chain.from_iterable(parts(config).values())))
 
 
@@ -108,7 +107,6 @@ def _kind(config: Any, name: str) -> str:
 
 
 def _scale(config: Any, name: str, epsilon: float) -> Any:
-    """Returns the noise of a source."""
     how: dict[str, Any] = {"adjacency": config.sweep.adjacency, "num_classes": config.model.num_classes}
     return recalibration.noise_scale(methods(config)[name], epsilon=epsilon, **how)
 

@@ -272,7 +272,6 @@ class Bench:
         return variant.laplace * options.laplace * unit
 
     def _copying(self, variant: Variant) -> dict[str, Any]:
-        """Returns the options of copies of representations."""
         tokens = self.backbone.tokens[0] - self.backbone.prefix_tokens
         return {
             "laplace_scale": self._scale(variant),
@@ -282,7 +281,6 @@ class Bench:
         }
 
     def _batches(self, labels: Any, number: int) -> int:
-        """Returns the steps of one epoch over `number` copies."""
         return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
 
     def _adapted(

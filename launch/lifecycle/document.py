@@ -237,7 +237,6 @@ def _check(value: Any, shape: Any, name: str) -> None:
 
 
 def _account(names: str, entry: Mapping[str, Any], audited: str) -> dict[str, Any]:
-    """Returns what the templates show of a data set."""
     spent, budget, delta = entry["proven_epsilon"], entry["budget"], entry["delta"]
     untouched = entry["headline"] == "0"
     bounded = math.exp(min(spent or 0.0, 700))
@@ -258,7 +257,6 @@ def _account(names: str, entry: Mapping[str, Any], audited: str) -> dict[str, An
 
 
 def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    """Returns a row of the table of spends."""
     event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
     alone = epsilon(event, delta=entry["delta"], adjacency=entry["adjacency"])
     labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
@@ -273,7 +271,6 @@ def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list
 
 
 def _pages() -> jinja2.Environment:
-    """Returns the templates with their filters."""
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,

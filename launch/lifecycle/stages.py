@@ -67,13 +67,11 @@ def _network(config: Any, num_classes: int) -> Pretrained:
 
 
 def _backbone(job: Job) -> tuple[Pretrained, Params]:
-    """Returns the public backbone."""
     path = job.before["pretrain"].folder / "backbone.safetensors"
     return _network(job.config, job.data.public.num_classes), load_params(path)
 
 
 def _model(job: Job) -> tuple[Pretrained, Params]:
-    """Returns the fine-tuned model."""
     path = job.before["finetune"].folder / "model.safetensors"
     return _network(job.config, job.data.private.num_classes), load_params(path)
 

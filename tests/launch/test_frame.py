@@ -102,7 +102,7 @@ def test_an_interrupted_run_goes_on_with_the_next_cell(tmp_path):
         frame.run(study, config(), tmp_path)
     assert not (tmp_path / "result.json").exists()
     kept = contents(tmp_path / "cells" / "a_b") | contents(tmp_path / "arrays")
-    assert len(kept) == 3
+    assert tmp_path / "arrays" / "a_b.npz" in kept
     assert frame.run(study, config(), tmp_path) == {"total": 14.0}
     assert kept.items() <= contents(tmp_path).items()
     assert runs == [*frame.distinct(STUDY.cells(config()))[:3], *frame.distinct(STUDY.cells(config()))[2:]]
