@@ -171,9 +171,7 @@ def _advance(
         if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
             return state
         # Others read the report, and an error may depend on private images.
-        return state | {
-            "message": f"{type(error).__name__}: error.txt in its folder has the message, for the data's owners"
-        }
+        return state | {"message": f"{type(error).__name__}: error.txt in its folder has the message for the owners"}
     (folder / "error.txt").unlink(missing_ok=True)
     return _say(stage, "done", "", folder, plan.root)
 

@@ -385,7 +385,7 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     assert kept[0].joinpath("manifest.json").read_bytes() == kept[1].joinpath("manifest.json").read_bytes()
     for path in root.glob("adapted-*"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"adapted is of another server or another upload\. Delete .*exchange with all"):
+    with pytest.raises(ValueError, match=r"adapted is of another server or another upload\. Delete .*exchange with"):
         run_server(config, root, client.shared, timeout=0.2)
 
 
