@@ -65,7 +65,7 @@ class _Task:
         self.tuning = photographs(config.tuning.corruptions, held_out)
         self.method = functools.cache(self._method)
         print(
-            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each; hyper-parameters are "
+            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each. Hyper-parameters are "
             f"chosen on {', '.join(self.tuning)} of other photographs.",
             flush=True,
         )
@@ -287,10 +287,10 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         return results.percent(*by_key[method, setting][over], sign="+")
 
     return {
-        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {result['seeds']} streams": (
+        f"Accuracy in percent over all corruptions, mean ± standard deviation of {result['seeds']} streams": (
             _accuracies([source, *cells])
         ),
-        "The stabilising effect of clipping; difference on the same streams ± standard error": [
+        "The stabilising effect of clipping: difference on the same streams ± standard error": [
             {
                 "method": method,
                 "without clipping, over no adaptation": gain(method, ORIGINAL, "over_source"),
@@ -364,7 +364,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             root / f"stability_{method}.png",
             {setting: sorted(points) for setting, points in lengths.items()},
             title=f"{method}: accuracy against the length of an update",
-            subtitle="held-out corruptions; every point is one learning rate",
+            subtitle="held-out corruptions, one point per learning rate",
             xlabel="mean L2 norm of an update (log scale)",
             **on_log,
         )

@@ -336,7 +336,7 @@ def _statement(result: dict[str, Any]) -> str:
 def _client_images(config: Any, preprocessing: Preprocessing, limits: Limits | None) -> tuple[_Images, _Images]:
     """Returns the client's few images with labels, and its test images, with labels if they exist."""
     if config.images:
-        optional, remedy = ("test_image", "test_label"), "Make it again; it must have the arrays 'image' and 'label'."
+        optional, remedy = ("test_image", "test_label"), "Make it again with the arrays 'image' and 'label'."
         arrays = read_npz(config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits)
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}

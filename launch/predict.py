@@ -225,7 +225,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         accuracies({float(e): float(e) for e in np.logspace(-2, 1, 31)}),
         (
             f"{dataset}: accuracy over ε",
-            "Pure ε of each answer. Expectation over the noise; evaluation only, not private.",
+            "Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
         ),
         ("ε per query", "Accuracy of an answer"),
         xscale="log",
