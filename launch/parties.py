@@ -90,10 +90,10 @@ def run_server(
         mode = messages.mode_of(upload)
         result = {"mode": mode, "bytes": package_bytes(shared / "upload"), "queries": asked}
         write_json(root / "result.json", result)
-        labels = "" if mode == "private" else " and the loss gradients, which reveal the labels"
+        labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
         print(
             f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {asked} queries were answered. The "
-            f"server read nothing else that is private{labels}."
+            f"server read no other private data{labels}."
         )
         return result
 

@@ -16,12 +16,17 @@ def command(module, config, workdir, overrides):
     return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *flags]
 
 
-def run(arguments, **environment):
+def environment(**additions):
+    """Returns the environment of a launcher."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", **additions}
+
+
+def run(arguments, **additions):
     """Runs a command at the root of the repository, with additions to the environment."""
     return subprocess.run(
         arguments,
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        env=environment(**additions),
         capture_output=True,
         text=True,
         timeout=300,

@@ -134,7 +134,7 @@ def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_p
     process = subprocess.Popen(
         program.command("finetune", "configs/digits_dpsgd.py", workdir, tiny.FINETUNE),
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": UNOPTIMISED},
+        env=program.environment(XLA_FLAGS=UNOPTIMISED),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -58,9 +58,8 @@ def start(party, root, *flags, forbidden=(), **overrides):
     command += [os.pathsep.join(map(str, forbidden)) or os.devnull, "--config", "configs/split/two_parties.py"]
     command += ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "600", *flags]
     command += [f"--config.{name}={value}" for name, value in config.items()]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=program.environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(*processes):
@@ -115,7 +114,7 @@ def test_two_processes_adapt_privately(private, images):
     assert f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label" in client
     assert f"accuracy {result['accuracy']:.4f} on 100 test images" in client
     assert "The 100 queries are representations of other images, with epsilon = inf on the ledger" in client
-    assert f"uploaded {result['bytes']:,} bytes (private); 100 queries answered" in server
+    assert f"uploaded {result['bytes']:,} bytes (private). 100 queries were answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("client/images") == result["epsilon"]
     assert not (root / "client" / "secret_seed").exists()
@@ -137,7 +136,7 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     again = finish(
         start("client", root, "--mode", "private", "--queries", "--images", str(images)), start("server", root)
     )
-    assert again[0] == client and "100 queries answered" in again[1] and not secret.exists()
+    assert again[0] == client and "100 queries were answered" in again[1] and not secret.exists()
     assert {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")} == before
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]
@@ -153,7 +152,7 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
     client = start("client", tmp_path, *flags, forbidden=[tmp_path / "server"])
     server, client = finish(server, client)
     assert "epsilon = inf (empirical only)" in client and "accuracy" in client
-    assert "(published); 100 queries answered" in server
+    assert "(published). 100 queries were answered" in server
     _, arrays = read_package(tmp_path / "exchange" / "upload", "upload")
     assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 16)}
     assert list((tmp_path / "exchange" / "loss").iterdir()) == []
