@@ -1,20 +1,21 @@
-"""Time and memory of a private adaptation step over those of the same method's plain step and of a forward pass alone.
+"""Times a private adaptation step against the method's plain step and a forward pass, and its memory.
 
     python -m benchmarks.bench_adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers --output .bench/adaptation.json
 
-Per shape and batch size: "forward" predicts only, "plain" is the method as published, "private" its private form,
-"clip only" the same without noise. Steps are interleaved, each timed after an untimed call of its own, and reported as
-medians; ratios are medians of per-round ratios within the same round. "memory" is what XLA allocates for a step beyond
-its arguments (temporaries and outputs). Weights are random: they do not change the work.
+Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its private form, and
+"clip only" the private form without noise. Steps are interleaved. Each is timed after an untimed call of it, and
+medians are reported. Ratios are medians of the ratios within a round. "memory" is what XLA allocates for a step beyond
+its arguments (temporaries and outputs). Weights are random, which does not change the work.
 
-With --peers, per-example gradients of Tent's loss by `torch.func` and by Opacus, on the same architecture and in the
-same rounds, over a plain Tent step in PyTorch; they need torch, timm and opacus, to be installed separately.
+With --peers, `torch.func` and Opacus compute per-example gradients of Tent's loss, on the same architecture and in the
+same rounds. Their ratios are over a plain Tent step in PyTorch. Install torch, timm and opacus for this.
 
-With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by hand: every compiled
-program counts.
+With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by hand. The number of
+compiled programs is checked.
 
-With --till, what `tta.serve` adds to the steps of such a stream, in ms a batch: without an account, with one in memory,
-with a ledger in a file, and with a workdir, whose time is that of forcing its files to the disk.
+With --till, the benchmark reports what `tta.serve` adds to the steps of such a stream, in ms a batch: without an
+account, with one in memory, with a ledger in a file, and with a workdir, whose time includes forcing its files to the
+disk.
 """
 
 import functools
@@ -71,7 +72,7 @@ def compiled(lowered: Any, *args: Any) -> Step:
 
 
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
-    """The compiled step of an adapter, on which its memory can be asked."""
+    """Returns the compiled step of an adapter, which knows its memory."""
     state = adapter.init()
     args = (adapter.constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
     return compiled(program._step.lower(adapter._program, *args), *args)
@@ -98,7 +99,7 @@ def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Ste
 
 
 def check_equal(adapt: Callable[..., tta.Adapter], images: jax.Array) -> None:
-    """Nothing clipped and no noise: a private Tent step is a plain one, or the timings mean nothing."""
+    """Checks that a private Tent step without clipping and noise equals a plain one."""
     methods = tta.Tent(), tta.private(tta.Tent(), clip_norm=1e6, noise_multiplier=0.0)
     moved = []
     for adapter in (adapt(method=method) for method in methods):
@@ -107,11 +108,11 @@ def check_equal(adapt: Callable[..., tta.Adapter], images: jax.Array) -> None:
         moved.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(difference)]))
     error = np.linalg.norm(moved[1] - moved[0]) / np.linalg.norm(moved[0])
     if not error < 1e-2:  # of displacements that float32 parameters have rounded
-        raise AssertionError(f"the private step differs from the plain step by {error:.1e}")
+        raise AssertionError(f"The private step differs from the plain step by {error:.1e}.")
 
 
 def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
-    """Tent in PyTorch: a plain step, and private ones as `torch.func` and Opacus make them."""
+    """Returns Tent steps in PyTorch: a plain one, and private ones by `torch.func` and Opacus."""
     import timm
     import torch
     from opacus import GradSampleModule
@@ -165,7 +166,7 @@ def peer_steps(shape: Shape, batch_size: int) -> dict[str, Step]:
         func_optimizer.step()
 
     opacus_model, opacus_moving = new_model()
-    opacus_model.train()  # Opacus records nothing otherwise; these models have no dropout by default
+    opacus_model.train()  # Opacus records only in training mode. These models have no dropout by default.
     wrapped = GradSampleModule(opacus_model)
     opacus_optimizer = DPOptimizer(
         sgd(opacus_moving), noise_multiplier=sigma, max_grad_norm=1.0, expected_batch_size=batch_size
@@ -200,7 +201,7 @@ def run_case(shape: Shape, batch_size: int, methods: list[str], rounds: int, *, 
 
 
 def small_adapter(reset_every: int | None) -> tta.Adapter:
-    """Private Tent on a ViT for images of 8x8 pixels."""
+    """Returns private Tent on a ViT for images of 8x8 pixels."""
     model = models.create("vit_tiny", num_classes=10, patch_size=4, width=16, depth=1, num_heads=2, mlp_width=32)
     params = model.init(jax.random.key(1), jnp.zeros((1, 8, 8, 3)))["params"]
 
@@ -212,7 +213,7 @@ def small_adapter(reset_every: int | None) -> tta.Adapter:
 
 
 def stream_case(batch_size: int) -> dict[str, Any]:
-    """10,000 images, the last batch padded, a reset every 50 batches and one by hand: how many programs that takes."""
+    """Counts the programs of a stream of 10,000 images: padded last batch, resets every 50 batches and by hand."""
     adapter = small_adapter(reset_every=50)
     images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
     before = program._step._cache_size()
@@ -230,12 +231,12 @@ def stream_case(batch_size: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     compilations = program._step._cache_size() - before
     if compilations != 1:
-        raise AssertionError(f"a stream of {batches} batches compiled its step {compilations} times")
+        raise AssertionError(f"A stream of {batches} batches compiled its step {compilations} times.")
     return {"images": seen, "batches": batches, "compilations": compilations, "wall_s": seconds}
 
 
 def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
-    """Median ms per batch of a stream of 8x8 images, by how it is served; "steps" is a loop without `serve`."""
+    """Returns the median ms per batch of a stream of 8x8 images, by how it is served. "steps" is without `serve`."""
     data = jaxdp.data.from_arrays(
         image=np.random.default_rng(0).random((batches * batch_size, 8, 8, 3), np.float32),
         label=np.zeros(batches * batch_size, int),

@@ -1,11 +1,11 @@
-"""How far certificates reach: mean stable distance per rule, and what a mechanism makes of a distance.
+"""Reports how far certificates reach: the mean stable distance per rule, and the flip probability at a distance.
 
     python -m benchmarks.bench_certificates --seeds 3 --output .bench/certificates.json
 
-"published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump": k replacements in
-every batch), on the same data, networks and queries as "replace" (k replacements in the whole data set) and
-"add_remove" (k records added or removed). The second table is the probability of a wrong answer at a distance, for
-every mechanism.
+"published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"), with k replacements
+in every batch. "replace" has k replacements in the whole data set, and "add_remove" k records added or removed. Data,
+networks and queries are the same. The second table has the probability of a wrong answer at a distance, for every
+mechanism.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def measure(case: Case, seed: int) -> dict[str, float]:
 
 
 def flips() -> list[dict[str, float]]:
-    """Probability of another label than the model's, two classes, 100 queries at a total of (10, 1e-5)."""
+    """Returns the probability of a flipped label: two classes, 100 queries at a total of (10, 1e-5)."""
     epsilon = query_epsilon(10.0, 1e-5, 100)
     rows = []
     for k in DISTANCES:

@@ -1,11 +1,11 @@
-"""Time and memory of a clipped gradient over those of the plain gradient of the same model, in one run.
+"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
 
     python -m benchmarks.bench_clipping --models mlp,resnet20,vit --rounds 15 --output .bench/clipping.json
 
-Steps are interleaved, each timed after an untimed call of its own, and reported as medians; ratios are medians of
-per-round ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
+Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
+the ratios to the plain step of the same round. "memory" is what XLA allocates for a step beyond its arguments
 (temporaries and outputs). "cpu" is processor time of all threads, which a busy machine distorts less than wall time.
-Peer: `jax_privacy.clipping.clipped_grad`.
+The peer is `jax_privacy.clipping.clipped_grad`.
 """
 
 import functools
@@ -68,14 +68,14 @@ def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable[..., Any
 
 
 def check_equal(compiled: dict[str, Any], args: tuple[Any, Any]) -> None:
-    """All clipped sums agree, or the timings mean nothing."""
+    """Checks that all clipped sums agree."""
     sums = {n: f(*args) for n, f in compiled.items() if n not in ("plain", "noise")}
     flat = {n: np.concatenate([np.ravel(x) for x in jax.tree.leaves(s)]) for n, s in sums.items()}
     first = next(iter(flat.values()))
     for name, values in flat.items():
         error = np.linalg.norm(values - first) / np.linalg.norm(first)
         if not error < 1e-4:
-            raise AssertionError(f"{name} differs from the first engine by {error:.1e}")
+            raise AssertionError(f"{name} differs from the first engine by {error:.1e}.")
 
 
 def run_case(case: str, engines: list[str], rounds: int) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_ledger [--distinct 100000] [--seconds 3]
 
-There is no peer: other accountants keep no file. What is compared are ratios within one run: 8 writers against 1, the
-last spends against the first ones, and the best served writer against the worst.
+There is no peer, because other accountants keep no file. The ratios compare parts of one run: 8 writers with 1, the
+last spends with the first ones, and the best served writer with the worst.
 """
 
 import os
@@ -19,13 +19,13 @@ from jaxdp.privacy import ComposedDpEvent, GaussianDpEvent, Ledger, PoissonSampl
 def main() -> None:
     parser = timing.arguments(__doc__, output=".bench/ledger.json")
     parser.add_argument("--distinct", type=int, default=100_000, help="different events of one account")
-    parser.add_argument("--seconds", type=float, default=3.0, help="that writers write")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of the writers")
     options = parser.parse_args()
     found = {f"{count} writers": writers(count, options.seconds) for count in (1, 8)}
     found[f"{options.distinct} different Gaussians"] = distinct(
         lambda i: GaussianDpEvent(1e4 + 0.01 * i), options.distinct
     )
-    few = options.distinct // 10  # the PLD of so many leaves takes minutes: `epsilon` of pure events composes each
+    few = options.distinct // 10  # composing the PLD of more leaves would take minutes
     found[f"{few} different pure events"] = distinct(lambda i: PureDpEvent(1e-7 * (1 + 1e-4 * i)), few)
     found["100 different sampled Gaussians"] = sampled(100)
     for name, row in found.items():
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def writers(count: int, seconds: float) -> dict[str, float]:
-    """Processes that spend as fast as they can."""
+    """Times processes that spend as fast as they can."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "ledger.sqlite"
         with Ledger(path) as ledger:
@@ -72,7 +72,7 @@ def _write_until(path: pathlib.Path, start: float, end: float, pipe: int) -> Non
 
 
 def distinct(make, count: int) -> dict[str, float]:
-    """Spends of events of which no two are equal, in a file."""
+    """Times spends of different events in a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "ledger.sqlite"
         took = []
@@ -102,7 +102,7 @@ def distinct(make, count: int) -> dict[str, float]:
 
 
 def sampled(count: int) -> dict[str, float]:
-    """Epsilon of different Poisson-sampled Gaussians, each composed ten times, and of one more."""
+    """Times epsilon of different Poisson-sampled Gaussians, each composed ten times, and of one more."""
     took = []
     for extra in (0, 1):
         events = [PoissonSampledDpEvent(0.01, GaussianDpEvent(1 + 0.01 * i)) for i in range(count + extra)]

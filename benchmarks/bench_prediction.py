@@ -1,16 +1,16 @@
-"""Time and memory of certifying 20 distances over one training run with per-record clipped gradients, in one run.
+"""Times certifying 20 distances against one training run with per-record clipped gradients, and the memory.
 
     python -m benchmarks.bench_prediction --rounds 7 --output .bench/prediction.json
 
-Two baselines train the same model with the same clipped gradients: "vmap" is what one writes first,
-`jax.vmap(jax.grad(loss))`, clip, sum; "streamed" adds up one record after the other in a scan, which XLA vectorises
-over parameters: the fastest we know. "bounds" is `train_with_bounds` with ks = 0..20, "one k" the same with a single
-distance, and with --replace "replace" the same for replaced records (nine passes instead of one). Rounds are
-interleaved, medians reported; ratios are medians of ratios within a round. "memory" is what XLA allocates beyond the
-arguments, "first call" includes compiling.
+Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
+`jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan, which XLA vectorises
+over parameters. It is the fastest that we know. "bounds" is `train_with_bounds` with ks = 0..20, and "one k" the same
+with a single distance. With --replace, "replace" is the same for replaced records (nine passes instead of one). Rounds
+are interleaved, and medians are reported. Ratios are medians of ratios within a round. "memory" is what XLA allocates
+beyond the arguments. "first call" includes compiling.
 
-With --reference the public PyTorch implementation (package abstract_gradient_training, to be installed separately) runs
-in the same process for four of the twenty distances; its time for all is five times their sum.
+With --reference the public PyTorch implementation runs in the same process for four of the twenty distances. Its time
+for all is five times their sum. Install the package abstract_gradient_training for this.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def allocated(lowered: Any) -> float:
 
 
 def reference_seconds(case: Case, params: Any, data: Any) -> float:
-    """CPU seconds of the public implementation for twenty distances, from features where convolutions are frozen."""
+    """Returns CPU seconds of the public implementation for twenty distances, on features of frozen convolutions."""
     import logging
 
     import abstract_gradient_training as public

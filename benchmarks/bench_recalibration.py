@@ -1,12 +1,13 @@
-"""Simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over trials.
+"""Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over trials.
 
     python -m benchmarks.bench_recalibration --output .bench/recalibration.json
 
-One shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes (synthetic, over-confident), three
-factors of 10 settings, six methods. The NumPy loop does what the paper says, vectorised over records: for every trial
-and method a random split, softmax at every temperature that the search asks about, Laplace noise of every source, and
-the ECE of the test split. It runs on a sample of the trials, between runs of ours; times per trial are means over
-settings and medians over shifts after the first, which compiles. The whole sweep is `--shifts 15`.
+The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes (synthetic, over-confident),
+three factors of 10 settings, six methods. The NumPy loop follows the paper, vectorised over records. For every trial
+and method it draws a random split, computes softmax at every temperature that the search asks about, adds Laplace noise
+of every source, and computes the ECE of the test split. It runs on a sample of the trials, between runs of ours. Times
+per trial are means over settings and medians over shifts after the first, which compiles. The whole sweep is `--shifts
+15`.
 """
 
 import math
@@ -41,7 +42,7 @@ NAMES = ("none", "one source", *METHODS)
 
 
 def logits_of(shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """Over-confident logits, worse for later shifts."""
+    """Returns over-confident logits, worse for later shifts."""
     rng = np.random.default_rng(shift)
     labels = rng.integers(0, CLASSES, RECORDS)
     logits = rng.normal(size=(RECORDS, CLASSES)).astype(np.float32)
@@ -123,7 +124,7 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
 
 
 def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarray:
-    """ECE [settings, trials]."""
+    """Returns ECE [settings, trials]."""
     if name == "none":
         outcomes = unchanged(records, order, SETTINGS)
     elif name == "one source":

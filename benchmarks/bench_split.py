@@ -1,12 +1,12 @@
-"""Split Adaptation: the scale search of a ViT-S frontend, and augmented copies that are never all in memory.
+"""Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by batch.
 
     python -m benchmarks.bench_split --output .bench/split.json
 
-Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same work as
-post-training quantisation of ViTs usually does, a backward pass for every site and one candidate after another in three
-rounds; with `--frontend` also `search_scales` alone on all 8 blocks of the frontend (65 sites).
-Copies: one pass in batches over the 65 copies of 500 images, made when they are asked for, beside a pass over the same
-copies out of an array that holds them all (fewer images where that does not fit), and the memory of both.
+Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same work as usual
+post-training quantisation of ViTs. The loop has a backward pass for every site and tries one candidate after another in
+three rounds. With `--frontend`, also `search_scales` alone on all 8 blocks of the frontend (65 sites).
+Copies: one pass in batches over the 65 copies of 500 images, made on demand. Beside it, a pass over the same copies
+from an array that holds them all (fewer images if they do not fit), and the memory of both.
 """
 
 import functools
@@ -30,7 +30,7 @@ ROUNDS, BITS = 3, 8
 
 
 def vit_s(cut: int) -> tuple[Backbone, Any, jax.Array, jax.Array]:
-    """An untrained ViT-S/16 and four images: one batch of the search."""
+    """Returns an untrained ViT-S/16 and four images, one batch of the search."""
     model = create("vit_s16", num_classes=10)
     params = model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3)))["params"]
     images = jax.random.uniform(jax.random.key(1), (4, 224, 224, 3))
@@ -54,7 +54,7 @@ def linear_score(x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax
 def observe(
     backbone: Backbone, tapped: str, tap: jax.Array, params: Any, images: jax.Array, labels: jax.Array
 ) -> tuple[dict[str, Any], jax.Array]:
-    """Operands and outputs of all sites, and the gradient with respect to the output of one."""
+    """Returns operands and outputs of all sites, and the gradient with respect to the output of one."""
     front, back = backbone.divide(params)
 
     def loss(tap: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
@@ -77,7 +77,7 @@ def observe(
 
 
 def loop(backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array) -> dict[str, tuple[float, float]]:
-    """Scales of the linear maps, and as many evaluations for the two products, whose operands are activations."""
+    """Searches scales of the linear maps. For the two products of activations it does as many evaluations."""
     front, _ = backbone.divide(params)
     outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
     found = {}
@@ -126,7 +126,7 @@ def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Arr
 
 
 def passes(images: int, tokens: int, width: int, batch: int) -> tuple[dict[str, Callable[[], Any]], float, float]:
-    """One pass over all copies either way, and the megabytes of both."""
+    """Times one pass over all copies either way, with the megabytes of both."""
     x = jax.random.normal(jax.random.key(0), (images, tokens, width))
     copies = augment_then_noise(
         jax.random.key(1), x, laplace_scale=0.0, copies=64, n_patches=(tokens - 1) // 4, prefix_tokens=1

@@ -1,20 +1,20 @@
-"""Time of sharpness-aware pre-training over plain training, and of the DP-SGD family over DP-SGD, in one run.
+"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD, in one run.
 
     python -m benchmarks.bench_training --models cnn,resnet20 --rounds 5 --peers --output .bench/training.json
 
-Steps are interleaved, each timed after an untimed call of its own, and reported as medians; ratios are medians of
-per-round ratios within the same round. "plain" is a gradient and an SGD update in one compiled function. "memory" is
-what XLA allocates for a gradient, or for the clipped sum of a batch, beyond its arguments.
+Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios are medians of
+the ratios within a round. "plain" is a gradient and an SGD update in one compiled function. "memory" is what XLA
+allocates for a gradient, or for the clipped sum of a batch, beyond its arguments.
 
-Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. Where the ascent comes every ten steps only, and
-where GEP keeps its basis for ten, the time of a step is made of the parts that were measured in the same round.
+Pre-training, m2 = 50: "limit" counts gradients only, (m1 + m2) / m2. If the ascent comes only every ten steps, or GEP
+keeps its basis for ten, the time of a step is computed from the parts measured in the same round.
 
-Fine-tuning: a full physical batch through the trainer's compiled functions; sampling and data are not timed. "GEP
-basis" is the new basis alone, "GEP" a step that has one; their "limit" over DP-SGD, 1 + anchors / (steps per basis *
-batch), again counts gradients only.
+Fine-tuning: a full physical batch goes through the trainer's compiled functions. Sampling and data are not timed. "GEP
+basis" is the new basis alone, "GEP" a step with a new basis. Their "limit" over DP-SGD, 1 + anchors / (steps per basis
+* batch), again counts gradients only.
 
-With --peers, optax's SAM beside ours, and on the CNN the same steps in PyTorch: Opacus' DP-SGD and adaptive clipping,
-and GEP as Yu et al. 2021 describe it, by `torch.func`. They need torch and opacus, to be installed separately.
+With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyTorch: Opacus' DP-SGD and adaptive
+clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and opacus for this.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     model: str
     options: dict[str, Any]
     size: int  # of the square images
-    batch_size: int  # in private; in public it is UPDATE
+    batch_size: int  # in private training, UPDATE in public
 
 
 CNN = {
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
 
 class Step(NamedTuple):
     call: Callable[[], Any]
-    row: dict[str, Any]  # what is known of it without timing
+    row: dict[str, Any]  # results without timing
 
 
 def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
@@ -86,7 +86,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
-    """Gradient and update in one compiled function; the optimizer may ask for further gradients."""
+    """Returns gradient and update in one compiled function. The optimizer may ask for further gradients."""
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
         def gradient(point: Any, _: int = 0) -> Any:
@@ -129,7 +129,7 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
 
 
 def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
-    """Steps of which every tenth makes an ascent: their times, from those measured."""
+    """Adds steps with an ascent every tenth step. Their times are computed from the measured ones."""
     for size in ASCENTS:
         name = f"DPAdapter, m1={size}, every {EVERY}"
         rows[name] = {"limit": 1 + size / UPDATE / EVERY}
@@ -142,7 +142,7 @@ def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seco
 
 
 def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> tuple[Step, Any]:
-    """The device's work of `trainer.step` on a full physical batch, and the state that it starts from."""
+    """Returns the device's work of `trainer.step` on a full physical batch, and its initial state."""
     state = trainer.init(params)
     if trainer.query.refresh_every:
         state = state._replace(carried=refreshed(trainer, state))
@@ -193,7 +193,7 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
 
 
 def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...], batch_size: int) -> None:
-    """GEP with its new bases: the times of its steps, from those measured."""
+    """Adds GEP with its new bases. Its times are computed from the measured ones."""
     for every in (1, EVERY):
         name = f"GEP, new basis every {every}"
         rows[name] = {"limit": 1 + ANCHORS / every / batch_size}
@@ -206,7 +206,7 @@ def add_basis(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ..
 
 
 def torch_steps(case: Case) -> dict[str, Step]:
-    """The CNN in PyTorch: a plain step, Opacus' DP-SGD and AdpClip, and GEP with its basis apart, as ours is."""
+    """Returns steps of the CNN in PyTorch: plain, Opacus' DP-SGD and AdpClip, and GEP with a separate basis."""
     import torch
     from opacus import GradSampleModule
     from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
@@ -303,7 +303,7 @@ def timed(
     derive: Callable[[dict[str, dict[str, Any]], tuple[timing.Seconds, ...]], None],
     over: Callable[[str], dict[str, str]],
 ) -> dict[str, Any]:
-    """A row per step; `over` names the columns of ratios, and the step each of them is relative to."""
+    """Returns a row per step. `over` names the columns of ratios and the step that each is relative to."""
     wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
     rows = {name: dict(step.row) for name, step in steps.items()}
     derive(rows, (wall, cpu))

@@ -1,4 +1,4 @@
-"""What the benchmarks share: steps timed side by side, what XLA allocates for them, and the report they write."""
+"""Shared parts of the benchmarks: timing side by side, XLA's allocations, and the report."""
 
 import argparse
 import json
@@ -17,15 +17,15 @@ Seconds = dict[str, list[float]]
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[Seconds, Seconds]:
-    """Wall and processor seconds of every call in every round, each after an untimed call of its own.
+    """Returns wall and processor seconds of every call in every round, each after an untimed call of it.
 
-    Processor time is that of all threads, which a busy machine distorts less than wall time.
+    Processor time counts all threads. A busy machine distorts it less than wall time.
     """
     wall: Seconds = {name: [] for name in calls}
     cpu: Seconds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            jax.block_until_ready(call())  # the call before has emptied the caches
+            jax.block_until_ready(call())  # the other call has emptied the caches
             start, start_cpu = time.perf_counter(), time.process_time()
             jax.block_until_ready(call())
             wall[name].append(time.perf_counter() - start)
@@ -34,7 +34,7 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> tuple[Se
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """The median of the ratios within a round."""
+    """Returns the median of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(seconds, base, strict=True))
 
 
@@ -43,27 +43,27 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def allocated_mb(compiled: Any) -> float:
-    """What XLA allocates for a compiled function beyond its arguments: temporaries and outputs."""
+    """Returns what XLA allocates for a compiled function beyond its arguments: temporaries and outputs."""
     memory = compiled.memory_analysis()
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
 
 def missing(*modules: str) -> list[str]:
-    """Those of these modules that are not installed."""
+    """Returns the modules that are not installed."""
     import importlib.util
 
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
-    """A parser with `--output`, and the module's docstring as its help."""
+    """Returns a parser with `--output`, and the module's docstring as its help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default=output)
     return parser
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what it ran."""
+    """Returns the machine and the versions of the run."""
     return {
         "device": jax.devices()[0].device_kind,
         "platform": platform.platform(),
@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(report: dict[str, Any], path: str) -> None:
-    """The report as JSON."""
+    """Writes the report as JSON."""
     output = pathlib.Path(path)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,16 +1,16 @@
-"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650): weight standardisation, GroupNorm,
-augmentation multiplicity, a moving average of the parameters, large batches; no pre-training.
+"""DP-SGD on CIFAR-10 by the recipe of De et al. 2022 (arXiv:2204.13650), without pre-training.
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy; it wants a GPU or TPU. Not run by us.
-On two CPU cores,
+The recipe has weight standardisation, GroupNorm, augmentation multiplicity, a moving average of the parameters and
+large batches. The command runs WRN-16-4 at epsilon 1 as in the paper, which reports 56.8 % test accuracy. It needs a
+GPU or TPU. Not run by us. On two CPU cores,
 
     python -m launch.finetune --config configs/cifar10_dpsgd.py:cpu --workdir workdir/cifar10 --config.data.data_dir=DIR
 
-runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe: five minutes, and about
-0.33 test accuracy; it shows that the pipeline works, not what the method can do. DIR is a directory of
-prepared TFDS data; without it TFDS's usual one is read.
+runs ResNet-20, also with weight standardisation, at epsilon 4 for 60 steps of the same recipe. It takes five minutes
+and reaches about 0.33 test accuracy. It tests the pipeline, not the method. DIR holds prepared TFDS data. Without
+it TFDS's default directory is read.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ from configs.method_options import METHOD_OPTIONS
 
 def get_config(size: str = "paper") -> ConfigDict:
     if size not in ("paper", "cpu"):
-        raise ValueError(f"the config takes 'paper' or 'cpu' after the colon, got {size!r}")
+        raise ValueError(f"the config takes 'paper' or 'cpu' after the colon, got {size!r}.")
     config = ConfigDict(
         {
             "init_seed": 0,
@@ -47,7 +47,7 @@ def get_config(size: str = "paper") -> ConfigDict:
             "private": {
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
                 "method_options": METHOD_OPTIONS,
-                "accountant": "auto",  # PLD; "rdp" as in older work
+                "accountant": "auto",  # PLD, or "rdp" as in older work
                 "epsilon": 1.0,
                 "delta": 1e-5,
                 "batch_size": 4096,

@@ -1,22 +1,22 @@
-r"""Table 1 of Wang et al. 2024 (DPAdapter) and what it leaves open: does robust pre-training help private fine-tuning?
+r"""Table 1 of Wang et al. 2024 (DPAdapter) and more: does robust pre-training help private fine-tuning?
 
     python -m launch.finetune --config configs/dpadapter_table1.py --workdir workdir/table1 \
         --config.pretrain.data.data_dir=DIR
 
-is the paper's protocol: a ResNet-20 with GroupNorm, pre-trained on CIFAR-100, fine-tuned on CIFAR-10, SVHN and STL-10;
-for accelerators. Not run by us. On CPUs
+is the paper's protocol: a ResNet-20 with GroupNorm, pre-trained on CIFAR-100, fine-tuned on CIFAR-10, SVHN and STL-10.
+It needs an accelerator. Not run by us. On CPUs
 
     python -m launch.finetune --config configs/dpadapter_table1.py:cpu --workdir workdir/table1 \
         --config.pretrain.data.data_dir=DIR
 
-runs the same grids with a small CNN on 16x16 images: 8000 of CIFAR-100 in public, 5000 of each of CIFAR-10,
-Fashion-MNIST and MNIST in private. About an hour per seed on one core; start it twice to use two. It stops and resumes
-anywhere, cell by cell. configs/dpadapter_table1.py:digits takes two minutes, on bundled data. What we saw:
-BUILD_NOTES.md, "DPAdapter and the DP-SGD family".
+runs the same grids with a small CNN on 16x16 images: 8000 public images of CIFAR-100, and 5000 private images of each
+of CIFAR-10, Fashion-MNIST and MNIST. It takes about an hour per seed on one core. Start it twice to use two. It stops
+and resumes at any cell. configs/dpadapter_table1.py:digits takes two minutes, on bundled data. Results: BUILD_NOTES.md,
+"DPAdapter and the DP-SGD family".
 
-Grids: "table1", the paper's table; "gamma", its Figures 2, 5 and 6; "equal_norm", perturbations of one length from
-large and from small batches, which the paper does not separate; "beyond", other ways to more accuracy at the same
-epsilon.
+The grid "table1" is the paper's table, "gamma" its Figures 2, 5 and 6. "equal_norm" has perturbations of one length
+from large and from small batches, which the paper does not separate. "beyond" has other ways to more accuracy at the
+same epsilon.
 """
 
 import itertools
@@ -47,20 +47,20 @@ def _amp(batch_size: int, steps: int, gamma: float = 1.0) -> dict[str, object]:
 
 def get_config(size: str = "paper") -> ConfigDict:
     if size not in ("paper", "cpu", "digits"):
-        raise ValueError(f"the config takes 'paper', 'cpu' or 'digits' after the colon, got {size!r}")
+        raise ValueError(f"the config takes 'paper', 'cpu' or 'digits' after the colon, got {size!r}.")
     pretrain = cifar100.get_config()
     config = ConfigDict(
         {
-            "seeds": (0, 1, 2),  # of upstream models and of new heads; noise is always fresh
+            "seeds": (0, 1, 2),  # of upstream models and of new heads, not of any noise
             "sets": {name: _set(*what) for name, what in _SETS.items()},  # what differs from `pretrain.data`
             "pretrain": pretrain,  # also which model
-            "upstreams": {  # what differs from `pretrain`; "none" is there without being named
+            "upstreams": {  # what differs from `pretrain`, besides "none"
                 "standard": {"method": {"name": "standard"}},
                 "SAM": _amp(100, pretrain.train.steps // 2),  # the paper's "vanilla SAM", gamma 1 and m = 100
                 "DPAdapter": {"method": {"name": "dpadapter"}},
                 **{f"DPAdapter γ={gamma:g}": _dpadapter(gamma=gamma) for gamma in _GAMMAS},
                 **{f"SAM γ={gamma:g}": _amp(100, pretrain.train.steps // 2, gamma) for gamma in _AMP_GAMMAS},
-                # Perturbations of length 1 whatever the gradient, from batches of 50 and of m1.
+                # Perturbations of length 1 for all gradients, from batches of 50 and of m1.
                 "length 1, m1=50": {
                     **_dpadapter(gamma=1.0, rule="normalise"),
                     "ascent": {"batch_size": 50, "microbatch_size": 0},
@@ -88,7 +88,7 @@ def get_config(size: str = "paper") -> ConfigDict:
             },
             "methods": {  # what differs from `private`
                 "DP-SGD": {},
-                # Gradients of norm 1 instead of 4: the learning rate makes up for it.
+                # The learning rate is larger because gradients have norm 1 instead of 4.
                 "AdpClip": {"method": "adp_clip", "learning_rate": 0.04},
                 "GEP": {"method": "gep", "clip_norm": 5.0},
                 "AdpAlloc": {"method": "adp_alloc"},
@@ -162,7 +162,7 @@ def get_config(size: str = "paper") -> ConfigDict:
 
 
 def _small(config: ConfigDict) -> None:
-    """A small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
+    """Sets a small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
     small = ("train[:5000]", "test[:2000]")
     config.sets = {
         "CIFAR-10": _set("cifar10", True, 2, *small),
@@ -198,7 +198,7 @@ def _small(config: ConfigDict) -> None:
 
 
 def _digits(config: ConfigDict) -> None:
-    """A small table from scikit-learn's bundled digits: half public, a fifth private."""
+    """Sets a small table from scikit-learn's bundled digits: half public, a fifth private."""
     config.seeds = (0,)
     config.pretrain.data = {
         "source": "bundled",

@@ -1,10 +1,10 @@
-"""DP-SGD on Fashion-MNIST with a small CNN and bounded activations, no pre-training.
+r"""DP-SGD on Fashion-MNIST with a small CNN and bounded activations, without pre-training.
 
-    python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion \\
+    python -m launch.finetune --config configs/fashion_mnist_dpsgd.py --workdir workdir/fashion \
         --config.data.data_dir=DIR
 
-DIR is a directory of prepared TFDS data; without it TFDS's usual one is read. Four to five minutes on two CPU cores.
-Test accuracy: about 0.855 at epsilon 3, 0.90 without privacy.
+DIR holds prepared TFDS data. Without it TFDS's default directory is read. Four to five minutes on two CPU cores. Test
+accuracy: about 0.855 at epsilon 3, 0.90 without privacy.
 """
 
 from ml_collections import ConfigDict
@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
             "private": {
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
                 "method_options": METHOD_OPTIONS,
-                "accountant": "auto",  # PLD; "rdp" as in older work
+                "accountant": "auto",  # PLD, or "rdp" as in older work
                 "epsilon": 3.0,
                 "delta": 1e-5,
                 "batch_size": 1024,

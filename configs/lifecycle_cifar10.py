@@ -1,12 +1,11 @@
-"""A model's whole life on CIFAR-10, at a size worth showing: for a GPU.
+r"""A model's whole life on CIFAR-10 at a realistic size, for a GPU.
 
-    python -m launch.lifecycle --config configs/lifecycle_cifar10.py --workdir workdir/lifecycle_cifar10 \\
+    python -m launch.lifecycle --config configs/lifecycle_cifar10.py --workdir workdir/lifecycle_cifar10 \
         --config.data.data_dir=/path/to/tfds
 
-A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here, and fine-tuned on 40,000 private images of
-CIFAR-10; 50 hospitals of 100 images recalibrate it, and it adapts to a stream of 4,096 images under four corruptions.
-The directory holds prepared TFDS data; without it TFDS's usual one is read.
-Not run by us.
+A ResNet-20 with GroupNorm is pre-trained on CIFAR-100, which is public here. It is fine-tuned on 40,000 private images
+of CIFAR-10. 50 hospitals of 100 images recalibrate it, and it adapts to a stream of 4,096 images under four
+corruptions. The directory holds prepared TFDS data. Without it TFDS's default is read. Not run by us.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +19,7 @@ def get_config() -> ConfigDict:
         "source": "tfds",
         "name": "cifar10",
         "data_dir": "",
-        "parts": {  # of TFDS; overlaps are refused
+        "parts": {  # of TFDS, without overlap
             "public": "cifar100/train",
             "private": "cifar10/train[:40000]",
             "sources": "cifar10/train[40000:45000]",

@@ -1,14 +1,15 @@
-"""A model's whole life on scikit-learn's 1797 digits: runs anywhere, without data or network.
+"""A model's whole life on scikit-learn's 1797 digits. It needs no data and no network.
 
     python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir workdir/lifecycle
     python -m launch.lifecycle --config configs/lifecycle_digits.py:smoke --workdir workdir/lifecycle_smoke
 
-About a minute on two CPU cores. Accuracy on 247 test images (noise moves it by a point or two): 0.84 after public
-pre-training on 40 digits, 0.89 private at epsilon 4; on brightened images 0.73, and 0.76 after the stream. ECE there:
-0.07, and 0.05 after recalibration and adaptation. Certified answers: 60 % of 30 at epsilon 6 together.
+About a minute on two CPU cores. Accuracy on 247 test images: 0.84 after public pre-training on 40 digits, and 0.89
+private at epsilon 4. On brightened images: 0.73, and 0.76 after the stream. ECE there: 0.07, and 0.05 after
+recalibration and adaptation. Certified answers: 60 % of 30 at epsilon 6 together. Noise changes accuracies by a point
+or two.
 
-"smoke" is every stage at a size that is compiled rather than run, for launch/colab.ipynb; its figures have the right
-shape and poor numbers.
+"smoke" runs every stage at a tiny size for launch/colab.ipynb. Most of its time is compilation, and its numbers are
+poor.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +22,7 @@ _SMOKE = {
     "pretrain.steps": 60,
     "finetune.steps": 30,
     "finetune.augmult": 0,
-    "recalibrate.epsilon": 2.0,  # all that a source has
+    "recalibrate.epsilon": 2.0,  # the whole budget of a source
     "predict.queries": 10,
     "predict.max_distance": 30,
     "audit_finetune.trials": 500,
@@ -34,10 +35,10 @@ _SMOKE = {
 
 def get_config(variant: str = "") -> ConfigDict:
     if variant not in _VARIANTS:
-        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}")
+        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}.")
     config = ConfigDict(
         {
-            "ledger": "",  # "" is ledger.sqlite in the workdir; several lifecycles may share a file
+            "ledger": "",  # "" is ledger.sqlite in the workdir. Several lifecycles may share a file.
             "data": {
                 "source": "bundled",
                 "name": "digits",
@@ -48,7 +49,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "stream_shifts": ("brightness",),  # one after the other
                 "severity": 4,
             },
-            "budgets": {  # of each private data set in the ledger; every release must fit
+            "budgets": {  # of each private data set in the ledger
                 "private": {"epsilon": 10.0, "delta": 1e-5},
                 "sources": {"epsilon": 2.0, "delta": 0.0},
                 "stream": {"epsilon": 8.0, "delta": 1e-5},
@@ -108,13 +109,13 @@ def get_config(variant: str = "") -> ConfigDict:
                 "epsilon": 6.0,
                 "delta": 1e-5,
                 "queries": 30,
-                "dimensions": 0,  # of the linear model's features; 0 is all that the backbone's outputs span
+                "dimensions": 0,  # of the linear model's features. 0 takes the whole span of the backbone's outputs.
                 "whiten": 0.5,
                 "clip": 0.02,
                 "learning_rate": 10.0,
                 "max_distance": 60,
             },
-            "certificates": {"show": False},  # True writes certificates.html, NOT private: nothing pays for it
+            "certificates": {"show": False},  # True writes certificates.html, which is NOT private
             "audit_finetune": {"candidates": 8, "trials": 1000},
             "audit_recalibrate": {"trials": 1000},
             "audit_adapt": {"candidates": 16, "trials": 300},

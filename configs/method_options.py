@@ -1,9 +1,9 @@
-"""What each private method takes beyond DP-SGD, in every fine-tuning config; the values are those of the papers."""
+"""The options of each private method beyond DP-SGD, in every fine-tuning config. The values are the papers'."""
 
 METHOD_OPTIONS = {
     "adp_alloc": {
         "schedule": {  # over epochs
-            "kind": "exponential",  # Yu et al. 2019 found it the best; or another of these
+            "kind": "exponential",  # best in Yu et al. 2019, or another of these
             "constant": {},
             "time_based": {"rate": 0.0285},
             "step": {"factor": 0.891, "period": 10},

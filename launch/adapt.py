@@ -1,8 +1,8 @@
 """Test-time adaptation: python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits.
 
-Methods x budgets x seeds over corrupted streams. The tables are those of "Private and Stable Test-Time Adaptation with
-Differential Privacy" (arXiv:2606.01908). In the workdir ledger.sqlite has what each run would cost the photographs of
-its stream, methods.txt what the private form of a method does.
+Runs methods x budgets x seeds over corrupted streams. The tables follow "Private and Stable Test-Time Adaptation with
+Differential Privacy" (arXiv:2606.01908). In the workdir, ledger.sqlite records what each run costs the photographs of
+its stream. methods.txt describes the private form of each method.
 """
 
 import functools
@@ -33,7 +33,7 @@ SOURCE = "no adaptation"
 
 
 class Cell(NamedTuple):
-    """A method over a stream: that of the held-out corruptions ("tuning"), or that of a seed ("runs")."""
+    """A method over one stream: of the held-out corruptions ("tuning"), or of a seed ("runs")."""
 
     part: str
     method: str
@@ -42,12 +42,12 @@ class Cell(NamedTuple):
 
 
 class _Task:
-    """Source model, photographs and methods.
+    """The source model, photographs and methods.
 
     Attributes:
-      public: clean images, to train the source model on and for Fisher information.
-      tuning: photographs of nobody's stream, under the held-out corruptions.
-      noise: the noise multiplier of each setting with one, at which a visit costs at most its epsilon.
+      public: Clean images, to train the source model on and for Fisher information.
+      tuning: Photographs under the held-out corruptions. No stream contains them.
+      noise: The noise multiplier of each private setting. At it a visit costs at most the setting's epsilon.
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
@@ -65,7 +65,7 @@ class _Task:
         self.tuning = photographs(config.tuning.corruptions, held_out)
         self.method = functools.cache(self._method)
         print(
-            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each; hyper-parameters are "
+            f"{seeds} streams of {len(self._mine)} domains with {images} photographs each. Hyper-parameters are "
             f"chosen on {', '.join(self.tuning)} of other photographs.",
             flush=True,
         )
@@ -80,7 +80,7 @@ class _Task:
         return restrict_classes(apply_fn, imagenet_r_classes()) if self.config.model.classes else apply_fn
 
     def _method(self, name: str) -> tta.Method:
-        """A method by its name, behind which "-COME" is COME over that method."""
+        """Returns a method by its name. The suffix "-COME" puts COME over that method."""
         classes = next(iter(self.tuning.values())).num_classes
         base, _, come = name.partition("-")
         options = dict(self.config.method_options.get(base, {}))
@@ -89,14 +89,14 @@ class _Task:
         if "num_classes" in takes:
             options["num_classes"] = classes
         if "fisher" in takes:
-            starts = range(0, self.config.fisher_images, 64)  # to batches of 64 the papers' fisher_strength belongs
+            starts = range(0, self.config.fisher_images, 64)  # the papers' fisher_strength is for batches of 64
             images = [self.public.gather(np.arange(k, k + 64))["image"] for k in starts]
             options["fisher"] = tta.fisher(self.apply_fn, self.source.params, images)
         method = kind(**options)
         return tta.COME(method, classes) if come else method
 
     def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
-        """Returns what runs a cell with these hyper-parameters."""
+        """Returns the adapter of a cell with these hyper-parameters."""
         method: Any = self.method("Tent" if cell.method == SOURCE else cell.method)
         accumulate = 1
         if cell.setting != ORIGINAL:
@@ -107,14 +107,14 @@ class _Task:
         return tta.Adapter(self.apply_fn, self.source.params, method, optimizer, accumulate=accumulate)
 
     def stream(self, seed: int) -> tta.Stream:
-        """Returns the stream of a seed, which has photographs of its own."""
+        """Returns the stream of a seed. Streams of different seeds share no photograph."""
         n, how = self.config.data.images, ("batch_size", "order", "reset", "remainder")
         mine = {name: source.take(np.arange(seed * n, (seed + 1) * n)) for name, source in self._mine.items()}
         return tta.Stream(mine, seed=seed, **{name: self.config.protocol[name] for name in how})
 
 
 def _photographs(config: Any, test: Source | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Source]:
-    """The same photographs under each shift. One shift is read at a time, and no more than these are kept of it."""
+    """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
     found = {}
     for name in tqdm(shifts, desc="reading", unit="corruption"):
         domain = data.under(test, config, name)
@@ -128,7 +128,7 @@ def _photographs(config: Any, test: Source | None, shifts: Sequence[str], rows: 
 
 
 def _sgd(learning_rate: float) -> optax.GradientTransformation:
-    """SGD with momentum. Its state has the learning rate, the number of steps and the sum of their lengths."""
+    """Returns SGD with momentum. Its state has the learning rate, the number of steps and the sum of their lengths."""
 
     def init(params: Any) -> dict[str, Any]:
         numbers = {"rate": jnp.float32(learning_rate), "steps": jnp.int32(0), "length": jnp.float32(0)}
@@ -140,7 +140,7 @@ def _sgd(learning_rate: float) -> optax.GradientTransformation:
 _MOMENTUM = optax.trace(0.9)
 
 
-# One function whatever the learning rate, so that trying another does not compile the step again.
+# One function serves all learning rates. So another rate does not compile the step again.
 def _update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     direction, momentum = _MOMENTUM.update(gradient, state["momentum"])
     step = jax.tree.map(lambda x: -state["rate"] * x, direction)
@@ -149,7 +149,7 @@ def _update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
 
 
 def _names() -> list[str]:
-    """The methods, each by itself and under COME."""
+    """Returns the methods, each by itself and under COME."""
     names = [name for name in tta.METHODS if name != "COME"]
     return [*names, *(f"{name}-COME" for name in names)]
 
@@ -165,8 +165,8 @@ def settings(config: Any) -> list[str]:
 def _cells(config: Any) -> Iterator[Cell]:
     if config.privacy.adjacency not in ("replace_one", "zero_out"):
         raise ValueError(
-            f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}: a stream "
-            "from which a record is removed has other batches from there on."
+            f"config.privacy.adjacency must be 'replace_one' or 'zero_out', got {config.privacy.adjacency!r}. Removing "
+            "a record would change all later batches of the stream."
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
@@ -181,11 +181,11 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     config, task = work.config, work.shared
     if cell.part == "tuning":
         return _choose(cell, config, task)
-    if cell.method == SOURCE:  # steps of no length
+    if cell.method == SOURCE:  # a rate of 0 changes nothing
         served = tta.serve(task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None)
         return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
-    # A data set of its own for every run: together they would cost much more, which the summary says.
+    # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
     terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
     ledger = work.root / "ledger.sqlite"
@@ -197,13 +197,13 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
-    """Hyper-parameters from the config, or the best on the held-out corruptions."""
+    """Returns hyper-parameters from the config, or the best ones on the held-out corruptions."""
     if given := config.hyper_parameters.get(cell.method, {}).get(cell.setting):
         return {"chosen": dict(given), "tried": []}
     if cell.setting == ORIGINAL:
         candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
     else:
-        # With most gradients clipped a step is about learning_rate * clip_norm long, so that is what varies.
+        # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this product varies.
         lengths = itertools.product(config.tuning.clipped_steps, config.tuning.clip_norms)
         candidates = [{"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths]
     stream, tried = tta.Stream(task.tuning, batch_size=config.protocol.batch_size, seed=0), []
@@ -217,7 +217,7 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
 
 
 def _mean(accuracy: Mapping[str, float]) -> float:
-    """Over the corruptions of a stream."""
+    """Returns the mean over the corruptions of a stream."""
     return results.moments(accuracy.values()).mean
 
 
@@ -225,13 +225,13 @@ def _mean(accuracy: Mapping[str, float]) -> float:
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    """Means and standard deviations over the seeds, per method, setting and corruption."""
+    """Returns means and standard deviations over the seeds, per method, setting and corruption."""
     config, privacy, cells = work.config, work.config.privacy, []
     tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
 
     def over(key: str, mine: list[frame.Row], other: Any) -> list[float]:
-        """Mean and standard error of the difference to what was run on the same streams."""
+        """Returns mean and standard error of the difference to what was run on the same streams."""
         gap = results.paired_difference(
             [*mine, *other], key, other[0][key], mine[0][key], coordinates=(key, "seed"), value="mean"
         )
@@ -269,12 +269,12 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
-    """A line per method, a column per setting."""
+    """Returns a line per method with a column per setting."""
     return results.pivot(cells, "method", "setting", lambda c: results.percent(c[0]["mean"], c[0]["std"]))
 
 
 def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
-    """The cells of the first method that have an epsilon. Other methods have the same."""
+    """Returns the cells of the first method that have an epsilon. Other methods have the same epsilons."""
     return [c for c in cells if c["method"] == cells[0]["method"] and "visits" in c]
 
 
@@ -287,10 +287,10 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         return results.percent(*by_key[method, setting][over], sign="+")
 
     return {
-        f"Accuracy in percent, mean over corruptions; mean ± standard deviation of {result['seeds']} streams": (
+        f"Accuracy in percent over all corruptions, mean ± standard deviation of {result['seeds']} streams": (
             _accuracies([source, *cells])
         ),
-        "The stabilising effect of clipping; difference on the same streams ± standard error": [
+        "The stabilising effect of clipping: difference on the same streams ± standard error": [
             {
                 "method": method,
                 "without clipping, over no adaptation": gain(method, ORIGINAL, "over_source"),
@@ -320,7 +320,7 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    """Draws the figures, and says in words what the private form of each method does."""
+    """Draws the figures. Writes methods.txt, which describes the private form of each method."""
     config, root = work.config, work.root
     *cells, source = result["cells"]
     step, texts = {"learning_rate": 1.0, "clip_norm": 1.0}, []
@@ -364,7 +364,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             root / f"stability_{method}.png",
             {setting: sorted(points) for setting, points in lengths.items()},
             title=f"{method}: accuracy against the length of an update",
-            subtitle="held-out corruptions; every point is one learning rate",
+            subtitle="held-out corruptions, one point per learning rate",
             xlabel="mean L2 norm of an update (log scale)",
             **on_log,
         )
@@ -378,8 +378,8 @@ def _summary(result: Mapping[str, Any]) -> str:
         for c in _private(result["cells"])
     ]
     return (
-        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each figure is one run alone. These runs "
-        "shared streams and labels: publishing them all, as here, is for public benchmarks only."
+        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}Each epsilon is of one run alone. These runs "
+        "shared streams and labels. Publish all of them, as here, for public benchmarks only."
     )
 
 
@@ -393,8 +393,8 @@ STUDY = frame.Study(
     tables=_tables,
     figures=_figures,
     benchmark=(
-        "accuracies are functions of the stream's records that no ledger pays for. To adapt to a private stream use "
-        "jaxdp.tta.serve."
+        "The accuracies are functions of the stream's records, and no ledger pays for them. Use jaxdp.tta.serve to "
+        "adapt to a private stream."
     ),
 )
 

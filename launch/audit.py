@@ -1,7 +1,7 @@
 """Audits every mechanism and its broken twins: `python -m launch.audit [--mechanism=NAME] [--output=PAGE]`.
 
-It prints a table; with --output it writes the page docs/design/audits.md. The exit status is 1 if an honest mechanism
-is VIOLATED or cannot be told, or if a twin is not caught.
+The program prints a table. With --output it writes the page docs/design/audits.md. It exits with 1 in three cases: an
+honest mechanism is VIOLATED, an audit of one cannot tell, or a twin is not caught.
 """
 
 import pathlib
@@ -13,26 +13,27 @@ from absl import app, flags
 from . import audits
 from .audits.case import Case
 
-_MECHANISM = flags.DEFINE_string("mechanism", None, "Audit this one only, for example DP-SGD.")
-_TRIALS = flags.DEFINE_integer("trials", None, "Runs of either kind; by default what each case asks for.", 2)
-_SEED = flags.DEFINE_string("seed", "000102030405060708090a0b0c0d0e0f", "16 bytes in hexadecimal digits.")
-_OUTPUT = flags.DEFINE_string("output", None, "Write the table as a Markdown page to this file.")
+_MECHANISM = flags.DEFINE_string("mechanism", None, "The only mechanism to audit, for example DP-SGD.")
+_TRIALS = flags.DEFINE_integer("trials", None, "Runs of either kind. The default is each case's.", 2)
+_SEED = flags.DEFINE_string("seed", "000102030405060708090a0b0c0d0e0f", "16 bytes as hexadecimal digits.")
+_OUTPUT = flags.DEFINE_string("output", None, "The file for the table as a Markdown page.")
 
 _PAGE = """# Audits
 
 `{command}` writes this page. The seed is `{seed}`.
 
 Each row is one claim of one mechanism. An audit runs the mechanism many times with a canary in its data and many times
-without it, tells the runs apart, and proves with a confidence of 99.9 % that epsilon is at least the audited bound. The
-ceiling is the largest bound that the audit could have proved: that of runs which are told apart every time.
+without it. It tells the runs apart, and proves with a confidence of 99.9 % that epsilon is at least the audited bound.
+The ceiling is the largest bound that the audit could have proved: the bound if it tells the runs apart every time.
 
-- **VIOLATED**: the bound is above the claim. The proof, the code or the accounting is wrong, but for a chance of 0.1 %.
-- **consistent**: the bound is not above the claim, and the ceiling is. It proves nothing: another attack may find more.
-- **cannot tell**: the ceiling is not above the claim. No mechanism, however broken, could have been VIOLATED.
+- **VIOLATED**: the bound is above the claim. The proof, the code or the accounting is wrong, except for a chance of
+  0.1 %.
+- **consistent**: the bound is not above the claim, but the ceiling is. It proves nothing: another attack may find more.
+- **cannot tell**: the ceiling is not above the claim. The audit could not have found any mechanism VIOLATED.
 
-A broken twin is the mechanism with one mistake, under the claim of the honest mechanism. Each has to be VIOLATED; the
-number beside it is the bound that was proved. A verdict on the honest mechanism is worth what the twins show: an audit
-that catches none of them has no power.
+A broken twin is the mechanism with one mistake. It is audited under the claim of the honest mechanism and must be
+VIOLATED. The number beside it is the proved bound. Twins show the power of an audit: an audit that catches no twin has
+none.
 
 {table}
 
@@ -43,7 +44,7 @@ that catches none of them has no power.
 
 
 def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], bool]:
-    """The row of a case, and whether all is as it should be."""
+    """Returns the row of a case, and whether the honest mechanism is consistent and all twins are caught."""
     honest = case.honest(seed, trials)
     twins, caught = [], True
     for name, twin in case.twins.items():
@@ -70,13 +71,13 @@ def main(argv: Sequence[str]) -> None:
     from jaxdp.report import format_table
 
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; use --mechanism=NAME")
+        raise app.UsageError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
     found, seed = audits.cases(), bytes.fromhex(_SEED.value)
     if _MECHANISM.value is not None:
         names = sorted({case.mechanism for case in found})
         found = tuple(case for case in found if case.mechanism == _MECHANISM.value)
         if not found:
-            raise app.UsageError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}")
+            raise app.UsageError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
     rows: list[dict[str, str]] = []
     good = True
     for case in found:
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
         path.write_text(page, encoding="utf-8")
         print(f"wrote {path}")
     if not good:
-        sys.exit("An audit is not as it should be; see the rows above.")
+        sys.exit("An honest mechanism is not consistent, or a twin is not caught. See the rows above.")
 
 
 def _notes(case: Case) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables and figures of a recalibration study, which are functions of its result."""
+"""Tables and figures of a recalibration study, computed from its result."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from jaxdp.report import format_table, plot_panels, plot_reliability
 from . import data, frame
 from .simulation import Setting
 
-# The factor that varies, what the figures call it, and what is fixed.
+# The factor that varies, its name in figures, and the fixed factors.
 FACTORS = {
     "sources": ("number of sources", "{samples} samples each, ε = {epsilon:g}"),
     "samples": ("samples of each source", "{sources} sources, ε = {epsilon:g}"),
@@ -26,12 +26,12 @@ def _paid(cost: Mapping[str, Any]) -> float:
 
 
 def _shifted(result: Mapping[str, Any]) -> list[str]:
-    """What medians and means are over: not the clean images, as in Table 1, whose first row is a mean of Table 4."""
+    """Returns the shifts for medians and means: no clean images, since row 1 of Table 1 is a mean of Table 4."""
     return [shift for shift in result["cells"] if shift != data.CLEAN] or [data.CLEAN]
 
 
 def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
-    """Rows of Table 1."""
+    """Returns rows of Table 1."""
     rows = []
     for name in (cost["method"] for cost in result["costs"]):
         row, cells = {"method": name}, [result["cells"][shift][name] for shift in _shifted(result)]
@@ -43,7 +43,7 @@ def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
 
 
 def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
-    """Rows of Table 4, with the accuracies of Table 3."""
+    """Returns rows of Table 4, with the accuracies of Table 3."""
     return [
         {"shift": shift.replace("_", " "), "accuracy": f"{result['accuracy'][shift]:.4f}"}
         | {name: f"{cell[part]['ece'][0]:.4f}" for name, cell in cells.items()}
@@ -56,14 +56,14 @@ def _centre(result: Mapping[str, Any]) -> str:
 
 
 _CONSTANT = (
-    "The ECE alone does not say that a confidence is of use: one that is the same for all images, their accuracy, has "
-    "an ECE of nearly 0, so that binning with a single bin would win. The Brier score, the mean squared difference "
-    "between confidence and whether the prediction is right, is lower only for confidences that also tell images apart."
+    "A small ECE alone does not make a confidence useful. Suppose that the confidence of all images is their accuracy: "
+    "the ECE is nearly 0, so binning with a single bin would win. The Brier score is the mean squared difference "
+    "between confidence and whether the prediction is right. It is lower only for confidences that tell images apart."
 )
 
 
 def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
-    """Returns Tables 1 and 4, and what everything cost."""
+    """Returns Tables 1 and 4, and the costs."""
     centre, over = _centre(result), f"Calibration over {len(_shifted(result))} shifts"
     cells = [cell for cells in result["cells"].values() for cell in cells.values()]
     error = max(error for cell in cells for part in cell.values() for error in part["ece_error"])
@@ -76,7 +76,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         }
         for cost in result["costs"]
     ]
-    trials = f"Scores are means of {result['trials']} trials; the standard error of an ECE is at most {error:.2g}."
+    trials = f"Scores are means of {result['trials']} trials. The standard error of an ECE is at most {error:.2g}."
     return {
         f"{over} and all numbers of sources, samples and epsilon": _overall(result, *FACTORS),
         "trials": trials,
@@ -92,7 +92,7 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the error against each factor, under each shift and under all, and the reliability diagrams."""
 
     def panel(factor: str, shifts: Sequence[str]) -> tuple[str, tuple[str, Any]]:
-        """The mean ECE over some shifts against a factor, by method."""
+        """Returns the mean ECE over some shifts against a factor, by method."""
         (label, fixed), settings = FACTORS[factor], [Setting(*point) for point in result["settings"][factor]]
         axis, curves = [getattr(setting, factor) for setting in settings], {}
         for name in work.config.figures.methods:
@@ -118,15 +118,15 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """Returns what is printed."""
+    """Returns the text for the terminal."""
     shown, rows = ("median ECE", "mean ECE", "mean Brier"), []
     for cost, all_, centre in zip(result["costs"], _overall(result, *FACTORS), _overall(result, CENTRE), strict=True):
         row = {"method": cost["method"], "releases": cost["releases"], "epsilon": _paid(cost)}
         rows.append(row | {name: all_[name] for name in shown} | {f"centre: {name}": centre[name] for name in shown})
     return (
         f"{format_table(rows)}\n\n"
-        f"The centre is {_centre(result)}; the other scores are over all settings and shifts. Every source pays "
-        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), whatever the number of sources; with epsilon = "
-        "inf it has no privacy. Public are the classifier, the settings and the noisy answers. Scores and diagrams are "
-        "of test labels without noise, for public benchmarks only."
+        f"The centre is {_centre(result)}. The other scores are over all settings and shifts. Every source pays "
+        f"PureDpEvent(epsilon) for one record ({result['adjacency']}), for any number of sources. With epsilon = inf "
+        "it has no privacy. The classifier, the settings and the noisy answers are public. Scores and diagrams read "
+        "test labels without noise, so they are for public benchmarks only."
     )

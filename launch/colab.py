@@ -1,6 +1,6 @@
-"""What the cells of launch/colab.ipynb call: installation beside the runtime's own jax, and pieces of the report.
+"""What the cells of launch/colab.ipynb call: installation beside the runtime's jax, and parts of the report.
 
-Until jaxdp is installed this needs the standard library only, and `packaging`, which every Jupyter kernel has.
+Before jaxdp is installed, this needs only the standard library and `packaging`, which every Jupyter kernel has.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# jax, its plugins for accelerators and their libraries, and what its compiled parts are built against.
+# jax, its plugins for accelerators with their libraries, and what its compiled parts need.
 _RUNTIME = re.compile(r"jax|jaxlib|jax-cuda\d+-.+|libtpu(-.+)?|nvidia-.+|numpy|ml-dtypes")
 _EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": "cuda12"}
 
@@ -28,11 +28,11 @@ _EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": 
 
 
 def install() -> None:
-    """Installs this checkout for the running kernel, unless it is; jax and all that belongs to it stay as they are.
+    """Installs this checkout for the running kernel, unless it is installed. Never changes jax or its libraries.
 
     Raises:
-      RuntimeError: jax is too old, pip found no versions that fit the jax that is there (nothing was changed), or
-        something that the kernel had already loaded was replaced. The message says what to do.
+      RuntimeError: The message says what to do. Either jax is too old, or pip found no versions that fit the installed
+        jax, and nothing was changed. Or pip replaced something that the kernel had loaded.
     """
     before = installed()
     if "jaxdp" in before:
@@ -52,23 +52,23 @@ def install() -> None:
             f"jaxdp is installed, but pip replaced {', '.join(stale)}, which this kernel had loaded. Choose Runtime > "
             "Restart session, then run all cells again."
         )
-    print(f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is " + ("as it was." if "jax" in before else "new."))
+    print(f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is " + ("unchanged." if "jax" in before else "new."))
 
 
 def installed() -> dict[str, str]:
-    """Versions of all installed distributions by their normalised names."""
+    """Returns the versions of all installed distributions by their normalised names."""
     found = importlib.metadata.distributions()
-    # Of two with the same name the first is the one that is imported.
+    # Of two distributions with one name, Python imports the first.
     return {_normalised(d.metadata["Name"]): d.version for d in reversed(list(found)) if d.metadata["Name"]}
 
 
 def constraints(versions: Mapping[str, str]) -> str:
-    """A file of constraints with which pip fails rather than replaces jax."""
+    """Returns a file of constraints with which pip fails instead of replacing jax."""
     return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()) if _RUNTIME.fullmatch(name))
 
 
 def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str]:
-    """Of pip. Editable: `!python -m launch.finetune` finds the launchers and configs too."""
+    """Returns the command of pip. It is editable, so that `!python -m launch.finetune` finds the configs."""
     options = ["--disable-pip-version-check", "--constraint", str(constraints)]
     return [sys.executable, "-m", "pip", "install", *options, "--editable", str(root)]
 
@@ -89,7 +89,7 @@ def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None
 
 
 def in_use(names: Iterable[str]) -> list[str]:
-    """Those of some distributions that have a module which is loaded."""
+    """Returns the distributions of `names` that have a loaded module."""
     changed = set(names)
     loaded = {
         _normalised(name)
@@ -108,10 +108,10 @@ def _normalised(name: str) -> str:
 
 
 def show(workdir: str | os.PathLike[str], *headings: str) -> None:
-    """Displays pieces of a lifecycle's report: those under some of its headings, with their figures.
+    """Displays the sections of a lifecycle's report with these headings, with their figures.
 
     Raises:
-      ValueError: the report has no such heading; the message says which stages are not done.
+      ValueError: The report has no such heading. The message says which stages are not done.
     """
     from IPython.display import HTML, display
 
@@ -124,13 +124,13 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
         if found is None:
             states = json.loads((root / "lifecycle.json").read_text())["stages"]
             bad = [f"{name} {s['status']}, {s['message']}" for name, s in states.items() if s["message"]]
-            raise ValueError(f"the report has no {heading!r}; stages that are not done: {'; '.join(bad) or 'none'}")
-        # Nested, so that it styles nothing else in the notebook.
+            raise ValueError(f"The report has no {heading!r}. Stages that are not done: {'; '.join(bad) or 'none'}.")
+        # The style is nested, so that it changes nothing else in the notebook.
         display(HTML(f'<style>.jaxdp-report {{{style[1]}}}</style><div class="jaxdp-report">{found[0]}</div>'))
 
 
 def show_images(path: str | os.PathLike[str], rows: Mapping[str, Any], *, title: str, most: int = 10) -> None:
-    """Draws the first images of every row under each other (`jaxdp.report.plot_images`), and displays the figure."""
+    """Draws the first images of every row under each other (`jaxdp.report.plot_images`) and displays the figure."""
     from IPython.display import Image, display
 
     from jaxdp.report import plot_images

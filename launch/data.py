@@ -1,23 +1,23 @@
-"""Which data a study reads. All configs say it in one vocabulary.
+"""Which data a study reads. All configs describe it with the same fields.
 
-A *set of images* is described by
+A *set of images* has the fields
 
     source      "bundled" with scikit-learn, "tfds", or "npz", a file as MedMNIST distributes it
-    name        which set
-    data_dir    tfds: where it is; "" is TFDS's usual directory
-    path        npz: of the file, with the arrays {part}_images and {part}_labels; num_classes, limits go with it
-    split_seed  bundled: which record is in which part
-    parts       who holds what, by role, one of `ROLES`:
+    name        the name of the set
+    data_dir    tfds: the folder of the data; "" is the default folder of TFDS
+    path        npz: the path of the file, with the arrays {part}_images and {part}_labels; also num_classes, limits
+    split_seed  bundled: the seed of the division into parts
+    parts       the part of each role, one of `ROLES`:
                 bundled  a share of the set (below 1), or a number of records
                 tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
                 npz      a part of the file, or a split of a set of TFDS as above
     prepare     tfds: whether images differ in size and are resized and cut as the model's preprocessing says
     crop_padding, flip   of the augmentation, see `augmentation`
 
-and a set under domain shift besides by
+A set under domain shift also has the fields
 
     severity        1 to 5
-    corruptions     names of shifts; "clean" is none
+    corruptions     names of shifts; "clean" means no shift
     corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
 """
 
@@ -34,24 +34,24 @@ from jaxdp.data import Source, sources
 from jaxdp.files import Limits, read_npz
 
 Prepare = Callable[[Any], Any]
-CLEAN = "clean"  # the shift that is none
-# The order in which a bundled set is cut, so that studies with the same parts share the cut.
+CLEAN = "clean"  # no shift
+# A bundled set is divided in this order, so studies with the same parts have the same division.
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
 
 
 def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Source]:
-    """Returns the sources of some roles, named such as "digits/private".
+    """Returns the sources of some roles, with names such as "digits/private".
 
-    Which record is where does not depend on the records.
+    The division into parts does not depend on the records.
 
     Args:
-      config: the `data` part of a study's config, see above.
-      roles: those wanted; a role without a part is left out.
-      prepare: as in `jaxdp.data.from_tfds`; used if config.prepare asks for it.
+      config: The `data` part of a study's config, see above.
+      roles: The wanted roles. A role without a part is left out.
+      prepare: As in `jaxdp.data.from_tfds`. It is used if config.prepare is True.
 
     Raises:
-      FileNotFoundError: the data is not there; the message says how to get it.
-      ValueError: parts that do not fit the data or share a record, or an unknown source.
+      FileNotFoundError: The data is missing. The message says how to get it.
+      ValueError: The parts do not fit the data or share a record, or the source is unknown.
     """
     if config.source == "bundled":
         wanted = _wanted(config)
@@ -59,7 +59,7 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
             raise ValueError(
-                f"config.data.parts must add up to at most {len(whole)} records of {config.name!r}, or to 1 in shares; "
+                f"config.data.parts must add up to at most {len(whole)} records of {config.name!r}, or to 1 in shares, "
                 f"got {dict(wanted)}."
             )
         cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
@@ -88,11 +88,11 @@ def _share(role: str, part: Any, records: int) -> float:
 
 
 def splits(config: Any) -> dict[str, tuple[str, str]]:
-    """Returns (set, split) of each role whose part is one of TFDS.
+    """Returns (set, split) of each role whose part is a split of TFDS.
 
     Raises:
-      ValueError: two parts share a record, or a part is no text.
-      FileNotFoundError: as `parts`.
+      ValueError: Two parts share a record, or a part is not a string.
+      FileNotFoundError: As in `parts`.
     """
     found, wanted = {}, _wanted(config)
     for role, part in wanted.items():
@@ -119,31 +119,31 @@ def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str,
     """Returns arrays of an .npz file, in the order of `keys`.
 
     Args:
-      config: the `data` part of a study's config; a field `limits` may have fields of `jaxdp.files.Limits`.
-      field: of the config, with the path.
-      keys: of the arrays.
-      what: is in the file, for the message of an error.
+      config: The `data` part of a study's config. A field `limits` may have fields of `jaxdp.files.Limits`.
+      field: The field of the config with the path.
+      keys: The names of the arrays.
+      what: A description of the file for error messages.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is damaged or lacks an array.
+      FileNotFoundError: The file does not exist.
+      ValueError: The file is damaged or lacks an array.
     """
     path, content = config[field], f"{', '.join(keys)} ({what})"
     if not path or not os.path.exists(path):
         raise FileNotFoundError(
-            f"there is no file at {path!r}; it should be an .npz file with the arrays {content}. Give its path with "
+            f"File {path!r} does not exist. An .npz file with the arrays {content} is needed. Give its path with "
             f"--config.data.{field}=..., or run the config of the digits, which needs no file."
         )
     limits = Limits(**config.get("limits", {}))
-    return read_npz(path, keys, remedy=f"It should hold {content}; make it again.", limits=limits)
+    return read_npz(path, keys, remedy=f"Make it again with {content}.", limits=limits)
 
 
 def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> tuple[list[str], np.ndarray]:
     """Returns the texts of a field, and the labels int32 [n], of a split of TFDS.
 
     Raises:
-      ValueError: the split has no labels.
-      FileNotFoundError: as `parts`.
+      ValueError: The split has no labels.
+      FileNotFoundError: As in `parts`.
     """
     import tensorflow_datasets as tfds
 
@@ -166,9 +166,9 @@ def read(spec: Any, prepare: Prepare | None = None) -> Source:
     """Returns one whole set, or some classes of it.
 
     Args:
-      spec: with source, name, data_dir, `split` (tfds), and `classes`, labels that are kept and renumbered in this
-        order; () keeps all.
-      prepare: as in `parts`.
+      spec: Has source, name, data_dir, `split` (tfds), and `classes`, the labels to keep. They are renumbered in this
+        order. () keeps all.
+      prepare: As in `parts`.
     """
     if spec.source == "bundled":
         source = data.bundled(spec.name)
@@ -178,11 +178,11 @@ def read(spec: Any, prepare: Prepare | None = None) -> Source:
 
 
 def check_apart(sets: Any, first: str, *others: str) -> None:
-    """Raises ValueError where another set, each as in `read`, shares a record with the first.
+    """Raises ValueError if another set, each as in `read`, shares a record with the first.
 
     Args:
-      sets: the `data` part of a config, by name. Those of TFDS are compared; a set without a name is none.
-      first, others: names.
+      sets: The `data` part of a config, by name. Only sets of TFDS are compared. A set without a name is skipped.
+      first, others: Names of sets.
     """
     mine = sets[first]
     for name in others:
@@ -198,26 +198,26 @@ def check_apart(sets: Any, first: str, *others: str) -> None:
 def under(test: Source | None, config: Any, shift: str) -> Source:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
-    Corruptions that are made here are made whenever an image is read; `in_memory` keeps them.
+    Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps them.
 
     Args:
-      test: the images without a shift. Images that are corrupted already need none.
-      config: the `data` part of a study's config, see above.
-      shift: its name.
+      test: The images without a shift. Published corrupted sets need none.
+      config: The `data` part of a study's config, see above.
+      shift: The name of the shift.
 
     Raises:
-      ValueError: for an unknown shift, or without test images that are needed.
-      FileNotFoundError: as in `parts`.
+      ValueError: The shift is unknown, or the test images are missing.
+      FileNotFoundError: As in `parts`.
     """
     if config.get("corrupted_name", "") and shift != CLEAN:
         return data.corrupted_tfds(config.corrupted_name, shift, config.severity, data_dir=config.data_dir or None)
     if test is None:
-        raise ValueError(f"config.data.parts.test must name the images that are put under {shift!r}, got none.")
+        raise ValueError(f"config.data.parts.test must name the images for the shift {shift!r}, got none.")
     return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 
 def in_memory(source: Source, name: str = "") -> Source:
-    """Returns a source with all images in memory as whole numbers, as after a corruption that is made once."""
+    """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
     columns = source.gather(np.arange(len(source)))
     image = np.rint(255 * columns["image"]).astype(np.uint8)
     return data.from_arrays(
@@ -231,7 +231,7 @@ def everything(source: Source) -> dict[str, np.ndarray]:
 
 
 def labels(source: Source) -> np.ndarray:
-    """Returns all labels of a source, which needs no image."""
+    """Returns all labels of a source without reading an image."""
     stored = source.arrays["label"]
     return stored if source.rows is None else stored[source.rows]
 
@@ -242,12 +242,12 @@ def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
 
 
 def at_most(source: Source, count: int, *, seed: int) -> Source:
-    """Returns a public choice of `count` records in a random order; of all of them for 0."""
+    """Returns a public choice of `count` records in a random order. 0 takes all records."""
     return source.take(choose(len(source), count or len(source), seed=seed))
 
 
 def smallest_class(source: Source) -> int:
-    """Returns how many records the rarest class has."""
+    """Returns the number of records of the rarest class."""
     return int(np.bincount(labels(source), minlength=source.num_classes).min())
 
 
@@ -255,10 +255,10 @@ def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]
     """Returns `shots` records of every class, class by class, drawn without replacement.
 
     Raises:
-      ValueError: a class has fewer.
+      ValueError: A class has fewer records.
     """
     if (most := smallest_class(source)) < shots:
-        raise ValueError(f"shots={shots}, but a class has only {most} images; take fewer shots")
+        raise ValueError(f"shots must be at most {most}, the size of the smallest class, got {shots}.")
     rng, known = np.random.Generator(np.random.Philox(key=seed)), labels(source)
     rows = [rng.choice(np.flatnonzero(known == k), shots, replace=False) for k in range(source.num_classes)]
     return source.gather(np.concatenate(rows))

@@ -2,8 +2,8 @@
 
     python -m launch.finetune --config configs/dpadapter_table1.py:digits --workdir workdir/table1
 
-A cell is one private model with a ledger of its own, as if it alone were released: releasing all of them would cost
-the sum. `upstream/NAME/SEED` in the workdir has the pre-trained models.
+A cell is one private model. It has its own ledger, as if it alone were released. Releasing all cells would cost the
+sum. The folders `upstream/NAME/SEED` in the workdir have the pre-trained models.
 """
 
 import copy
@@ -25,12 +25,12 @@ from . import data, frame, models, pretrain, results, trainers
 
 Params = Any
 
-SCRATCH = "none"  # the upstream that is none
+SCRATCH = "none"  # no upstream model
 _FAMILIES = {"standard": "standard", "sam": "SAM", "amp": "SAM (AMP)", "dpadapter": "DPAdapter"}
 
 
 class Cell(NamedTuple):
-    """One private model, with a ledger of its own as if it alone were released. The seed fixes no noise."""
+    """One private model. It has its own ledger, as if it alone were released. The seed does not fix the noise."""
 
     dataset: str
     method: str
@@ -49,7 +49,7 @@ class _Bench:
         self.trainer = functools.cache(self._trainer)
 
     def private(self, method: str, epsilon: float, dataset: str) -> Any:
-        """The `private` part of a fine-tuning config."""
+        """Returns the `private` part of a fine-tuning config."""
         private = copy.deepcopy(self.config.private)
         private.update(self.config.methods[method])
         steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)  # epochs of ceil(1 / q) steps
@@ -59,14 +59,13 @@ class _Bench:
         return private
 
     def images(self, dataset: str) -> Any:
-        """The `data` part of a fine-tuning config: where the public images are, and a data set."""
+        """Returns the `data` part of a fine-tuning config, with the public images and a data set."""
         images = copy.deepcopy(self.config.pretrain.data)
         with images.unlocked():
             images.update(self.config.sets[dataset])
         return images
 
     def _task(self, dataset: str) -> tuple[Pretrained, Source, Source]:
-        """(network, private images, test images)."""
         found = data.parts(self.images(dataset), "private", "test")
         network = models.with_classes(self.network, found["private"].num_classes)
         private, test = (models.resize(network, found[role]) for role in ("private", "test"))
@@ -80,7 +79,7 @@ class _Bench:
         return trainers.make(private, network, source, public, self.config.sets[dataset])
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
-        """Parameters of an upstream model, trained first if it is not there, and what is known of it."""
+        """Returns the parameters of an upstream model and its results. Trains the model first if it is missing."""
         folder = self.root / "upstream" / frame.file_name(name) / str(seed)
         config = copy.deepcopy(self.config.pretrain)
         config.update(self.config.upstreams[name])
@@ -90,7 +89,7 @@ class _Bench:
 
 
 def _cells(config: Any) -> Iterator[Cell]:
-    """All cells of all grids, seeds outermost, so that an unfinished table has whole seeds."""
+    """Yields all cells of all grids. Seeds come outermost, so that an unfinished table has whole seeds."""
     upstreams = [SCRATCH, *config.upstreams]
     for names in (upstreams, config.methods, config.sets):
         frame.distinct((name,) for name in names)
@@ -222,7 +221,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 
 def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row], known: Sequence[frame.Row]) -> None:
-    """Figures 2, 5 and 6, at the grid's first method and epsilon."""
+    """Draws Figures 2, 5 and 6, at the grid's first method and epsilon."""
     method, epsilon = grid.methods[0], float(grid.epsilons[0])
     rows = results.select(rows, method=method, epsilon=epsilon)
     noise = f"noise of {config.robust.std:g}{' of each tensor' if config.robust.relative else ' on every parameter'}"
@@ -274,7 +273,7 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
 
 
 def _grows(config: Any) -> Any:
-    """More seeds, more grids and moved data make no other experiment."""
+    """Returns the config without what may change: the seeds, the grids and the folder of the data."""
     config = copy.deepcopy(config)
     with config.unlocked():
         del config.seeds, config.grids

@@ -1,12 +1,12 @@
 """Data of private prediction: private records as feature vectors, and inputs to ask about.
 
-What turns a record into features is public and looks at one record at a time: a network trained on public images,
-public word vectors, and a `FeatureMap` of a public sample. So certificates and privacy statements about the features
-hold for the records.
+The maps from records to features are public, and each reads one record at a time. They are a network trained on public
+images, public word vectors, and a `FeatureMap` of a public sample. So certificates and privacy statements about the
+features hold for the records.
 
 One full-batch step from zero moves the parameters along sum_i clip((sigma(0) - y_i) x_i). That gives a good classifier
-if the features are centred and have similar variances. k records move the logit of a query by at most k * clip * |x|_1
-of it, whatever the number of records. Hence the centring, the whitening and the unit length.
+if the features are centred and have similar variances. For any number of records, k of them move the logit of a query x
+by at most k * clip * |x|_1. So features are centred, whitened and scaled to unit length.
 """
 
 import copy
@@ -32,10 +32,10 @@ class Task(NamedTuple):
     """Private records, and public inputs to ask about.
 
     Attributes:
-      train: the private records, {"features" [d], "label" []}.
-      test: inputs with their true labels, which serve evaluation only.
-      provenance: where the features come from, for people.
-      network: parameters of the frozen network, if there is one.
+      train: The private records, {"features" [d], "label" []}.
+      test: Inputs with their true labels. The labels serve evaluation only.
+      provenance: The origin of the features, for people.
+      network: Parameters of the frozen network, if one is used.
     """
 
     train: Source
@@ -48,26 +48,26 @@ def load(config: Any, network: pathlib.Path) -> Task:
     """Returns the data of a study as features.
 
     Args:
-      config: the `data` part of its config: kind, "images", "text", "embeddings" or "blobs", and the fields that the
-        function of this name asks for; but for blobs features, the dimensions, whiten and radius of a `FeatureMap`.
-      network: a file with the parameters of the frozen network; they are trained if it is not there.
+      config: The `data` part of its config. It has `kind`, "images", "text", "embeddings" or "blobs", and the fields of
+        the function of this name. All but blobs have `features`: dimensions, whiten and radius of a `FeatureMap`.
+      network: A file with the parameters of the frozen network. Without the file they are trained.
 
     Raises:
-      FileNotFoundError: a file or data set is not there; the message says what was looked for.
-      ValueError: an unknown kind, or data that does not fit.
+      FileNotFoundError: A file or data set is missing. The message names it.
+      ValueError: The kind is unknown, or the data does not fit.
     """
     frame.known("data.kind", [config.kind], _KINDS)
     return _KINDS[config.kind](config, network)
 
 
 def blobs(config: Any, _: pathlib.Path) -> Task:
-    """Two Gaussian classes in the plane at +-(separation, separation), with the features x, x^2 and x^3.
+    """Returns two Gaussian classes in the plane at +-(separation, separation), with the features x, x^2 and x^3.
 
     Fields: separation, std, train and test (numbers of records), seed.
     """
 
     def draw(part: str, seed: int) -> Source:
-        # The stream of RandomState never changes between versions of NumPy.
+        # RandomState gives the same numbers in all versions of NumPy.
         noise = np.random.RandomState(seed).standard_normal((config[part], 2))
         label = np.arange(config[part]) % 2
         point = config.separation * (2 * label - 1)[:, None] + config.std * noise
@@ -79,10 +79,10 @@ def blobs(config: Any, _: pathlib.Path) -> Task:
 
 
 def embeddings(config: Any, _: pathlib.Path) -> Task:
-    """Ready vectors from an .npz file, for example embeddings of a public language model.
+    """Returns ready vectors from an .npz file, for example embeddings of a public language model.
 
     Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n], test_features, test_labels,
-    and public_features [m, d]: embeddings of public texts of the kind, without labels.
+    and public_features [m, d]. The last are embeddings of public texts of the same kind, without labels.
     """
     keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
     found = data.arrays(config, "path", keys, "embeddings of texts")
@@ -100,9 +100,9 @@ def embeddings(config: Any, _: pathlib.Path) -> Task:
 
 
 class Convolutions(nn.Module):
-    """The paper's convolutions on images of 28 by 28, grey and without each one's own brightness and contrast."""
+    """The paper's convolutions on images of 28 by 28. It normalises the brightness and contrast of each, in grey."""
 
-    num_classes: int  # of a head to train them with; 0 is none, for the features [B, 3200]
+    num_classes: int  # of the head in training. 0 has no head and returns the features [B, 3200].
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -119,11 +119,12 @@ class Convolutions(nn.Module):
 
 
 def images(config: Any, network: pathlib.Path) -> Task:
-    """Images as activations of a frozen network, or as pixels if no part is `upstream`.
+    """Returns images as activations of a frozen network, or as pixels if no part is `upstream`.
 
-    Fields: those of a set of images in launch/data.py, with the parts `public` (used without its labels), `private`,
-    `test` and, to train the network, `upstream`; network (steps, batch_size, learning_rate, seed); classes, the labels
-    that are kept and renumbered in this order, () for all; keep, the share that is kept of each, () for all of it.
+    Fields: the fields of a set of images in launch/data.py, network, classes and keep. The parts are `public` (used
+    without its labels), `private`, `test` and, to train the network, `upstream`. `network` has steps, batch_size,
+    learning_rate and seed. `classes` are the labels to keep, renumbered in this order. `keep` is the share of each
+    class to keep. () keeps everything in both.
     """
     found = _read(config)
     data.require_images(found)
@@ -143,7 +144,7 @@ def images(config: Any, network: pathlib.Path) -> Task:
 
 
 def _read(config: Any) -> dict[str, Source]:
-    """The images of each role; the bundled digits train the network if its own images are not there."""
+    """Returns the images of each role. The bundled digits train the network if its own images are missing."""
     roles = ("upstream", "public", "private", "test")
     try:
         return data.parts(config, *roles)
@@ -152,13 +153,13 @@ def _read(config: Any) -> dict[str, Source]:
             raise
         others = copy.deepcopy(config)
         others.parts.upstream = ""
-        found = data.parts(others, *roles)  # raises if any of them is not there
-        print(f"{config.parts.upstream} is not there: the frozen network is trained on the bundled digits instead.")
+        found = data.parts(others, *roles)  # raises if one of them is missing
+        print(f"{config.parts.upstream} is missing. The frozen network is trained on the bundled digits instead.")
         return found | {"upstream": bundled("digits")}
 
 
 def _some_classes(source: Source, config: Any) -> Source:
-    """Some classes, and a share of each. A hash of an image decides whether it stays, so one changes no other."""
+    """Returns some classes, and a share of each. The hash of an image alone decides whether it stays."""
     if not config.classes:
         return source
     chosen = source.of_classes(config.classes)
@@ -181,7 +182,7 @@ def _network(source: Source, num_classes: int) -> Pretrained:
 
 
 def _pretrained(how: Any, upstream: Source, path: pathlib.Path) -> Mapping[str, Any]:
-    """Parameters of the convolutions: those of the file, or those that are trained here."""
+    """Returns parameters of the convolutions, from the file or trained here."""
     if path.exists():
         return load_params(path)
     network = _network(upstream, upstream.num_classes)
@@ -198,7 +199,7 @@ def _pretrained(how: Any, upstream: Source, path: pathlib.Path) -> Mapping[str, 
 
 
 def _vectors(params: Mapping[str, Any] | None, source: Source) -> np.ndarray:
-    """Activations of the network, or pixels, [n, d]."""
+    """Returns activations of the network, or pixels, [n, d]."""
     if params is None:
         return data.everything(source)["image"].reshape(len(source), -1)
     network = _network(source, 0)
@@ -207,19 +208,19 @@ def _vectors(params: Mapping[str, Any] | None, source: Source) -> np.ndarray:
 
 # --- Text -------------------------------------------------------------------------------------------------------------
 
-# As the Penn Treebank splits words: "n't" and what follows an apostrophe are tokens, hyphenated words are one.
+# The Penn Treebank splits words so: "n't" and the part after an apostrophe are tokens. A hyphenated word is one token.
 _TOKEN = re.compile(r"n't\b|\w+?(?=n't\b)|'\w+|\w+(?:[-.]\w+)*|``|''|\.\.\.|[^\w\s]")
 _NEGATIONS = {"not", "n't", "no", "never", "nor", "neither", "nothing", "without", "hardly", "lacks", "lack", "lacking"}
 _CLAUSE_ENDS = set(".,;:!?")
 
 
 def text(config: Any, _: pathlib.Path) -> Task:
-    """Texts as the mean of public word vectors, weighted by weight / (weight + frequency) (Arora et al. 2017).
+    """Returns texts as the mean of public word vectors, weighted by weight / (weight + frequency) (Arora et al. 2017).
 
-    Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, and its field; word_vectors, an
-    .npz file with words, vectors and counts; weight; negation. Up to `negation` words after a negation, in the same
-    clause, count with the opposite sign (Pang et al. 2002 mark such words). The linear map is fitted to the weighted
-    word vectors under the public word counts.
+    Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, its `field`, word_vectors, weight
+    and negation. `word_vectors` is an .npz file with words, vectors and counts. Up to `negation` words after a negation
+    in the same clause count with the opposite sign (Pang et al. 2002 mark such words). The linear map is fitted to the
+    weighted word vectors under the public word counts.
     """
     keys = ("words", "vectors", "counts")
     words, vectors, counts = data.arrays(config, "word_vectors", keys, "public word vectors").values()
@@ -230,7 +231,7 @@ def text(config: Any, _: pathlib.Path) -> Task:
 
     def mean(sentence: str) -> np.ndarray:
         tokens = tokenize(sentence)
-        signed = zip(tokens, _signs(tokens, config.negation), strict=True)
+        signed = zip(tokens, signs(tokens, config.negation), strict=True)
         known = [sign * table[index[token]] for token, sign in signed if token in index]
         return np.mean(known, axis=0) if known else project.mean
 
@@ -244,12 +245,12 @@ def text(config: Any, _: pathlib.Path) -> Task:
 
 
 def tokenize(sentence: str) -> list[str]:
-    """Returns the lower-case tokens of a text; markup such as <br /> separates words."""
+    """Returns the lower-case tokens of a text. Markup such as <br /> separates words."""
     return _TOKEN.findall(re.sub(r"<[^>]*>", " ", sentence.lower()))
 
 
-def _signs(tokens: Sequence[str], negation: int) -> list[float]:
-    """-1.0 for each of the `negation` tokens that follow a negation, up to a punctuation mark; else 1.0."""
+def signs(tokens: Sequence[str], negation: int) -> list[float]:
+    """Returns -1.0 for the `negation` tokens after a negation, up to a punctuation mark, and 1.0 for the others."""
     signs, left = [], 0
     for token in tokens:
         signs.append(-1.0 if left > 0 else 1.0)

@@ -1,6 +1,6 @@
 """Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits.
 
-A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells, upstream models included.
+A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
 
 class Model(NamedTuple):
-    """A cell: the private model, or one that it is compared with."""
+    """A cell: the private model, or a reference model."""
 
     model: str
 
@@ -43,10 +43,10 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     found = {role: models.resize(network, source) for role, source in found.items()}
     public = found.get("public")
     if config.pretrain.weights:
-        load_params(config.pretrain.weights)  # raises now rather than after the workdir is bound
+        load_params(config.pretrain.weights)  # raises before the workdir is bound
     elif public is not None and not config.pretrain.steps:
         raise ValueError(
-            "config.pretrain.steps must be at least 1 with public examples, got 0; name no public examples."
+            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
         )
     made = trainers.make(config.private, network, found["private"], public, config.data)
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
@@ -101,7 +101,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
 
 
 def _backbone(config: Any, task: _Task, root: pathlib.Path) -> Params | None:
-    """The parameters of a given file of public weights, or those trained here on the public examples."""
+    """Returns the parameters of a file of public weights, or trains them here on the public examples."""
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
     if task.public is None:
@@ -159,8 +159,8 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
     if len(rows) > 1:
         text += (
-            "\nThe other models are references. They used the private examples too: publishing them would cost their"
-            "\nown epsilon on top. Set --config.references=False where the data is really private."
+            "\nThe other models are references. They used the private examples too. Publishing them would cost their"
+            "\nown epsilon on top. Set --config.references=False if the data is really private."
         )
     return text
 

@@ -1,16 +1,16 @@
-"""The frame of all studies: a config is bound to a workdir, its cells are computed once each, results are written.
+"""The frame of all studies: a config is bound to a workdir, each cell is computed once, results are written.
 
-A `Study` says what its cells are, how one is run, and which tables and figures it has. `run` does the rest:
+A `Study` defines its cells, how one is run, and its tables and figures. `run` does the rest:
 
     config.json            the study and its config; another config in the same workdir is refused
-    cells/<a>/<b>/row.json the row of the cell (a, b), there once the cell is done
-    cells/<a>/<b>/...      what the run of the cell keeps; `scratch` in it is deleted once the row is there
+    cells/<a>/<b>/row.json the row of the finished cell (a, b)
+    cells/<a>/<b>/...      files of the cell's run; `scratch` in it is deleted once the row is written
     rows.jsonl             all rows, one per line
     tables.md, tables.tex  the tables
-    result.json            the result, there once the study is finished
+    result.json            the result of the finished study
 
-Several processes may run one study in one workdir. Each takes the cells that no other one holds. A process that dies
-loses the cell that it was at. The same command goes on from there, and a release that was paid for is not paid again.
+Several processes may run one study in one workdir. Each takes cells that no other process holds. A process that dies
+loses its current cell. The same command then continues, and does not pay again for a paid release.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from . import results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
-_FORMAT = 2  # of workdirs; those of the first releases had no number
+_FORMAT = 2  # of workdirs, which had no number in the first releases
 _REMEDY = "Restore it from a copy, or use a new workdir."
-_AGAIN = "Delete it: the command then makes it again from what else the workdir keeps, which costs nothing twice."
-# What a user can mend: it is told in a sentence, without the frames of the program.
+_AGAIN = "Delete it. The command then makes it again from the other files of the workdir, which costs nothing twice."
+# A user can correct these. The program prints the message without a traceback.
 MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged)
 
 
@@ -53,17 +53,18 @@ class Study:
     """An experiment as data.
 
     Attributes:
-      name: of the launcher.
+      name: The name of the launcher.
       open: `open(config, root)` reads data and models and refuses a config that cannot work. It writes nothing.
       cells: `cells(config)` yields named tuples, in the order in which they are run.
       run: `run(cell, work) -> row`, a JSON-able dict.
       result: `result(rows, work)`, the content of result.json.
-      summary: `summary(result)`, for the terminal.
-      tables: `tables(result, work)`, rows by title; a str among them is a paragraph.
+      summary: `summary(result)`, the text for the terminal.
+      tables: `tables(result, work)`, rows by title. A str among them is a paragraph.
       figures: `figures(result, work)` draws into `work.root`.
-      benchmark: what the results are functions of that no ledger pays for, and what to use for private data instead. A
-        study with one asks for config.public_benchmark.
-      grows: `grows(config)`, the part of the config that determines cells. A finished study with one takes more cells.
+      benchmark: Which data the results read without payment to a ledger, and what to use for private data instead. A
+        study with this text needs config.public_benchmark.
+      grows: `grows(config)` returns the part of the config that determines cells. With it, a finished study takes more
+        cells.
     """
 
     name: str
@@ -83,10 +84,10 @@ class Work:
     """One run of a study in a workdir.
 
     Attributes:
-      study: the study.
-      config: its config.
-      root: the workdir.
-      shared: what `Study.open` returned.
+      study: The study.
+      config: Its config.
+      root: The workdir.
+      shared: What `Study.open` returned.
     """
 
     study: Study
@@ -95,14 +96,14 @@ class Work:
     shared: Any
 
     def folder(self, cell: Any) -> pathlib.Path:
-        """Returns where a cell is kept."""
+        """Returns the folder of a cell."""
         return self.root.joinpath("cells", *map(file_name, cell))
 
     def row(self, cell: Any, *, wait: bool = True) -> dict[str, Any]:
-        """Returns the row of a cell, which is run first if it is not done.
+        """Returns the row of a cell. Runs the cell first if it is not done.
 
         Raises:
-          BlockingIOError: another process is at it, without `wait`.
+          BlockingIOError: Another process runs the cell, and `wait` is False.
         """
         folder = self.folder(cell)
         path = folder / "row.json"
@@ -111,7 +112,7 @@ class Work:
                 if not path.exists():
                     write_json(path, cell._asdict() | self._run(cell, folder))
                 shutil.rmtree(folder / "scratch", ignore_errors=True)
-        return read_json(path, remedy="Delete it: the same command makes it again.")
+        return read_json(path, remedy="Delete it. The same command makes it again.")
 
     def _run(self, cell: Any, folder: pathlib.Path) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,13 +120,13 @@ class Work:
             return self.study.run(cell, self)
         except BudgetExceeded as error:
             error.add_note(
-                f"If {folder} was interrupted and cannot go on as it began (another machine or version), nothing of it "
-                "was released: delete the folder and what of its ledger is its own, and the cell starts anew."
+                f"If {folder} was interrupted and another machine or version cannot continue it, nothing of it was "
+                "released. Then delete the folder and the ledger that only this cell uses, and run the cell again."
             )
             raise
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what the JSON file `name` in the workdir holds, made first if it is not there, by one process."""
+        """Returns the content of the JSON file `name` in the workdir. One process makes the file if it is missing."""
         path = self._once(name, lambda path: write_json(path, make()))
         return read_json(path, kind=object)
 
@@ -157,19 +158,19 @@ def file_name(part: Any) -> str:
 
 
 def run(study: Study, config: Any, workdir: Any) -> Any:
-    """Runs a study, or what is left of it, prints its summary and returns its result.
+    """Runs the unfinished part of a study, prints its summary and returns its result.
 
     Raises:
-      ValueError: the config is inconsistent, the workdir belongs to another config, study or release, or the data is
-        not declared a public benchmark. Nothing is written then.
-      FileNotFoundError: data or a checkpoint is not there; the message says how to get it.
-      BudgetExceeded: a ledger has no room for what a cell would spend.
+      ValueError: The config is inconsistent, the workdir belongs to another config, study or release, or the data is
+        not declared a public benchmark. Nothing is written.
+      FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
+      BudgetExceeded: A ledger has no room for what a cell would spend.
     """
     root = pathlib.Path(workdir)
     done = (root / "result.json").exists() and study.grows is None
     result = compute(study, config, root)
     if done:
-        print(f"{root} holds a finished run: nothing to do.\n\n{study.summary(result)}")
+        print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
     hidden = (".lock", ".head")
     names = sorted(path.name for path in root.iterdir() if path.suffix not in hidden)
@@ -180,7 +181,7 @@ def run(study: Study, config: Any, workdir: Any) -> Any:
 def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
     """Returns the result of a study, as `run` does, without its summary."""
     if study.benchmark and not config.public_benchmark:
-        raise ValueError(f"config.public_benchmark must be True: {study.benchmark}")
+        raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
     bound = study.grows(config) if study.grows else config
     check_numbers(config)
     check_same_config(study.name, bound, root)
@@ -207,23 +208,23 @@ def distinct(cells: Iterable[Any]) -> list[Any]:
     """Returns the cells, each once.
 
     Raises:
-      ValueError: two of them would be kept in one folder.
+      ValueError: Two different cells would have the same folder.
     """
     found = dict[tuple[str, ...], Any]()
     for cell in cells:
         first = found.setdefault(tuple(map(file_name, cell)), cell)
         if first != cell:
             raise ValueError(
-                f"config has names that are one as names of folders: {tuple(first)} and {tuple(cell)}; change some."
+                f"config has two cells with the same folder name: {tuple(first)} and {tuple(cell)}. Rename one."
             )
     return list(found.values())
 
 
 def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
-    """The rows of all cells. What another process is at comes last: it is there by then."""
+    """Returns the rows of all cells. Cells of other processes come last, since they are probably done by then."""
     missing = [cell for cell in cells if not (work.folder(cell) / "row.json").exists()]
     if missing != cells:
-        print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are here already.", flush=True)
+        print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are done already.", flush=True)
     with tqdm(total=len(missing), desc=work.study.name, unit="cell", disable=len(missing) < 2) as bar:
         for wait in (False, True):
             for cell in missing:
@@ -241,28 +242,28 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     """Refuses to mix two experiments in one workdir.
 
     Raises:
-      ValueError: the workdir is of another study, config or release, and the message says of which; or its config.json
-        is damaged.
+      ValueError: The workdir is of another study, config or release, which the message names. Or its config.json is
+        damaged.
     """
     path = root / "config.json"
     if not path.exists():
         return
     stored = read_json(path, remedy=_REMEDY)
     if stored.get("format") != _FORMAT:
-        raise ValueError(f"{root} was made by another release of jaxdp, whose layout it has; use a new workdir.")
+        raise ValueError(f"{root} was made by another release of jaxdp with another layout. Use a new workdir.")
     if stored["study"] != study:
-        raise ValueError(f"{root} belongs to the study {stored['study']!r}, not to {study!r}; use a new workdir.")
+        raise ValueError(f"{root} belongs to the study {stored['study']!r}, not to {study!r}. Use a new workdir.")
     before, given = _flat(stored["config"]), _flat(json.loads(config.to_json()))
     if before != given:
         names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
-        raise ValueError(f"{root} belongs to an experiment with another {', '.join(names)}; use a new workdir.")
+        raise ValueError(f"{root} belongs to an experiment with another {', '.join(names)}. Use a new workdir.")
 
 
 @contextlib.contextmanager
 def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
-    """Binds a workdir to a config for the body. It stays bound unless the body fails before it makes a file.
+    """Binds a workdir to a config for the body. Unbinds it if the body fails before it makes a file.
 
-    So a mistake that is found late, such as a model that does not fit the images, can be mended in the same workdir.
+    So after a late error, such as a model that does not fit the images, a corrected config can use the same workdir.
     """
     path = root / "config.json"
     fresh = not path.exists()
@@ -292,13 +293,13 @@ def account(
     unit: str = "example",
     **terms: Any,
 ) -> Iterator[Account]:
-    """Yields the account of a data set in the ledger at `path`; both are made if needed.
+    """Yields the account of a data set in the ledger at `path`. Makes both if they are missing.
 
     Args:
-      path: of the ledger.
-      name: of the data set.
-      label: of what is spent.
-      adjacency, unit, **terms: as in `Ledger.register`.
+      path: The path of the ledger.
+      name: The name of the data set.
+      label: The label of the spends.
+      adjacency, unit, **terms: As in `Ledger.register`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with Ledger(path) as ledger:
@@ -315,7 +316,7 @@ def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
 
 
 def some(field: str, given: Any) -> Any:
-    """Returns what config.`field` lists, or raises ValueError if that is nothing."""
+    """Returns the entries of config.`field`. Raises ValueError if there are none."""
     if not len(given):
         raise ValueError(f"config.{field} must have at least one entry, got none.")
     return given
@@ -325,17 +326,17 @@ def some(field: str, given: Any) -> Any:
 
 
 def main(experiment: Callable[[Any, str], Any] | Study) -> None:
-    """Runs a study, or `experiment(config, workdir)`, with what the command line says.
+    """Runs a study, or `experiment(config, workdir)`, with the flags of the command line.
 
-    The program exits with 1 after a mistake, which it tells in a sentence; --verbosity=1 shows where it was found. It
-    exits with 130 after Ctrl-C.
+    After a user's mistake the program prints a message and exits with 1. With --verbosity=1 it also prints the
+    traceback. After Ctrl-C it exits with 130.
     """
     _find_configs()
     config = config_flags.DEFINE_config_file(
-        "config", help_string="The experiment; override fields with --config.x.y=..."
+        "config", help_string="The experiment. Override fields with --config.x.y=..."
     )
     workdir = flags.DEFINE_string(
-        "workdir", None, "Directory of the run; an interrupted run in it is resumed.", required=True
+        "workdir", None, "Directory of the run. An interrupted run in it is resumed.", required=True
     )
     flags.mark_flag_as_required("config")
     for name in ("config", "workdir"):  # --help lists the flags of the program itself
@@ -349,21 +350,21 @@ def main(experiment: Callable[[Any, str], Any] | Study) -> None:
 
 
 def limits(given: Sequence[str]) -> Any:
-    """Returns the `jaxdp.files.Limits` of NAME=NUMBER pairs, as a flag has them."""
+    """Returns the `jaxdp.files.Limits` of the NAME=NUMBER pairs of a flag."""
     from jaxdp.files import Limits
 
     try:
         return Limits(**{name: int(number) for name, _, number in (pair.partition("=") for pair in given)})
     except (TypeError, ValueError) as error:
-        raise app.UsageError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184: {error}") from error
+        raise app.UsageError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}") from error
 
 
 def _find_configs() -> None:
-    """Lets an installed package find its config files by the names that they have in the checkout."""
+    """Makes an installed package find its config files by the names that they have in the checkout."""
     if __package__ == "launch":
         return
     package = importlib.import_module("jaxdp.configs")
-    sys.modules.setdefault("configs", package)  # by which config files import each other
+    sys.modules.setdefault("configs", package)  # config files import each other by this name
     folder = pathlib.Path(next(iter(package.__path__))).parent
     for place, argument in enumerate(sys.argv):
         flag, equals, value = argument.rpartition("=")
@@ -374,21 +375,21 @@ def _find_configs() -> None:
 
 def _program(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; config fields are set with --config.x.y=value")
+        raise app.UsageError(f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value.")
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax reports every checkpoint in a dozen lines
+        logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
     tell(experiment, config.value, workdir.value)
 
 
 def tell(experiment: Callable[[Any, str], Any], config: Any, workdir: str) -> None:
-    """Runs `experiment(config, workdir)` and exits with a sentence after a mistake that its user can mend."""
+    """Runs `experiment(config, workdir)`. After a user's mistake, exits with a message."""
     try:
         experiment(config, workdir)
     except MISTAKES as error:
-        logging.debug("The mistake was found here:", exc_info=True)
+        logging.debug("The error was raised here:", exc_info=True)
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         sys.exit(
-            f"{type(error).__name__}: {error}{notes}\nWhat is finished is kept, and the ledger counts all that was "
-            "reserved. Once this is mended the same command goes on and pays nothing twice. (--verbosity=1 shows where "
-            "the mistake was found.)"
+            f"{type(error).__name__}: {error}{notes}\nFinished work is kept, and the ledger counts all reservations. "
+            "Correct this and run the same command: it continues and pays nothing twice. (--verbosity=1 prints the "
+            "traceback.)"
         )

@@ -1,6 +1,6 @@
 """Prints what every dataset of a privacy ledger has spent: `python -m launch.ledger PATH [--json] [--delta=1e-6]`.
 
-`jaxdp ledger --help` tells what else can be asked.
+`jaxdp ledger --help` lists the other commands.
 """
 
 import sys

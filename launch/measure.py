@@ -1,4 +1,4 @@
-"""What the programs of a `jaxdp.split.costs.Cost` take on this device, beside what was counted (Table 2)."""
+"""The measured cost of the programs of a `jaxdp.split.costs.Cost` on this device, beside the counted cost (Table 2)."""
 
 import statistics
 import time
@@ -14,12 +14,12 @@ _REPEATS = 3
 
 
 class Measured(NamedTuple):
-    """What XLA says of the compiled programs.
+    """What XLA reports about the compiled programs.
 
     Attributes:
-      forward_flops, training_flops: per image, with what is no product: softmax, GELU, LayerNorm.
-      peak_bytes: arguments, results and temporary memory of the largest program, with Adam's state and one batch.
-      seconds: of the whole adaptation, those of one call times the number of calls; None unless it was run.
+      forward_flops, training_flops: Per image. They include softmax, GELU and LayerNorm, which are not products.
+      peak_bytes: Arguments, results and temporary memory of the largest program, with Adam's state and one batch.
+      seconds: The time of the whole adaptation: one call's time, times the number of calls. None unless timed.
     """
 
     forward_flops: float
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 
 def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Measured:
-    """Compiles the client's programs for `images` images, reads XLA's accounts of them, and times them if asked to."""
+    """Compiles the client's programs for `images` images, reads XLA's analysis, and times them if `timed`."""
     flops, peak, seconds = {"training": 0.0}, 0, 0.0
     for name, program in programs.items():
         compiled: Any = jax.jit(program.run).lower(*program.args).compile()
@@ -45,7 +45,7 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
 
 
 def _seconds(compiled: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
-    """The median of some calls, after a first one."""
+    """Returns the median time of some calls, after a first call."""
     args, taken = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Which network a study uses. All configs say it in one vocabulary.
+"""Which network a study uses. All configs describe it with the same fields.
 
-A *model* is described by
+A *model* has the fields
 
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
@@ -33,15 +33,15 @@ Params = Any
 
 
 def network(config: Any, num_classes: int | None = None) -> Pretrained:
-    """Returns the network of a config, on images in [0, 1]; without parameters if there is no checkpoint.
+    """Returns the network of a config, on images in [0, 1]. It has no parameters if there is no checkpoint.
 
     Args:
-      config: the `model` part of a study's config, see above.
-      num_classes: number of logits; by default config.num_classes.
+      config: The `model` part of a study's config, see above.
+      num_classes: The number of logits. The default is config.num_classes.
 
     Raises:
-      ValueError: the parts do not fit.
-      FileNotFoundError: there is no such checkpoint.
+      ValueError: The parts do not fit each other.
+      FileNotFoundError: The checkpoint does not exist.
     """
     classes = config.num_classes if num_classes is None else num_classes
     model = create(config.name, num_classes=classes, **dict(config.options))
@@ -104,13 +104,13 @@ def train(
     """Returns parameters trained without privacy, for public images and for references.
 
     Args:
-      network: as in `network`.
-      params: to start from.
-      source: images to train on.
-      how: steps, batch_size and learning_rate, which decays as a cosine.
-      seed: of the order of the images and of their augmentation.
-      optimizer: takes the schedule of the learning rate.
-      augment, label: as in `jaxdp.models.fit_public`.
+      network: As in `network`.
+      params: The initial parameters.
+      source: The images to train on.
+      how: Has steps, batch_size and learning_rate, which decays as a cosine.
+      seed: The seed of the order of the images and of their augmentation.
+      optimizer: Takes the schedule of the learning rate.
+      augment, label: As in `jaxdp.models.fit_public`.
     """
     return fit_public(
         loss(network),
@@ -135,13 +135,13 @@ def trained(
     label: str = "source model",
     **options: Any,
 ) -> Pretrained:
-    """Returns the network with the parameters of its checkpoint, or of `path`, where they are put after training.
+    """Returns the network with the parameters of its checkpoint or of `path`. Trains them and writes `path` if needed.
 
     Args:
-      network: as in `network`.
-      images: PUBLIC images to train on, asked for if there is no file yet.
-      how, seed, label, **options: as in `train`; the seed is that of the initial parameters, too.
-      path: a .safetensors file.
+      network: As in `network`.
+      images: Returns PUBLIC images to train on. It is called only if `path` does not exist.
+      how, seed, label, **options: As in `train`. The seed also gives the initial parameters.
+      path: A .safetensors file.
     """
     if network.params:
         return network
@@ -163,8 +163,8 @@ def source_model(
 ) -> Pretrained:
     """Returns the model of a config with parts `model` and `train`, trained once in `root` if it has no checkpoint.
 
-    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips; 0 for
-    neither) and init_seed. `untrained` is `network(config.model)`, for who has it already.
+    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and flips, 0 for
+    neither) and init_seed. `untrained` is `network(config.model)`, if the caller has it.
     """
     padding = config.train.crop_padding
     return trained(
@@ -180,13 +180,13 @@ def source_model(
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Dense layers with ReLU on feature vectors. Two classes have one logit, which halves what can go wrong.
+    """Dense layers with ReLU on feature vectors. Two classes have one logit, which gives tighter bounds than two.
 
     Attributes:
-      inputs, num_classes: number of features and classes.
-      hidden: widths of hidden layers; none is logistic regression.
-      bias: whether layers have a bias.
-      init_seed: of the hidden layers. The last layer starts at zero.
+      inputs, num_classes: The number of features and classes.
+      hidden: The widths of hidden layers. None of them is logistic regression.
+      bias: Whether layers have a bias.
+      init_seed: The seed of the hidden layers. The last layer starts at zero.
     """
 
     inputs: int

@@ -1,11 +1,11 @@
-"""The two parties of Split Adaptation, each for a process of its own: `launch.split_server` and `launch.split_client`.
+"""The two parties of Split Adaptation, one per process: `launch.split_server` and `launch.split_client`.
 
-Each reads its own part of a config such as `configs/split/two_parties.py`, whose comments explain the fields, its own
-data and its own workdir, and from the other party nothing but the packages of `jaxdp.split.exchange` in a folder. A
-party that is started again in the same workdir goes on where it was: what was sent stays sent, and what was paid for is
-kept and not paid again. Both raise TimeoutError if the other party does not answer within `timeout` seconds, and
-ValueError, before anything is spent or sent, if the workdir or the exchange folder belongs to another run, or config,
-data and packages do not fit each other.
+Each party reads its own part of a config such as `configs/split/two_parties.py`, whose comments explain the fields. It
+has its own data and workdir. From the other party it reads only the packages of `jaxdp.split.exchange` in a folder. A
+party that starts again in the same workdir continues. Sent packages stay sent, and paid results are kept and not paid
+again. Both raise TimeoutError if the other party does not answer within `timeout` seconds. Both raise ValueError if the
+workdir or the exchange folder belongs to another run, or if config, data and packages do not fit. Nothing is spent or
+sent then.
 """
 
 import contextlib
@@ -50,13 +50,13 @@ _Images = dict[str, Any]  # image and label
 def run_server(
     config: Any, workdir: _Path, exchange: _Path, *, timeout: float = 3600.0, limits: Limits | None = None
 ) -> dict[str, Any]:
-    """Plays the server: sends a frontend, adapts the backend to what a client uploads, answers the client's queries.
+    """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the client's queries.
 
-    The workdir holds the backbone (if it was trained here), the backend and the adapted one; the exchange folder is for
-    one client. `limits` are on what the client's packages declare.
+    The workdir holds the backbone (if it was trained here), the backend and the adapted backend. The exchange folder is
+    for one client. `limits` bound the declared sizes in the client's packages.
 
     Returns:
-      What is in result.json: mode and bytes of the upload, and the number of queries.
+      The content of result.json: mode and bytes of the upload, and the number of queries.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
     with alone(root), contextlib.ExitStack() as bound:
@@ -76,8 +76,8 @@ def run_server(
         kept, done = root / f"adapted-{name}.safetensors", shared / "adapted"
         if done.exists() and (not kept.exists() or read_package(done, "adapted").fields != {"upload": name}):
             raise ValueError(
-                f"{done} is of another server or another upload; delete {shared} with all that is in it, or exchange "
-                "through another folder"
+                f"{done} is of another server or another upload. Delete {shared} with all its files, or exchange "
+                "through another folder."
             )
         if not kept.exists():
             ask = messages.file_gradients(shared / "loss", timeout=timeout)
@@ -90,19 +90,19 @@ def run_server(
         mode = messages.mode_of(upload)
         result = {"mode": mode, "bytes": package_bytes(shared / "upload"), "queries": asked}
         write_json(root / "result.json", result)
-        labels = "" if mode == "private" else " and the loss gradients, which tell the labels"
+        labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
         print(
-            f"server: the client uploaded {result['bytes']:,} bytes ({mode}); {asked} queries answered. Nothing "
-            f"private was read here but that{labels}"
+            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {asked} queries were answered. The "
+            f"server read no other private data{labels}."
         )
         return result
 
 
 def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) -> None:
-    """Everything that the server does before it meets a client, on its own PUBLIC images."""
+    """Makes everything that the server needs before it meets a client, on its own PUBLIC images."""
     images = _read(config.data, backbone.preprocessing)
     if images.num_classes != backbone.num_classes:
-        raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}")
+        raise ValueError(f"config.model.num_classes must be {images.num_classes}, got {backbone.num_classes}.")
     if not config.model.checkpoint:
         part = config.data.pretrain_fraction
         pretraining, images = images.split((part, 1 - part), seed=config.seed)
@@ -124,7 +124,6 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
 
 
 def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> dict[str, Any]:
-    """The parameters of the backend, adapted to an upload."""
     copies_key, key = jax.random.split(stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32"))
     options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
     backbone, copying = shipment.backbone, _copying(shipment)
@@ -146,7 +145,7 @@ def _copying(shipment: messages.Shipment) -> dict[str, Any]:
 
 
 def _answer(adapted: split.Adapted, shipment: messages.Shipment, shared: pathlib.Path, limits: Limits | None) -> int:
-    """Answers the queries, if there are any without answers; returns how many there are."""
+    """Answers the queries if they have no answers yet. Returns the number of queries."""
     asked, path = shared / "queries", shared / "answers"
     if not asked.exists():
         return 0
@@ -171,26 +170,26 @@ def run_client(
     timeout: float = 3600.0,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Plays the client: uploads representations of its few images, and has its test images classified.
+    """Runs the client: uploads representations of its few images, and has its test images classified.
 
-    The workdir holds the upload, the predictions, and the secret seed until the run has ended. A client that is started
-    again after the end sends what it kept; its secret, which perturbed the frontend, is gone.
+    The workdir holds the upload, the predictions, and the secret seed until the run has ended. A client that starts
+    again after the end sends the kept packages. Its secret, which perturbed the frontend, is deleted.
 
     Args:
-      config, workdir, exchange, timeout, limits: as above; limits are also on the file of images.
-      ledger_path: of the ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images",
-        its adjacency "replace_one", its unit an image with its label. A private upload registers it with a budget of
-        its epsilon, the others without one, unless it is registered already.
-      queries: whether the server classifies the test images; None is not in the private mode. Their representations
-        have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the ledger gets a
-        release without proof on "client/queries".
+      config, workdir, exchange, timeout, limits: As above. The limits also bound the file of images.
+      ledger_path: The ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images", its
+        adjacency "replace_one", its unit an image with its label. If it is not registered, a private upload registers
+        it with a budget of its epsilon, and the other modes without a budget.
+      queries: Whether the server classifies the test images. None means yes, except in the private mode. Their
+        representations have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the
+        ledger gets a release without proof on "client/queries".
 
     Returns:
-      What is in result.json: mode, bytes of the upload, epsilon (None is infinite) and delta, accuracy (None without
-      queries, or labels of them).
+      The content of result.json: mode, bytes of the upload, epsilon (None is infinite), delta, and accuracy (None
+        without queries or without their labels).
 
     Raises:
-      BudgetExceeded: the ledger refuses the upload; nothing is sent.
+      BudgetExceeded: The ledger refuses the upload. Nothing is sent.
     """
     root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
     ledger_path = ledger_path or root / "ledger.sqlite"
@@ -205,10 +204,9 @@ def run_client(
         for name in ("upload", "queries"):
             if (shared / name).exists() and not (root / name).exists():
                 raise ValueError(
-                    f"{shared / name} is of another client, or this one's workdir was lost. Nothing was spent now, but "
-                    "if it was this client's, it stays spent: restore the ledger that paid, or register its cost, "
-                    f"before anything else is released. To begin anew delete {shared} with all that is in it, or "
-                    "exchange through another folder"
+                    f"{shared / name} is of another client, or this client's workdir was lost. Nothing was spent now. "
+                    "If it was this client's, restore the ledger that paid or register its cost before any other "
+                    f"release. To start again, delete {shared} with all its files, or exchange through another folder."
                 )
         private, count = config.mode == "private", len(test["image"])
         asks = (not private if queries is None else queries) and count > 0
@@ -216,8 +214,8 @@ def run_client(
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
                 f"the run in {root} has ended without queries, and the secret that perturbed its frontend is deleted. "
-                "Ask from the start of a run: use a new workdir, which pays for an upload of its own, and exchange "
-                "through another folder"
+                "Use a new workdir and another exchange folder, and ask from the start. The new run pays for its own "
+                "upload."
             )
         bound.enter_context(frame.bind("split client", config, root))
         # What a private upload costs is the budget of the images.
@@ -242,7 +240,7 @@ def run_client(
         answers = None if private else functools.partial(messages.answer, shared / "loss", gradients)
         messages.wait_for(shared / "adapted", timeout=timeout, sender="the server", meanwhile=answers)
         if read_package(shared / "adapted", "adapted").fields != {"upload": messages.manifest_sum(root / "upload")}:
-            raise ValueError(f"{shared / 'adapted'} is about another upload; delete {shared} with all that is in it")
+            raise ValueError(f"{shared / 'adapted'} is about another upload. Delete {shared} with all its files.")
         accuracy = None
         if asks:
             messages.wait_for(shared / "answers", timeout=timeout, sender="the server")
@@ -267,10 +265,10 @@ def run_client(
 def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: _Images) -> None:
     """Refuses what would fail later, before anything is spent or sent."""
     if config.mode not in messages.MODES:
-        raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}")
+        raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}.")
     if config.mode == "private":
         if shipment.projection is None:
-            raise ValueError("mode='private' needs a frontend with a projection; the server has config.directions=0")
+            raise ValueError("mode='private' needs a frontend with a projection. The server has config.directions=0.")
         _private_release(config, shipment)
     for images in (few, test) if len(test["image"]) else (few,):
         shipment.backbone.check_images(images["image"])
@@ -282,7 +280,7 @@ def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: 
 def _upload(
     config: Any, shipment: messages.Shipment, account: Account, x: jax.Array, labels: np.ndarray, folder: pathlib.Path
 ) -> Release[Any]:
-    """The upload of the config's mode, to be paid for, made and kept in `folder` as it is sent."""
+    """Returns the release of the upload in the config's mode. `folder` keeps the upload as it is sent."""
     given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
     make: Any = messages.MODES[config.mode]
 
@@ -295,7 +293,7 @@ def _upload(
         private = plan_release(account, release=release, labels=labels, projection=projection, **given)
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
-        raise ValueError("representations must be finite, some are NaN or infinite; leave those images out")
+        raise ValueError("representations must be finite, but some are NaN or infinite. Leave those images out.")
     given["laplace_scale"] = config.laplace_scale
     if config.mode == "noise_once":
         what: Any = plan_noisy(account, **given)
@@ -311,7 +309,7 @@ def _private_release(config: Any, shipment: messages.Shipment) -> split.PrivateR
 
 
 def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
-    """A data set of the client's, registered unless its owner has done so on terms of his own."""
+    """Returns the account of a client's data set. Registers it unless its owner has registered it."""
     try:
         return ledger.account(dataset)
     except ValueError:
@@ -324,7 +322,7 @@ def _statement(result: dict[str, Any]) -> str:
     if result["accuracy"] is not None:
         lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
     if epsilon is None:
-        lines.append("epsilon = inf (empirical only): representations, copies and labels have no proof")
+        lines.append("epsilon = inf (empirical only): no proof covers representations, copies and labels")
     else:
         lines.append(f"epsilon = {epsilon:.6g} at delta = {result['delta']:g} for replacing one image and its label")
     if result["queries"]:
@@ -336,9 +334,9 @@ def _statement(result: dict[str, Any]) -> str:
 
 
 def _client_images(config: Any, preprocessing: Preprocessing, limits: Limits | None) -> tuple[_Images, _Images]:
-    """The client's few images with labels, and its test images, with labels if there are any."""
+    """Returns the client's few images with labels, and its test images, with labels if they exist."""
     if config.images:
-        optional, remedy = ("test_image", "test_label"), "Make it again; it must have the arrays 'image' and 'label'."
+        optional, remedy = ("test_image", "test_label"), "Make it again with the arrays 'image' and 'label'."
         arrays = read_npz(config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits)
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
@@ -347,22 +345,22 @@ def _client_images(config: Any, preprocessing: Preprocessing, limits: Limits | N
     pool, test = (half.gather(np.arange(len(half))) for half in halves)
     found = [np.flatnonzero(pool["label"] == k)[: config.shots] for k in range(halves[0].num_classes)]
     if (fewest := min(map(len, found))) < config.shots:
-        raise ValueError(f"shots={config.shots}, but a class has only {fewest} images; take fewer shots")
+        raise ValueError(f"shots must be at most {fewest}, the size of the smallest class, got {config.shots}.")
     rows = np.concatenate(found)
     return {name: array[rows] for name, array in pool.items()}, test
 
 
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
-    """Refuses other images than those of the upload that the workdir may hold."""
+    """Raises ValueError for images that differ from the images of the workdir's upload."""
     sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
     if path.exists() and read_json(path) != sums:
         raise ValueError(
-            f"{path.parent} was begun with other images or labels; use a new workdir, and another folder to exchange"
+            f"{path.parent} was started with other images or labels. Use a new workdir and another exchange folder."
         )
     write_json(path, sums)
 
 
 def _read(spec: Any, preprocessing: Preprocessing) -> Source:
-    """The images that a config names, as large as the model wants them."""
+    """Returns the images that a config names, in the size of the model."""
     source = data.read(spec, preprocessing.prepare)
     return resize_images(source, preprocessing.size, len(preprocessing.mean))

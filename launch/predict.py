@@ -1,13 +1,13 @@
 """Private prediction: python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits.
 
-Answers queries privately, and compares as Wicker et al. (arXiv 2406.13433, table 1) do: one certified model or an
-ensemble, mechanisms that use certificates or do not, PATE and DP-SGD, at Q queries and one total (epsilon, delta). The
-workdir holds, besides what all studies keep:
+Answers queries privately, and compares methods as Wicker et al. (arXiv 2406.13433, table 1) do. The methods are one
+certified model or an ensemble, mechanisms with and without certificates, PATE and DP-SGD. Each gets Q queries and one
+total (epsilon, delta). Besides the files of all studies, the workdir holds:
 
-    answers.npz, ledger.sqlite   which test inputs were asked about, the private answers, and what they cost
+    answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and their cost
     student.safetensors          a model trained on the private answers, free to use and publish
-    network.safetensors          the frozen network of the features, if there is one
-    references/ledger.sqlite     what the models and answers would cost that are only there to be compared with
+    network.safetensors          the frozen network of the features, if one is used
+    references/ledger.sqlite     the cost of the models and answers that serve comparison only
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _SHORT = {GLOBAL: "global", SMOOTH: "smooth (paper)", OURS: "ours"}  # in figure
 
 
 class Cell(NamedTuple):
-    """The answers that are released, or a reference that they are compared with."""
+    """The released answers, or a reference that they are compared with."""
 
     teacher: str
     answers: str
@@ -72,7 +72,7 @@ def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContex
 
 
 def _release(work: frame.Work) -> dict[str, Any]:
-    """The answers, and the student that learns from them."""
+    """Releases the answers, and trains the student on them."""
     bench, rows = work.shared, work.shared.asked(0)
     if bench.task.network is not None:
         save_params(work.root / "network.safetensors", bench.task.network)  # before anything is certified for it
@@ -92,7 +92,7 @@ def _release(work: frame.Work) -> dict[str, Any]:
 
 
 def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
-    """A teacher's answers to other queries in each repetition, with fresh noise, and what students learn from them."""
+    """Returns scores of a teacher's answers and its students. Each repetition has other queries and fresh noise."""
     config, bench, truth = work.config, work.shared, work.shared.test["label"]
     asked = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
@@ -101,7 +101,7 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
         key = stream(secret, "repetitions")
         return {"answers": np.stack([answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)])}
 
-    # All that answers are made from; the rest is the code of this library.
+    # The answers depend on these facts and on the code of this library only.
     facts = [config.to_json(), bench.train, bench.test, [dataclasses.astuple(pool) for pool in bench.pools.values()]]
     what = Release(
         label=f"{cell.teacher}, {cell.answers}",
@@ -125,14 +125,14 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
 
 
 def _mechanism(cell: Cell, bench: Bench) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
-    """What answers, and the event of a repetition."""
+    """Returns the mechanism of the answers, and the event of a repetition."""
     plan, pool = bench.plan, bench.pools[cell.teacher]
     if cell.answers != PATE:
         event = prediction.event(plan.queries, epsilon=bench.epsilon)
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
     assert pool.votes is not None
     how, votes, limit = dict(bench.config.pate), pool.votes, {"max_answers": plan.queries}
-    how["threshold"] *= len(votes)  # a share
+    how["threshold"] *= len(votes)  # the config has a share
     pate = prediction.ConfidentGNMax.calibrated(**how, **limit, **plan)
     return (
         lambda key, rows: pate.answer(key, votes[:, rows], num_classes=bench.classes, **limit),
@@ -141,12 +141,13 @@ def _mechanism(cell: Cell, bench: Bench) -> tuple[Callable[[jax.Array, np.ndarra
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
-    """Returns the trainer of DP-SGD with the smallest noise with which a run costs at most the target epsilon."""
+    """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target epsilon."""
     how, plan = config.dp_sgd, config.prediction
     sampler = PoissonSampler(records, how.batch_size / config.training.records)
     target = {"epsilon": plan.epsilon, "delta": plan.delta}
     noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, how.steps), **target)
-    # A trainer divides by what it expects of the number of records, which is private; the declared one is public.
+    # A trainer divides by the expected batch size, which depends on the private number of records. The declared
+    # number is public.
     declared = optax.scale(sampler.expected_batch_size / how.batch_size)
     return finetune.dp_sgd(
         model.loss,
@@ -159,7 +160,7 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
 
 
 def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
-    """The same model trained by DP-SGD, some times."""
+    """Trains the same model by DP-SGD, several times."""
     how, bench = work.config.dp_sgd, work.shared
     trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.model.init()
     options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta, "progress": False}
@@ -202,7 +203,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         plot_curves(work.root / file, curves, **options)
 
     def accuracies(epsilons: Mapping[float, float]) -> dict[str, list[tuple[float, float]]]:
-        """Curves over the keys, each of which stands for an epsilon."""
+        """Returns curves over the keys. Each key stands for an epsilon."""
         ways = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
         return {
             f"{name}, {_SHORT[way]}": [(x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()]
@@ -215,7 +216,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         "certified.png",
         {name: [(k, float(np.mean(pool.distance >= k))) for k in shown] for name, pool in pools.items()},
         (f"{dataset}: certified answers", f"{len(truth)} test inputs. Evaluation only, not private."),
-        ("records added or removed, k", "Share of test inputs whose answer no k changed records alter"),
+        ("records added or removed, k", "Share of test inputs whose answer k changed records cannot alter"),
     )
     dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
     lines = {f"without noise  {100 * exact:.1f}%": exact}
@@ -224,7 +225,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         accuracies({float(e): float(e) for e in np.logspace(-2, 1, 31)}),
         (
             f"{dataset}: accuracy over ε",
-            "Pure ε of each answer. Expectation over the noise; evaluation only, not private.",
+            "Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
         ),
         ("ε per query", "Accuracy of an answer"),
         xscale="log",
@@ -281,7 +282,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     released, each = result["released"], result["epsilon_per_query"]
     text = (
         f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
-        f"{_percent([released['per_query']])} % right; the student trained on them {_percent([released['student']])} %."
+        f"{_percent([released['per_query']])} % right. Their student: {_percent([released['student']])} %."
         f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = {_power(result['delta'])} for all "
         "answers together (adding or removing one example)."
     )
@@ -290,9 +291,9 @@ def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{format_table(_table(result))}\n\n"
         "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions with fresh noise and\n"
-        "other queries, each at the price below. All inputs: expectation over the noise for every test input. The\n"
-        f"table and the figures are evaluation, not private: they read certificates without noise.\n\n{text}\n"
-        f"Publishing the references too would cost epsilon = {result['references_epsilon']:.4g} on top; "
+        "other queries, each at the cost below. All inputs: expectation over the noise for every test input. The\n"
+        f"table and the figures are not private. They read certificates without noise for evaluation.\n\n{text}\n"
+        f"Publishing the references too would cost another epsilon = {result['references_epsilon']:.4g}. "
         "--config.references=False leaves them out."
     )
 

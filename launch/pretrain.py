@@ -1,7 +1,7 @@
 """Robust pre-training on public images: python -m launch.pretrain --config configs/pretrain/digits.py --workdir DIR.
 
-What it makes is the upstream half of the tables in Wang et al. 2024: a backbone, and what noise on its parameters does
-to it. Everything it reads is PUBLIC: no ledger is asked.
+The study makes the upstream half of the tables in Wang et al. 2024: a backbone, and its accuracy under noise on its
+parameters. All its data is PUBLIC, so it needs no ledger.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             for kind, stds in (("absolute", how.std), ("relative", how.relative_std))
         },
         "rho": rho._asdict(),
-        # Means over the first and the last tenth of the steps: whether the ball of radius gamma was reached.
+        # Means over the first and the last tenth of the steps show whether the ball of radius gamma was reached.
         "perturbation_norm": {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))},
     }
 

@@ -1,9 +1,9 @@
 """Recalibration: python -m launch.recalibrate --config configs/recalibration/digits.py --workdir workdir/recal.
 
-Methods x shifts x sizes x budgets, hundreds of trials each, with Tables 1 and 4 and Figures 1 to 3 of "Privacy
-Preserving Recalibration under Domain Shift" (Luo et al. 2020). The workdir holds, besides what all studies keep,
-`logits` of the test images under each shift, `figures`, the classifier if it was trained here (source.safetensors), and
-what the sources of the reliability diagrams paid (ledger.sqlite).
+Runs methods x shifts x sizes x budgets with hundreds of trials each. It makes Tables 1 and 4 and Figures 1 to 3 of
+"Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). Besides the files of all studies, the workdir
+holds `logits` of the test images under each shift, `figures`, the classifier if it was trained here
+(source.safetensors), and the spends of the sources of the reliability diagrams (ledger.sqlite).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from . import calibration, data, frame, models, simulation
 from .calibration import CENTRE, FACTORS, NO_PRIVACY
 from .simulation import Setting
 
-# What else a config may ask for: nothing, and what the first source does alone, as usual (Guo et al. 2017).
+# A config may also ask for no method, or for the usual method of the first source alone (Guo et al. 2017).
 _KINDS: Mapping[str, Any] = {"none": None, **recalibration.METHODS, "one_source": recalibration.METHODS["nll_t"]}
 
 
@@ -41,7 +41,7 @@ class Cell(NamedTuple):
 
 
 class Diagrams(NamedTuple):
-    """Reliability under a shift, before and after real sources paid for each of some methods."""
+    """Reliability under a shift, before and after a paid recalibration by each of some methods."""
 
     figure: str
     shift: str
@@ -63,7 +63,7 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
     if not (config.model.checkpoint or config.data.parts.get("public")):
         raise ValueError("config.data.parts.public must name images to train the classifier on, without a checkpoint.")
     for name, setting in itertools.product(asked, _settings(config)):
-        _scale(config, name, setting.epsilon)  # raises if there is none
+        _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
     yield from (Cell(shift, name) for shift in shifts for name in config.methods)
     yield Diagrams("reliability", figures.reliability_shift)
 
@@ -85,12 +85,11 @@ def parts(config: Any) -> dict[str, list[Setting]]:
 
 
 def _settings(config: Any) -> list[Setting]:
-    """All of them, once each."""
     return list(dict.fromkeys(itertools.chain.from_iterable(parts(config).values())))
 
 
 def methods(config: Any) -> dict[str, Any]:
-    """Returns the methods by name; None is no recalibration."""
+    """Returns the methods by name. None means no recalibration."""
     found = {}
     for name in config.methods:
         options, kind = dict(config.method_options.get(name, {})), _kind(config, name)
@@ -108,7 +107,6 @@ def _kind(config: Any, name: str) -> str:
 
 
 def _scale(config: Any, name: str, epsilon: float) -> Any:
-    """The noise of a source."""
     how: dict[str, Any] = {"adjacency": config.sweep.adjacency, "num_classes": config.model.num_classes}
     return recalibration.noise_scale(methods(config)[name], epsilon=epsilon, **how)
 
@@ -144,13 +142,13 @@ class Bench:
 
 
 def _records(work: frame.Work, shift: str) -> Records:
-    """The labelled logits of the test images under a shift."""
+    """Returns the labelled logits of the test images under a shift."""
 
     def classify() -> dict[str, np.ndarray]:
         images, network = work.shared.images(shift), work.shared.network
         logits = models.logits(network, network.params, images, batch_size=work.config.data.batch_size)
         if not np.isfinite(logits).all():
-            raise ValueError(f"the classifier has logits that are not finite, {shift}; train or choose another one.")
+            raise ValueError(f"logits under {shift} must be finite. Train or choose another classifier.")
         return {"logits": logits, "labels": data.labels(images)}
 
     found = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
@@ -167,21 +165,21 @@ def _run(cell: Cell | Diagrams, work: frame.Work) -> dict[str, Any]:
     elif _kind(config, cell.method) == "one_source":
         outcomes = simulation.simulate(method, *task, key=None)
     else:
-        key = stream(config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}")  # of no secret
+        key = stream(config.sweep.seed.to_bytes(16, "little"), f"{cell.shift}, {cell.method}")  # not secret
         outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
     found = dict(zip(settings, outcomes, strict=True))
     return {part: _moments([found[setting] for setting in points]) for part, points in parts(config).items()}
 
 
 def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
-    """Means over the trials and their standard errors, per setting."""
+    """Returns means over the trials and their standard errors, per setting."""
     ece, brier = (np.array(values, np.float64) for values in zip(*outcomes, strict=True))
     error = ece.std(1) / math.sqrt(ece.shape[1])
     return {"ece": ece.mean(1).tolist(), "ece_error": error.tolist(), "brier": brier.mean(1).tolist()}
 
 
 def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
-    """The first trial at the centre with real sources that pay, judged on the records that are nobody's."""
+    """Recalibrates the first trial at the centre with sources that pay. Judges on records that no source has."""
     config, records = work.config, _records(work, cell.shift)
     adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
     rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
@@ -227,7 +225,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
-    """What a source releases and pays at the centre; an epsilon of None is infinite."""
+    """Returns what a source releases and pays at the centre. An epsilon of None is infinite."""
     if method is None:
         return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
     if _kind(config, name) == "one_source":
@@ -247,8 +245,8 @@ STUDY = frame.Study(
     tables=calibration.tables,
     figures=calibration.figures,
     benchmark=(
-        "calibration errors and reliability diagrams are functions of test labels that no ledger pays for. Private "
-        "sources are recalibrated by jaxdp.recalibration.recalibrate."
+        "Calibration errors and reliability diagrams are functions of test labels, and no ledger pays for them. Use "
+        "jaxdp.recalibration.recalibrate for private sources."
     ),
 )
 

@@ -10,7 +10,7 @@ def main(argv: Sequence[str]) -> None:
     from .lifecycle import document
 
     if len(argv) != 2:
-        raise app.UsageError("give the workdir of one lifecycle: python -m launch.report WORKDIR")
+        raise app.UsageError("give the workdir of one lifecycle: python -m launch.report WORKDIR.")
     try:
         print(document.write(argv[1]))
     except (OSError, ValueError) as error:

@@ -13,14 +13,14 @@ Row = Mapping[str, Any]
 
 
 class Moments(NamedTuple):
-    """Mean, sample standard deviation and standard error of some numbers; NaN for what one number does not have."""
+    """Mean, sample standard deviation and standard error of some numbers. One number has NaN for the last two."""
 
     mean: float
     deviation: float
     error: float
 
     def as_json(self) -> dict[str, float | None]:
-        """Returns mean and standard error, None where there is none."""
+        """Returns mean and standard error. A NaN error becomes None."""
         return {"mean": self.mean, "error": None if math.isnan(self.error) else self.error}
 
 
@@ -32,7 +32,7 @@ def moments(values: Iterable[float]) -> Moments:
 
 
 def select(rows: Iterable[Row], **coordinates: Any) -> list[Row]:
-    """Returns the rows with these coordinates; a tuple of values allows any of them."""
+    """Returns the rows with these coordinates. A tuple of values allows any of them."""
 
     def fits(row: Row) -> bool:
         return all(row[k] in v if isinstance(v, tuple) else row[k] == v for k, v in coordinates.items())
@@ -41,9 +41,9 @@ def select(rows: Iterable[Row], **coordinates: Any) -> list[Row]:
 
 
 def over_seeds(rows: Iterable[Row], value: str | Callable[[Row], float] = "accuracy") -> Moments:
-    """Returns the moments over seeds, each seed being the mean of its rows.
+    """Returns the moments over seeds. The value of a seed is the mean of its rows.
 
-    Rows of one seed share an upstream model or a stream. So seeds are independent, and rows are not.
+    Rows of one seed share an upstream model or a stream, so only seeds are independent.
     """
     by_seed: dict[Any, list[float]] = {}
     for row in rows:
@@ -65,16 +65,16 @@ def paired_difference(
 ) -> Difference:
     """Returns how much a value changes when one coordinate goes from `first` to `second` and all others stay.
 
-    Differences are averaged per seed first. The error is that over seeds.
+    Differences are averaged per seed first. The error is the standard error over seeds.
 
     Args:
-      rows: of cells.
-      key: the coordinate.
-      coordinates: all coordinates of a cell.
-      value: what is compared.
+      rows: The rows of cells.
+      key: The coordinate that changes.
+      coordinates: All coordinates of a cell.
+      value: The compared value.
 
     Raises:
-      ValueError: there is no pair.
+      ValueError: No two rows form a pair.
     """
     others = [name for name in coordinates if name != key]
     found = {(row[key], *(row[name] for name in others)): row for row in rows}
@@ -89,7 +89,7 @@ def paired_difference(
 
 
 def best(rows: Iterable[Row], by: str = "accuracy") -> Row:
-    """Returns the first of the rows that are best on tuning data."""
+    """Returns the best row on tuning data, the first one among equals."""
     return max(rows, key=lambda row: row[by])
 
 
@@ -99,10 +99,10 @@ def pivot(
     """Returns a table with a line per value of `index` and a column per value of `columns`, in order of appearance.
 
     Args:
-      rows: of cells.
-      index, columns: coordinates.
-      cell: of the rows that share both; a place without a row is left empty.
-      heading: of a column, with its value in place of {}.
+      rows: The rows of cells.
+      index, columns: Coordinates.
+      cell: Maps the rows that share both to an entry. A place without a row stays empty.
+      heading: The heading of a column, with its value in place of {}.
     """
     headings = {row[columns]: heading.format(row[columns]) for row in rows}
     table = []
@@ -116,19 +116,19 @@ def pivot(
 
 
 def percent(mean: float, spread: float | None = None, *, sign: str = "") -> str:
-    """Returns "81.2 ± 0.4" for shares; without the second part where the spread is None or NaN."""
+    """Returns "81.2 ± 0.4" for shares, without the second part if the spread is None or NaN."""
     known = spread is not None and math.isfinite(spread)
     return f"{100 * mean:{sign}.1f}" + (f" ± {100 * spread:.1f}" if known and spread is not None else "")
 
 
 def number(mean: float, spread: float | None = None) -> str:
-    """Returns "20.8 ± 0.12"; without the second part where the spread is None or NaN."""
+    """Returns "20.8 ± 0.12", without the second part if the spread is None or NaN."""
     known = spread is not None and math.isfinite(spread)
     return f"{mean:.3g}" + (f" ± {spread:.2g}" if known else "")
 
 
 def markdown(tables: Mapping[str, Any]) -> str:
-    """Returns a document with a section per table; a str among the tables is a paragraph as it is."""
+    """Returns a document with a section per table. A str among the tables becomes a paragraph."""
     parts = []
     for title, rows in tables.items():
         parts.append(rows if isinstance(rows, str) else f"## {title}\n\n{format_table(rows, style='markdown')}")
@@ -136,7 +136,7 @@ def markdown(tables: Mapping[str, Any]) -> str:
 
 
 def write_tables(root: pathlib.Path, tables: Mapping[str, Any]) -> None:
-    """Writes tables.md and tables.tex, a `tabular` per table; nothing for no tables."""
+    """Writes tables.md, and tables.tex with a `tabular` per table. Writes nothing if there are no tables."""
     if not tables:
         return
     write_durably(root / "tables.md", markdown(tables).encode())
@@ -149,7 +149,7 @@ _ESCAPED = str.maketrans({c: f"\\{c}" for c in "&%$#_{}"} | _SYMBOLS)
 
 
 def _tabular(rows: Sequence[Row]) -> str:
-    """The cells as in Markdown, which rounds the numbers."""
+    """Returns a LaTeX table. The cells come from the Markdown table, which rounds the numbers."""
     lines = [line.strip("|").split(" | ") for line in format_table(rows, style="markdown").splitlines()]
     head, _, *body = ([cell.strip().replace(r"\|", "|").translate(_ESCAPED) for cell in line] for line in lines)
     written = [" & ".join(line) + r" \\" for line in (head, *body)]

@@ -1,4 +1,4 @@
-"""Numbers of a config: a mistake in one is refused before a workdir is bound and anything is spent."""
+"""Checks of the numbers in a config. A wrong number is refused before a workdir is bound and anything is spent."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class _Rule(NamedTuple):
-    """Finite numbers from `low` to `high`, which belong to them; integers if `whole`."""
+    """Finite numbers from `low` to `high`, both included. Only integers if `whole`."""
 
     low: float
     high: float
@@ -14,20 +14,20 @@ class _Rule(NamedTuple):
     whole: bool = False
 
     def allows(self, value: float) -> bool:
-        """Whether a number is one of them; NaN and infinity never are."""
+        """Returns whether a number fits. NaN and infinity never do."""
         return math.isfinite(value) and self.low <= value <= self.high and not (self.whole and value % 1)
 
 
 _ANY = _Rule(-math.inf, math.inf, "finite")
 _COUNT = _Rule(1, math.inf, "an integer of at least 1", whole=True)
 _COUNT_OR_NONE = _Rule(0, math.inf, "an integer of at least 0", whole=True)
-_POSITIVE = _Rule(1e-30, 1e30, "positive, between 1e-30 and 1e+30")  # what float32 can hold, with room for products
+_POSITIVE = _Rule(1e-30, 1e30, "positive, between 1e-30 and 1e+30")  # in the range of float32, with room for products
 _NOT_NEGATIVE = _Rule(0, 1e30, "at least 0 and at most 1e+30")
 _SHARE = _Rule(0, 1, "in [0, 1]")
 _BELOW_ONE = _Rule(0, math.nextafter(1, 0), "in [0, 1)")
 _NORM = _Rule(1e-8, 1e8, "between 1e-08 and 1e+08, so that float32 squares neither overflow nor underflow")
 _SEVERITY = _Rule(1, 5, "an integer in 1..5", whole=True)
-# By the last names of a field, of which more count first; `values` stands for the field that has it.
+# Rules by the last names of a field. The longest match counts. A field `values` has the rule of its parent.
 _NAMES: Mapping[_Rule, str] = {
     _NORM: "clip_norm clip_norms residual_clip_norm",
     _POSITIVE: (
@@ -63,17 +63,17 @@ def check_numbers(config: Any) -> None:
     """Refuses a number of a config that no experiment can use, such as a clip norm of 0 or a learning rate of NaN.
 
     Args:
-      config: an `ml_collections.ConfigDict`, or nested dicts, lists and tuples.
+      config: An `ml_collections.ConfigDict`, or nested dicts, lists and tuples.
 
     Raises:
-      ValueError: the message has the field, its value and what it must be.
+      ValueError: The message has the field, its value and the allowed values.
     """
     for names, value in _numbers(config, ()):
         named = [name for name in names if name != "values"]
         rule = next((found for i in (-3, -2, -1) if (found := _RULES.get(".".join(named[i:])))), _ANY)
         if not rule.allows(value):
             field = ".".join(names)
-            raise ValueError(f"config.{field} must be {rule.says}, got {value!r}; change it with --config.{field}=...")
+            raise ValueError(f"config.{field} must be {rule.says}, got {value!r}. Change it with --config.{field}=...")
 
 
 def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:

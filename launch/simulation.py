@@ -1,9 +1,9 @@
 """Hundreds of simulated recalibrations at once: trials x sources x samples x epsilon, one program per method.
 
-A search of K steps can ask about some 2^K temperatures only, whatever it is answered. So a table, made once, has what
-every record contributes to every question. A trial's exact answers are sums of its rows. All settings of a trial take
-records in the same order, so these are sums over the beginnings of that order. The test split is the rest: its sums are
-those of all records less the trial's. What remains per trial is noise and a few comparisons.
+A search of K steps can ask about some 2^K temperatures only, for any answers. So one table holds each record's
+contribution to every question. A trial's exact answers are sums of its rows. All settings of a trial take records in
+the same order, so these are sums over the beginnings of that order. The test split is the rest: its sums are the sums
+of all records minus the trial's. Only noise and a few comparisons remain per trial.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _ECE_BINS = 15
 
 
 class Setting(NamedTuple):
-    """One point of a sweep: how many sources, how many records each has, and its epsilon; `math.inf` is no privacy."""
+    """One point of a sweep: the number of sources, the records of each, and its epsilon (`math.inf`: no privacy)."""
 
     sources: int
     samples: int
@@ -36,8 +36,8 @@ class Outcome(NamedTuple):
     """How well the confidences of each trial fit its test split, float32 [trials].
 
     Attributes:
-      ece: expected calibration error in 15 equally wide bins.
-      brier: mean squared difference between the confidence and whether the prediction is right.
+      ece: The expected calibration error in 15 equally wide bins.
+      brier: The mean squared difference between the confidence and whether the prediction is right.
     """
 
     ece: np.ndarray
@@ -48,8 +48,9 @@ class Outcome(NamedTuple):
 def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns all temperatures that a method can ask about in each round, and all that it can end with, ascending.
 
-    It is played against all scripts of answers of either sign that are smaller or larger than all before: in some of
-    them any comparison that a search can make comes out either way. A method that ends with bins has no last ones.
+    It plays the method against scripts of answers. An answer has either sign, and is smaller or larger than all earlier
+    ones. So any comparison of a search comes out either way in some script. A method that ends with bins has no final
+    temperatures.
     """
     sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3, 3 + method.rounds)]
     scripts = jnp.asarray(list(itertools.product(*sizes)), jnp.float32)
@@ -75,8 +76,8 @@ class Order(NamedTuple):
 
     Attributes:
       rows: int32 [trials, longest], the records that come first.
-      rank: int32 [trials, N], the place of each record in the order; N for the others.
-      ends: lengths of the beginnings that are used, ascending.
+      rank: int32 [trials, N], the place of each record in the order, N for the others.
+      ends: The lengths of the used beginnings, ascending.
     """
 
     rows: jax.Array
@@ -85,7 +86,7 @@ class Order(NamedTuple):
 
     @classmethod
     def draw(cls, seed: int, *, records: int, trials: int, settings: Sequence[Setting]) -> "Order":
-        """Returns independent random orders; ValueError if a setting leaves no record for the test split."""
+        """Returns independent random orders. Raises ValueError if a setting leaves no record for the test split."""
         ends = sorted({n for s in settings for n in (s.samples, s.sources * s.samples)})
         if ends[-1] >= records:
             raise ValueError(f"sources x samples must be below {records}, the number of records, got {ends[-1]}.")
@@ -118,11 +119,11 @@ class Sums(NamedTuple):
         return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
 
     def of_first(self, count: int, order: Order) -> "Sums":
-        """Returns those over the first `count` records of each trial, without the axis P."""
+        """Returns the sums over the first `count` records of each trial, without the axis P."""
         return self._replace(beginnings=self.beginnings[:, order.ends.index(count)])
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """For one trial and beginning, its sums and those of all records, [s] each; and whether T is in the table."""
+        """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T is in the table."""
         nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
         there = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
         return self.beginnings[nearest], self.everyone[nearest], there
@@ -133,13 +134,13 @@ _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
 
 @functools.partial(jax.jit, static_argnums=0)
 def _table(summand: Any, records: Records, temperatures: jax.Array) -> jax.Array:
-    """What every record adds at every temperature, [N, T, s]."""
+    """Returns the contribution of every record at every temperature, [N, T, s]."""
     return jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax.Array:
-    """Sums of the rows of a table [N, C] over the beginnings, [trials, P, C]; one trial's rows in memory at a time."""
+    """Returns sums of rows of a table [N, C] over the beginnings, [trials, P, C], with one trial's rows in memory."""
     part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
 
     def one(order: jax.Array) -> jax.Array:
@@ -149,14 +150,14 @@ def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
-    """What records [N] add to the ECE's bins and to the Brier score at a temperature, float32 [N, 16]."""
+    """Returns what records [N] add to the ECE's bins and to the Brier score at a temperature, float32 [N, 16]."""
     p = confidence(records.logits, temperature)
     bins, gap = equal_width_bin(p, _ECE_BINS), records.correct.astype(jnp.float32) - p
     return jnp.concatenate([jax.nn.one_hot(bins, _ECE_BINS) * gap[:, None], (gap * gap)[:, None]], 1)
 
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
-    """From the sums [trials, 16] over test splits of some size."""
+    """Returns the scores from the sums [trials, 16] over test splits of `tested` records."""
     return Outcome(np.asarray(jnp.abs(fit[:, :-1]).sum(1) / tested), np.asarray(fit[:, -1] / tested))
 
 
@@ -175,13 +176,13 @@ def simulate(
     """Recalibrates in every trial of every setting, and judges on the records that the trial did not use.
 
     Args:
-      method: a search for a temperature, or a `Binning`.
+      method: A search for a temperature, or a `Binning`.
       records: N labelled logits, all valid.
-      order: of these records, drawn for these settings.
-      settings: what is simulated.
-      key: typed key of the noise, which is continuous: answers are not rounded to its steps. None is the baseline of
-        the first source that recalibrates for itself, without noise.
-      adjacency: as in `recalibrate`.
+      order: The order of these records, drawn for these settings.
+      settings: The settings to simulate.
+      key: Typed key of the noise. The noise is continuous: answers are not rounded to its steps. None is the baseline
+        of the first source that recalibrates for itself, without noise.
+      adjacency: As in `recalibrate`.
 
     Returns:
       One outcome per setting.
@@ -196,7 +197,7 @@ def simulate(
         if key is not None:
             scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])
             if scale is not None:
-                drawn = _noise(jax.random.fold_in(key, index), shape, sources, scale)
+                drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
                 variance = scale.variance * sources
         heard = samples if key is None else used
         found = _play(method, tuple(sums.of_first(heard, order) for sums in answers), drawn, variance)
@@ -220,7 +221,7 @@ def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> li
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What records add in a round. Two of equal methods are equal, and so compiled once."""
+    """What records add in a round. The objects of equal methods are equal, and so compiled once."""
 
     method: Any
     k: int
@@ -230,10 +231,10 @@ class _Asked:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
-    """The sum of the Laplace noise of all sources, each the difference of two exponentials.
+def noise_of_sources(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Scale) -> jax.Array:
+    """Returns the sum of the Laplace noise of all sources, each the difference of two exponentials.
 
-    A sum of exponentials is minus the logarithm of a product of uniforms, of which five do not underflow.
+    A sum of exponentials is minus the logarithm of a product of uniforms. Products of five do not underflow.
     """
 
     def five(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -248,7 +249,7 @@ def _noise(key: jax.Array, shape: tuple[int, ...], sources: jax.Array, scale: Sc
 
 @functools.partial(jax.jit, static_argnums=0)
 def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance: float | jax.Array) -> Any:
-    """The conversations of all trials."""
+    """Plays the conversations of all trials."""
 
     def one(answers: tuple[Sums, ...], drawn: jax.Array) -> Any:
         tabulated = []
@@ -259,7 +260,7 @@ def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance:
             return exact + drawn[k]
 
         found = play(method, ask, variance)
-        # A method that asks what `reach` did not find must not pass for one that was simulated.
+        # If a method asks for a temperature that `reach` did not find, its results become NaN.
         known = jnp.stack(tabulated).all()
         return jax.tree.map(lambda x: jnp.where(known, x, jnp.nan) if x.dtype == jnp.float32 else x, found)
 
@@ -268,7 +269,7 @@ def _play(method: Method, answers: tuple[Sums, ...], drawn: jax.Array, variance:
 
 @jax.jit
 def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
-    """Sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
+    """Returns sums over all records but the trials' [trials, 16], at final temperatures [trials]."""
 
     def one(fits: Sums, temperature: jax.Array) -> jax.Array:
         beginning, everyone, there = fits.at(temperature)
@@ -279,7 +280,7 @@ def _rest(fits: Sums, temperatures: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _curve_fits(method: Any, found: Any, records: Records, tested: jax.Array) -> jax.Array:
-    """The fits [trials, 16] on the test splits of confidences that are a curve over a score."""
+    """Returns the fits [trials, 16] on the test splits. The confidences are a curve over a score."""
     score, right = method.score(records.logits), records.correct.astype(jnp.float32)
 
     def one(trial: tuple[Any, jax.Array]) -> jax.Array:

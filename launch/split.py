@@ -1,8 +1,8 @@
 """Split Adaptation: python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits.
 
-Accuracy, ablations, attacks, costs, and accuracy at a real epsilon. Tables and figures are those of Wang et al. (CVPR
-2025, arXiv:2503.00441), with what they lack beside them. Every number is the mean over draws of the client's images. In
-the workdir ledger.sqlite has what every client's images paid, backbone.safetensors the server's model, if it was
+Measures accuracy, ablations, attacks, costs, and accuracy at a real epsilon. Tables and figures follow Wang et al.
+(CVPR 2025, arXiv:2503.00441), with additions. Every number is the mean over draws of the client's images. In the
+workdir, ledger.sqlite has the spends of every client's images. backbone.safetensors has the server's model, if it was
 trained here.
 """
 
@@ -21,7 +21,7 @@ from . import data, frame, results, split_runs
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 PUBLISHED_CLIENT = "client, as published"
-STRONGEST = ("noise-aware", "aggregating")  # what every table of attacks has
+STRONGEST = ("noise-aware", "aggregating")  # every table of attacks has these
 _SCORES = {"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)", "psnr": "PSNR"}
 _SHOWN = 10  # images in the figure
 
@@ -29,7 +29,7 @@ _SHOWN = 10  # images in the figure
 
 
 class Rate(NamedTuple):
-    """A learning rate of a method, tried on the server's own task: the client's images have no say."""
+    """A learning rate of a method. It is tried on the server's own task and does not depend on the client's images."""
 
     part: str
     method: str
@@ -37,7 +37,7 @@ class Rate(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A method with few images of a client; `laplace` times the noise of the config."""
+    """A method with few images of a client. `laplace` multiplies the noise of the config."""
 
     part: str
     method: str
@@ -57,7 +57,7 @@ class Private(NamedTuple):
 
 
 class Attack(NamedTuple):
-    """Reconstructions from an upload; "attacks_noise" at a scale of the noise, "attacks_private" at an epsilon."""
+    """Reconstructions from an upload: "attacks_noise" at a scale of the noise, "attacks_private" at an epsilon."""
 
     part: str
     upload: str
@@ -139,7 +139,7 @@ def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     task, options = bench.tuning, bench.config.private
     if cell.method != PRIVATE:
         return bench.accuracy(cell.method, _client(task, bench.config.ablation.shots, seed, cell.rate))
-    # At the largest epsilon, where rates can be told apart.
+    # The largest epsilon shows the differences between rates best.
     client = _client(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
         ledger.register("tuning", **_TERMS, delta=options.delta)
@@ -153,7 +153,7 @@ def _rate(work: frame.Work, method: str) -> float:
 
 
 def _tuned_as(cell: Run) -> str:
-    """The method whose learning rate a run has."""
+    """Returns the method whose learning rate a run has."""
     if cell.method not in split_runs.VARIANTS:
         return cell.method
     variant = split_runs.VARIANTS[cell.method]
@@ -166,12 +166,12 @@ _TERMS: dict[str, Any] = {"adjacency": "replace_one", "unit": "image"}
 
 
 def _account(work: frame.Work, name: str) -> Any:
-    """A client of the study's: its images pay for what it uploads."""
+    """Returns the account of a client, whose images pay for its uploads."""
     return frame.account(work.root / "ledger.sqlite", name, **_TERMS, delta=work.config.private.delta)
 
 
 def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
-    """What attackers make of one client's uploads, over its images by attacker and score."""
+    """Returns the scores of attackers on one client's uploads, over its images by attacker and score."""
     config, bench, options = work.config, work.shared, work.config.attack
     client = _client(bench.client, config.ablation.shots, config.seeds[0])
     client = client._replace(few=_spread(client.few, options.client_images))
@@ -181,7 +181,7 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
     elif cell.part == "attacks_noise":
         variant = split_runs.VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
         found = bench.reconstruct(client, variant, STRONGEST)
-    elif cell.upload == SA:  # the ledger shows what it costs to be the client whose upload is attacked
+    elif cell.upload == SA:  # the ledger shows the cost of the attacked upload
         with _account(work, PUBLISHED_CLIENT) as account:
             found = bench.reconstruct(client, split_runs.UPLOADS[SA], options.attackers, account)
     else:
@@ -192,7 +192,7 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
 
 
 def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """At most so many rows of all arrays, at equal distances."""
+    """Returns at most `most` rows of all arrays, at equal distances."""
     total = len(next(iter(arrays.values())))
     rows = np.linspace(0, total - 1, min(most, total)).astype(int)
     return {name: array[rows] for name, array in arrays.items()}
@@ -205,7 +205,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     config, shots, options = work.config, work.config.ablation.shots, work.config.private
 
     def mean(cells: Iterable[Any]) -> dict[str, Any]:
-        """Moments over the seeds."""
+        """Returns moments over the seeds."""
         found = [work.row(cell) for cell in cells]
         names = [name for name in ("accuracy", "noisy") if name in found[0]]
         return {name: results.over_seeds(found, name).as_json() for name in names}
@@ -214,7 +214,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         return work.row(Attack(part, upload, level))["attackers"]
 
     def loss(label: str) -> dict[str, Any]:
-        """On the same images: differences are far more certain than the means."""
+        """Returns moments of the differences on the same images, which vary far less than the means."""
         first, second = ([work.row(c)["accuracy"] for c in _runs(config, m, shots)] for m in (SA, label))
         return results.moments(a - b for a, b in zip(first, second, strict=True)).as_json()
 
@@ -258,18 +258,18 @@ def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     edge = ", ".join(name for name, rate in result["learning_rates"].items() if rate in ends)
     head = (
         f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: {config.noise.seeds}) "
-        "with their standard errors, reconstructions means over the images of one draw; learning rates were chosen on "
-        f"a task of the server's{f' (at an end of what was tried: {edge})' if edge else ''}. Chance is "
-        f"{100 / result['classes']:.0f} %. SSIM and PSNR: a higher value is a better attack; LPIPS needs pretrained "
-        "networks and is left out. Split Adaptation as published has no epsilon: inf (empirical only)."
+        "with their standard errors. Reconstructions are means over the images of one draw. Learning rates were chosen "
+        f"on a task of the server{f' (at the end of the tried range: {edge})' if edge else ''}. Chance is "
+        f"{100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack. LPIPS needs pretrained networks "
+        "and is left out. Split Adaptation as published has no epsilon: inf (empirical only)."
     )
     return {
         "": head,
         "Table 1: accuracy on the client's task, in percent": [
             {**line, "rate": result["learning_rates"][line["Method"]]} for line in _accuracies(accuracy, "Method")
         ],
-        "Table 2: what the client has to do, have and send": result["costs"],
-        f"Table 3: what a client can make of the frontend, {shots} shots": [
+        "Table 2: what the client computes, stores and sends": result["costs"],
+        f"Table 3: accuracy that a client gets from the frontend, {shots} shots": [
             {"Model": name, "accuracy": _percent(row["accuracy"])}
             for name, row in {**result["stealing"], **reference}.items()
         ],
@@ -368,7 +368,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         images,
         notes=notes,
         title="What the server can see",
-        subtitle="Public images trained the decoders; scores are means over all images of the client",
+        subtitle="Public images trained the decoders. Scores are means over all images of the client",
     )
 
 
@@ -401,8 +401,8 @@ STUDY = frame.Study(
     tables=_tables,
     figures=_figures,
     benchmark=(
-        "accuracies and reconstructions are functions of the client's images that no ledger pays for. A client with "
-        "private images uses launch/split_client.py."
+        "Accuracies and reconstructions are functions of the client's images, and no ledger pays for them. Use "
+        "launch/split_client.py for private images."
     ),
 )
 

@@ -24,15 +24,15 @@ ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
 
 
 class Variant(NamedTuple):
-    """A way to run Split Adaptation; the defaults are the paper's.
+    """A way to run Split Adaptation. The defaults are the paper's.
 
     Attributes:
-      server: "full"; "without Hilbert" augmentation; the backend tuned with "F_0 only"; or "untuned".
-      order: noise on every copy ("published"), or once before augmentation ("once").
-      laplace: scale b of the noise in units of the config's.
-      alpha: of the noise on the frontend, in units of the config's.
-      patches: whether patches are replaced.
-      copies: how many augmented copies there are in units of the config's.
+      server: "full", "without Hilbert" augmentation, the backend tuned with "F_0 only", or "untuned".
+      order: Noise on every copy ("published"), or once before augmentation ("once").
+      laplace: The scale b of the noise in units of the config's.
+      alpha: The scale of the noise on the frontend in units of the config's.
+      patches: Whether patches are replaced.
+      copies: The number of augmented copies in units of the config's.
     """
 
     server: ServerVariant = "full"
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     copies: float = 1.0
 
 
-# Names in configs, and those of `jaxdp.split.costs`.
+# Names in configs, and names in `jaxdp.split.costs`.
 SA, SA_ONCE, SA_CLEAN, PRIVATE = "Split Adaptation", "SA, noise once", "SA without noise", "SA, private"
 BASELINES = {
     "Linear probing": "lp",
@@ -53,7 +53,7 @@ BASELINES = {
     "Offsite tuning": "ot",
 }
 COSTS = {**BASELINES, SA: "sa", SA_ONCE: "sa_noise_once", PRIVATE: "sa_private"}
-# Table 3: what a client can make of the frontend. The auxiliary backend is that of another public model.
+# Table 3: a client uses the frontend alone. The auxiliary backend comes from another public model.
 STOLEN: Mapping[str, Any] = {
     "Quantised frontend": baselines.probe_quantized_frontend,
     "Original frontend": baselines.probe_original_frontend,
@@ -61,7 +61,7 @@ STOLEN: Mapping[str, Any] = {
     "Auxiliary backend": None,
 }
 PUBLISHED, ONCE, CLEAN = Variant(), Variant(order="once"), Variant(laplace=0.0, alpha=0.0)
-# Table 4. The paper's names of the rows on tuning seem swapped; it has none of the last five.
+# Table 4. The paper's names of the rows on tuning seem swapped. It lacks the last five rows.
 ABLATIONS = {
     SA: PUBLISHED,
     "without Hilbert augmentation": Variant(server="without Hilbert"),
@@ -75,7 +75,7 @@ ABLATIONS = {
     "no noise, no retrieval": Variant(laplace=0.0, alpha=0.0, copies=0.0, patches=False),
 }
 VARIANTS = {**ABLATIONS, SA_ONCE: ONCE, SA_CLEAN: CLEAN}
-# Tables 5 and 6: what is uploaded, and who attacks it.
+# Tables 5 and 6: uploads and attackers.
 UPLOADS: Mapping[str, Variant | None] = {
     "Split learning": None,
     SA: PUBLISHED,
@@ -87,14 +87,14 @@ ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle")
 
 
 class Task(NamedTuple):
-    """What a client wants to classify: shots are drawn from the pool, and accuracy is measured on the test images."""
+    """What a client wants to classify. Shots are drawn from the pool, and accuracy is measured on the test images."""
 
     pool: Source
     test: Source
 
 
 class Client(NamedTuple):
-    """What a run starts from: a task, a few images of it, the seed of everything that is drawn, and a learning rate."""
+    """The input of a run: a task, a few images of it, the seed of everything that is drawn, and a learning rate."""
 
     task: Task
     few: Mapping[str, Any]  # "image" float32 [n, S, S, C] in [0, 1] and "label" int32 [n]
@@ -103,7 +103,7 @@ class Client(NamedTuple):
 
     @property
     def secret(self) -> bytes:
-        """What stands for the secret of a client in a study that can be repeated."""
+        """A replacement for the secret of a client, so that the study can be repeated."""
         return self.seed.to_bytes(16, "little")
 
     def key(self, name: str) -> jax.Array:
@@ -114,14 +114,14 @@ class Client(NamedTuple):
 class Bench:
     """The server's model and images, the client's task, and everything that can be run on them.
 
-    configs/split/digits.py explains the fields of the config. What has to be trained is made when it is first needed.
+    configs/split/digits.py explains the fields of the config. Models are trained when they are first needed.
 
     Attributes:
-      backbone: the server's model and where it is cut.
+      backbone: The server's model and its cut.
       public: D_S, the server's labelled public images.
-      client: the client's task, of `num_classes` classes.
-      tuning: a task of the server's, on which learning rates are chosen.
-      server: `server(variant)`, the frontend that is shipped and the tuned parameters of the backend.
+      client: The client's task, of `num_classes` classes.
+      tuning: A task of the server, on which learning rates are chosen.
+      server: `server(variant)` returns the shipped frontend and the tuned parameters of the backend.
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
@@ -140,12 +140,12 @@ class Bench:
         if server.num_classes != config.model.num_classes:
             raise ValueError(
                 f"config.model.num_classes must be {server.num_classes}, the classes of config.data.server, "
-                f"got {config.model.num_classes}"
+                f"got {config.model.num_classes}."
             )
         if not config.model.checkpoint:
             share = sets.pretrain_fraction
             if not 0 < share < 1:
-                raise ValueError(f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}")
+                raise ValueError(f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}.")
             self._pretraining, server = server.split((share, 1 - share), seed=seed)
         cut = config.cut or split.two_thirds(network.model)
         self.backbone = split.Backbone(network.model, network.preprocessing, cut, config.head_hidden)
@@ -155,7 +155,7 @@ class Bench:
         self.client = task(halves, sets.client.images, sets.client_test.images)
         self.num_classes, theirs = self.client.pool.num_classes, self.client.test.num_classes
         if theirs != self.num_classes:
-            raise ValueError(f"the client's test images have {theirs} classes, not {self.num_classes}")
+            raise ValueError(f"config.data.client_test must have {self.num_classes} classes, got {theirs}.")
         halves = task(known.split((0.5, 0.5), seed=seed + 1), sets.tuning.images, sets.tuning.images)
         self.tuning = Task(*(data.turned(half, sets.tuning.rotate) for half in halves))
         self.server, self._projection = functools.cache(self._server), functools.cache(self._public_projection)
@@ -170,13 +170,13 @@ class Bench:
 
     def _images(self) -> Source:
         if self._pretraining is None:
-            raise ValueError("config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint")
+            raise ValueError("config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint.")
         return self._pretraining
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
         options = self.config.server
         images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
-        # Half the images, twice as often: as many steps.
+        # Half the images twice as often give the same number of steps.
         epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
         if variant != "without Hilbert":
             images, labels = split.merge_hilbert(images, labels)
@@ -198,7 +198,7 @@ class Bench:
 
     @functools.cached_property
     def _representations(self) -> jax.Array:
-        """Those of the server's images under the frontend that it ships."""
+        """The representations of the server's images by the shipped frontend."""
         return self._represent(self.public["image"])
 
     def _represent(self, images: Any, variant: Variant = PUBLISHED, params: Any = None) -> jax.Array:
@@ -210,7 +210,7 @@ class Bench:
     def accuracy(self, method: str, client: Client, *, laplace: float = 1.0) -> dict[str, float]:
         """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with `laplace` times its noise.
 
-        A variant has "noisy", too, the accuracy with Laplace noise on the test images.
+        A variant also has "noisy", the accuracy with Laplace noise on the test images.
         """
         if method in VARIANTS:
             variant = VARIANTS[method]
@@ -232,7 +232,7 @@ class Bench:
         return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
 
     def _epochs(self, method: str) -> int:
-        """The paper gives offsite tuning half as many."""
+        """Returns the number of epochs. The paper gives offsite tuning half as many."""
         return self.config.baselines.epochs // (2 if method == "Offsite tuning" else 1)
 
     @functools.cached_property
@@ -244,7 +244,7 @@ class Bench:
         return baselines.probe_auxiliary_backend(split.Backbone(model.model, model.preprocessing, cut), model.params)
 
     def _split(self, variant: Variant, client: Client) -> dict[str, float]:
-        """All variants take the same number of steps, whatever the number of copies."""
+        """Returns accuracies of a variant. All variants take the same number of steps for any number of copies."""
         labels, (x, params) = client.few["label"], self._noisily(variant, client)
         steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
         right = self._adapted(variant, client, self._copies(variant, client, x), labels, steps)
@@ -253,7 +253,7 @@ class Bench:
         return {"accuracy": right(x), "noisy": right(noisy)}
 
     def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
-        """Representations of a client's images, exact but for its noisy frontend, and the parameters of that."""
+        """Returns representations of a client's images, exact but for its noisy frontend, and its parameters."""
         params = self.server(variant.server)[0].params
         params = split.perturb_params(client.key("frontend"), params, **self._model_noise(variant))
         return self._represent(client.few["image"], variant, params), params
@@ -266,13 +266,12 @@ class Bench:
         return {"alpha": variant.alpha * self.config.client.alpha, "mode": self.config.client.noise_mode}
 
     def _scale(self, variant: Variant) -> float:
-        """Of the Laplace noise. The config's unit may be the standard deviation of PUBLIC representations."""
+        """Returns the scale of the Laplace noise. Its unit may be the standard deviation of PUBLIC representations."""
         options = self.config.client
         unit = 1.0 if options.laplace_unit == "representation" else float(jnp.std(self._representations))
         return variant.laplace * options.laplace * unit
 
     def _copying(self, variant: Variant) -> dict[str, Any]:
-        """How copies are made of representations."""
         tokens = self.backbone.tokens[0] - self.backbone.prefix_tokens
         return {
             "laplace_scale": self._scale(variant),
@@ -282,13 +281,12 @@ class Bench:
         }
 
     def _batches(self, labels: Any, number: int) -> int:
-        """Steps of one epoch over `number` copies."""
         return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
 
     def _adapted(
         self, variant: Variant, client: Client, made: split.Copies, labels: Any, steps: int, label_noise: Any = None
     ) -> Callable[[jax.Array], float]:
-        """The accuracy, from representations of the test images, after adapting the backend to copies."""
+        """Adapts the backend to copies. Returns a function from representations of the test images to the accuracy."""
         adapted = split.adapt(
             jax.random.key(client.seed),
             self.backbone,
@@ -312,7 +310,7 @@ class Bench:
     # --- A real epsilon -----------------------------------------------------------------------------------------------
 
     def _public_projection(self, dimensions: int) -> tuple[split.Projection, float]:
-        """The public projection of the private mode, and the clip norm: the median norm of public images."""
+        """Returns the public projection of the private mode, and the clip norm: the median norm of public images."""
         projection = split.public_projection(self._representations, dimensions)
         norms = jnp.linalg.norm(split.project(projection, self._representations), axis=1)
         return projection, float(jnp.median(norms))
@@ -324,7 +322,7 @@ class Bench:
         return projection, split.PrivateRelease.calibrated(**how)
 
     def private(self, account: Account, client: Client, *, epsilon: float, dimensions: int) -> dict[str, float]:
-        """Returns the test accuracy of the private mode, and the epsilon that the client's account shows then."""
+        """Returns the test accuracy of the private mode, and the epsilon of the client's account after it."""
         options = self.config.private
         projection, release = self._private_release(epsilon, dimensions)
         released = split.release_privately(
@@ -340,7 +338,7 @@ class Bench:
         made = split.augment_then_noise(key, split.lift(projection, released.features), **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
         right = self._adapted(variant, client, made, released.labels, options.steps, matrix)
-        # The backend has seen the subspace of the projection only.
+        # The backend was adapted in the subspace of the projection only.
         test = split.project(projection, self._represent(data.everything(client.task.test)["image"]))
         return {"accuracy": right(split.lift(projection, test)), "epsilon": account.epsilon()}
 
@@ -349,14 +347,14 @@ class Bench:
     def reconstruct(
         self, client: Client, variant: Variant | None, names: Sequence[str], account: Account | None = None
     ) -> dict[str, attacks.Reconstruction]:
-        """Returns what the attackers `names` make of a client's uploads; of those of split learning for no variant.
+        """Returns reconstructions by the attackers `names` from a client's uploads. No variant means split learning.
 
         With an account, uploads in the published order are paid for.
         """
         if variant is None:
             front, _ = self.backbone.divide(self.params)
             uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
-            # There is no noise to know of.
+            # This upload has no noise.
             return self._attack(client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)})
         x, params = self._noisily(variant, client)
         copying, alpha = self._copying(variant), self._model_noise(variant)
@@ -376,14 +374,14 @@ class Bench:
             release=functools.partial(_simulated, variant.order, copying),
             copies=len(uploads),
         )
-        if len(uploads) == 1:  # it has no median
+        if len(uploads) == 1:  # one copy has no median
             del attackers["aggregating"]
         return self._attack(client, uploads, {name: attackers[name] for name in names if name in attackers})
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int
     ) -> dict[str, attacks.Reconstruction]:
-        """Returns what a noise-aware attacker makes of a private upload of which he even knows the order."""
+        """Returns the reconstructions of a noise-aware attacker from a private upload. The attacker knows the order."""
         projection, release = self._private_release(epsilon, dimensions)
 
         def simulated(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
@@ -417,7 +415,7 @@ class Bench:
     # --- Costs --------------------------------------------------------------------------------------------------------
 
     def cost(self, method: str) -> dict[str, Any]:
-        """Returns what a method costs one client with the shots of the ablations (Table 2), measured on this device."""
+        """Returns the cost of a method for a client (Table 2) with the shots of the ablations, on this device."""
         config, classes = self.config, self.num_classes
         epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
         found = costs.cost(
@@ -443,7 +441,7 @@ class Bench:
 
 
 def _simulated(order: str, copying: Mapping[str, Any], key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
-    """What a client uploads as copy number `copy` of a batch of images, as attackers simulate it."""
+    """Returns copy number `copy` of a client's upload of a batch of images, as attackers simulate it."""
     if order == "once":
         return x + noise.laplace(key, x, copying["laplace_scale"])
     images = jnp.arange(len(x), dtype=jnp.int32)

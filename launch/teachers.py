@@ -1,4 +1,4 @@
-"""The teachers of private prediction: certified models, what they say of the test inputs, and how they answer."""
+"""The teachers of private prediction: certified models, their labels of the test inputs, and their answers."""
 
 import dataclasses
 import functools
@@ -27,9 +27,9 @@ class Pool:
     """What a teacher knows of all test inputs.
 
     Attributes:
-      label, distance: integers [Q], calibrated distances.
-      num_classes: number of classes.
-      votes: labels [T, Q] of the members of an ensemble.
+      label, distance: Integers [Q], labels and calibrated distances.
+      num_classes: The number of classes.
+      votes: The labels [T, Q] of the members of an ensemble.
     """
 
     label: np.ndarray
@@ -38,7 +38,7 @@ class Pool:
     votes: np.ndarray | None = None
 
     def answer(self, mechanism: str, epsilon: float, key: jax.Array, rows: np.ndarray) -> np.ndarray:
-        """Returns private answers about some of the inputs; `mechanism` is a value of `MECHANISMS`."""
+        """Returns private answers about some of the inputs. `mechanism` is a value of `MECHANISMS`."""
         how: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
         if mechanism == GLOBAL and self.votes is not None:
             return ensembles.laplace_vote(key, self.votes[:, rows], **how)
@@ -47,9 +47,9 @@ class Pool:
         return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **how)
 
     def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
-        """Returns the mean accuracy of an answer, over noise and test inputs; for evaluation, not for release."""
+        """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for evaluation only."""
         if mechanism == GLOBAL and self.votes is not None:
-            # No closed form with several classes. The same draws for every epsilon make a smooth curve.
+            # Several classes have no closed form. The same draws for every epsilon make a smooth curve.
             counts = np.stack([np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1)
             standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
             return float(np.mean((counts + 2 / epsilon * standard).argmax(axis=2) == truth))
@@ -58,7 +58,7 @@ class Pool:
 
 
 def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_classes: int) -> np.ndarray:
-    """Returns how often an answer of one model differs from the model's, by its calibrated distance."""
+    """Returns the probability that an answer of one model differs from the model's label, by calibrated distance."""
     if mechanism == SMOOTH:
         return mechanisms.flip_probability_cauchy(distance, epsilon=epsilon, calibration="paper")
     if mechanism == GLOBAL and num_classes == 2:
@@ -68,14 +68,14 @@ def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_c
 
 
 class Bench:
-    """What the cells of a study share. Models are trained when they are first asked for.
+    """What the cells of a study share. Models are trained when they are first needed.
 
     Attributes:
-      config, plan: the config, and its part `prediction`.
-      task: the data.
-      train, test: all of it, {"features" [n, d], "label" [n]}.
-      classes, model: number of classes, and what is trained.
-      epsilon: of each answer.
+      config, plan: The config, and its part `prediction`.
+      task: The data.
+      train, test: All of it, {"features" [n, d], "label" [n]}.
+      classes, model: The number of classes, and the untrained model.
+      epsilon: The epsilon of each answer.
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
@@ -87,8 +87,8 @@ class Bench:
         records, inputs, batch = config.training.records, len(self.task.test), config.dp_sgd.batch_size
         if not 1 <= self.plan.queries < inputs:
             raise ValueError(
-                f"config.prediction.queries={self.plan.queries} must lie in [1, {inputs}), the number of test inputs: "
-                "the student is tested on those that are not asked about."
+                f"config.prediction.queries={self.plan.queries} must lie in [1, {inputs}), the number of test inputs. "
+                "The student is tested on the other inputs."
             )
         if config.references and not 1 <= batch <= records:
             raise ValueError(
@@ -96,7 +96,7 @@ class Bench:
                 "(config.training.records)."
             )
         if self.classes > 2 and "smooth" in config.mechanisms:
-            raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {self.classes}; drop it.")
+            raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {self.classes}. Drop it.")
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(
             f"{records} private records ({self.task.train.name}), {inputs} test inputs ({self.task.test.name}). "
@@ -107,7 +107,7 @@ class Bench:
     def certified(self, examples: Examples, divisor: int) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
         """Returns a certified model, and its labels and distances [Q] of the test inputs.
 
-        Distances go up to the largest that the config asks for. `divisor` stands for the number of examples, which is
+        Distances go up to the largest of the config. `divisor` is public and replaces the number of examples, which is
         private. All examples are one batch.
         """
         model, how = self.model, dict(self.config.training) | {"batch_size": divisor}
@@ -119,12 +119,12 @@ class Bench:
 
     @functools.cached_property
     def single(self) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
-        """`certified` of all records."""
+        """The certified model of all records, with its labels and distances."""
         return self.certified(self.train, self.config.training.records)
 
     @functools.cached_property
     def pools(self) -> dict[str, Pool]:
-        """By the name of the teacher. The ensemble has a model for each of some disjoint parts of the records."""
+        """The pools by teacher. The ensemble has a model for each of several disjoint parts of the records."""
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
         part = prediction.partition_by_hash(self.train, count, salt=salt)
         divisor = self.config.training.records // count  # public, unlike the size of a part
@@ -139,7 +139,7 @@ class Bench:
         return np.sort(data.choose(len(self.task.test), self.plan.queries, seed=self.config.query_seed + number))
 
     def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:
-        """Returns parameters that learn from answers, and their accuracy on the inputs that were not asked about."""
+        """Returns parameters that learn from answers, and their accuracy on the other inputs."""
         known, label = prediction.answered(self.test["features"][rows], answers)
         params = prediction.train_student(
             self.model.loss,

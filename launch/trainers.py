@@ -16,23 +16,23 @@ Params = Any
 
 
 def make(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
-    """Returns the trainer with the smallest noise with which all steps cost at most the target epsilon.
+    """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
     Args:
-      config: the `private` part of a study's config:
-        method, method_options       a key of `jaxdp.finetune.METHODS`, and what it takes beyond `dp_sgd`, by its name
+      config: The `private` part of a study's config:
+        method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, physical_batch_size, steps
         clip_norm, learning_rate, momentum, schedule ("constant" or "cosine")
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
-      network: what is trained.
-      private: the private images.
+      network: The network to train.
+      private: The private images.
       public: PUBLIC images, from which GEP takes its anchors.
-      images: the `data` part of the study's config, for the augmentation.
+      images: The `data` part of the study's config, for the augmentation.
 
     Raises:
-      ValueError: the config is inconsistent.
+      ValueError: The config is inconsistent.
     """
     frame.known("private.method", [config.method], finetune.METHODS)
     options = dict(config.method_options.get(config.method, {}))
@@ -69,10 +69,10 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
 
 
 def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
-    """The first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
+    """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
     if public is None:
         raise ValueError(
-            "config.private.method='gep' needs public examples as anchors; name some in config.data.parts."
+            "config.private.method='gep' needs public examples as anchors. Name some in config.data.parts."
         )
     if not 1 <= count <= len(public):
         raise ValueError(f"gep's anchors must be in 1..{len(public)}, the number of public examples, got {count}.")
@@ -81,5 +81,5 @@ def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, n
 
 
 def released(state: finetune.TrainState) -> Params:
-    """Returns the parameters that a run publishes: their moving average, if there is one."""
+    """Returns the parameters that a run publishes: their moving average, if one is kept."""
     return state.params if state.ema is None else state.ema

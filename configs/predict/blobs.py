@@ -3,12 +3,12 @@
     python -m launch.predict --config configs/predict/blobs.py --workdir workdir/predict_blobs
     python -m launch.predict --config configs/predict/blobs.py:close --workdir workdir/predict_blobs_close
 
-Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its harder variant, "mlp"
-the network of its heat map: 128 hidden units, four steps on 3000 records.
+Clip norm, learning rate and batch are the paper's (arXiv 2406.13433 and its code). "close" is its harder variant. "mlp"
+is the network of its heat map: 128 hidden units, four steps on 3000 records.
 
-One to two minutes on two CPU cores. 100 answers at (10, 1e-5), percent right: 100.0 by randomised response (the paper's
-table: 99.8), also for "mlp"; "close" 97.6, as without noise. With distances up to 200, as in the paper, its
-smooth-sensitivity mechanism gets 97.9; with the 1000 used here 100.0.
+One to two minutes on two CPU cores. Percent right of 100 answers at (10, 1e-5), by randomised response: 100.0 (the
+paper's table has 99.8), also for "mlp". "close" has 97.6, the same as without noise. The smooth-sensitivity mechanism
+of the paper has 97.9 with distances up to 200, as in the paper, and 100.0 with the 1000 used here.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +18,7 @@ _VARIANTS = ("", "close", "mlp")
 
 def get_config(variant: str = "") -> ConfigDict:
     if variant not in _VARIANTS:
-        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}")
+        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}.")
     close, mlp = variant == "close", variant == "mlp"
     return ConfigDict(
         {

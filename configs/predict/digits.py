@@ -1,11 +1,11 @@
-"""Private predictions of ten digits, from scikit-learn's bundled images: runs anywhere, without data or network.
+"""Private predictions of ten digits, from scikit-learn's bundled images. It needs no data and no network.
 
     python -m launch.predict --config configs/predict/digits.py --workdir workdir/predict_digits
 
-About a minute on two CPU cores. 100 answers at (10, 1e-5), percent right: 77 by randomised response on the certified
-model, against 12 without certificates and 87 without noise; a student trained on the answers 79. An ensemble of 10
-small models gets 47, PATE 31 of the 60 queries that it answers, and DP-SGD 93: with 1078 records of 10 classes training
-privately is better, as the paper finds for small data.
+About a minute on two CPU cores. Percent right of 100 answers at (10, 1e-5): 77 by randomised response on the certified
+model, 12 without certificates and 87 without noise. A student trained on the answers gets 79, an ensemble of 10 small
+models 47, and DP-SGD 93. PATE gets 31 on the 60 queries that it answers. With 1078 records of 10 classes private
+training is better, as the paper finds for small data.
 """
 
 from ml_collections import ConfigDict
@@ -14,24 +14,24 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "query_seed": 0,  # which test inputs are asked about; public
+            "query_seed": 0,  # of the public choice of test inputs to ask about
             "references": True,  # also the comparison and the figures, which read the private data without noise
-            "mechanisms": ("global", "ours"),  # and "smooth", which answers two classes only
+            "mechanisms": ("global", "ours"),  # or also "smooth", for two classes only
             "repetitions": 20,  # of each row of the table, with fresh noise and other queries
             "data": {
                 "kind": "images",
                 "source": "bundled",
                 "name": "digits",
                 "split_seed": 0,
-                # Of the public images no label is used: features are centred and scaled on them.
+                # Features are centred and scaled on the public images, without their labels.
                 "parts": {"public": 0.1, "private": 0.6, "test": 0.3},
                 "classes": (),  # all
                 "keep": (),
                 "features": {"dimensions": 16, "whiten": 0.5, "radius": 1.0},
             },
             "model": {"hidden": (), "bias": False, "init_seed": 0},
-            "training": {  # full batches; `clip` bounds each coordinate of one record's gradient
-                "records": 1078,  # public: the declared number of private records, by which sums are divided
+            "training": {  # in full batches. `clip` bounds each coordinate of one record's gradient.
+                "records": 1078,  # the declared, public number of private records, which divides sums
                 "clip": 0.02,
                 "learning_rate": 10.0,
                 "epochs": 1,
@@ -43,7 +43,10 @@ def get_config() -> ConfigDict:
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
             "ensemble": {"members": 10, "salt": "digits"},
-            "pate": {"threshold": 0.6, "ratio": 1.0},  # share of members that must agree; noise of check over votes
+            "pate": {
+                "threshold": 0.6,
+                "ratio": 1.0,
+            },  # required share of members, and noise of the check over the votes
             "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
             "dp_sgd": {
                 "steps": 100,

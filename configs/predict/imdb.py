@@ -1,14 +1,14 @@
-"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
+r"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
 
-    python -m launch.predict --config configs/predict/imdb.py --workdir workdir/predict_imdb \\
+    python -m launch.predict --config configs/predict/imdb.py --workdir workdir/predict_imdb \
         --config.data.data_dir=/path/to/tfds --config.data.word_vectors=/path/to/vectors.npz
-    python -m launch.predict --config configs/predict/imdb.py:embeddings --workdir workdir/predict_imdb_gpt2 \\
+    python -m launch.predict --config configs/predict/imdb.py:embeddings --workdir workdir/predict_imdb_gpt2 \
         --config.data.path=/path/to/embeddings.npz
 
 The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as configs/predict/sst2.py. The second
-takes embeddings of a public language model (the paper's are GPT-2's, 768 numbers) from a file with train_features
-[n, d], train_labels [n], test_features, test_labels, and public_features [m, d], embeddings of public texts such as
-the unlabelled reviews. Not tried on the real data.
+reads embeddings of a public language model from a file. (The paper uses GPT-2, with 768 numbers.) The file has
+train_features [n, d], train_labels [n], test_features, test_labels, and public_features [m, d]. The last are embeddings
+of public texts such as the unlabelled reviews. Not run by us on the real data.
 """
 
 from ml_collections import ConfigDict
@@ -37,7 +37,7 @@ _DATA = {
 
 def get_config(variant: str = "reviews") -> ConfigDict:
     if variant not in _DATA:
-        raise ValueError(f"the variant must be one of {sorted(_DATA)}, got {variant!r}")
+        raise ValueError(f"the variant must be one of {sorted(_DATA)}, got {variant!r}.")
     return ConfigDict(
         {
             "query_seed": 0,

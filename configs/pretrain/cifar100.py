@@ -3,19 +3,19 @@ r"""ResNet-20 with GroupNorm on CIFAR-100 by DPAdapter, as in Wang et al. 2024, 
     python -m launch.pretrain --config configs/pretrain/cifar100.py --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
-A million steps of 5050 gradients each: for accelerators. Not run by us. The method is chosen after a colon or by
+A million steps of 5050 gradients each, for accelerators. Not run by us. Choose the method after a colon or by
 --config.method.name: "standard", "sam", "amp" (the paper's "vanilla SAM") or "dpadapter". On two CPU cores,
 
     python -m launch.pretrain --config configs/pretrain/cifar100.py:cpu,dpadapter --workdir workdir/pretrain \
         --config.data.data_dir=DIR
 
 trains a small CNN on "cifar100_subset", 8000 images of the same 100 classes, in about five minutes (standard training
-in half of one). One run of each had a test accuracy of .21 by standard training, .20 by SAM, .20 by DPAdapter (after
-1250 of its 1500 steps) and .14 by AMP with gamma = 1, whose perturbation was longer (||Delta|| .63 at the end, against
-.05 and .39) and whose accuracy fell least under noise: it shows that the pipeline works, not which method is best. DIR
-is a directory of prepared TFDS data; without it TFDS's usual one is read.
+in half of one). One run of each had these test accuracies: .21 by standard training, .20 by SAM, .20 by DPAdapter
+(after 1250 of its 1500 steps) and .14 by AMP with gamma = 1. AMP's perturbation was longer at the end (||Delta|| .63,
+against .05 and .39), and its accuracy fell least under noise. This tests the pipeline and does not rank the methods.
+DIR holds prepared TFDS data. Without it TFDS's default directory is read.
 
-The paper does not give its augmentation, groups of the normalisation, or a length of its warm-up: those below are ours.
+The paper does not state its augmentation, groups of the normalisation, or length of warm-up. The values below are ours.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +26,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
     if method in ("cpu", "paper"):
         size, method = method, "dpadapter"
     if size not in ("", "paper", "cpu"):
-        raise ValueError(f"the config takes 'paper' or 'cpu', a method, or both with a comma, got {variant!r}")
+        raise ValueError(f"the config takes 'paper' or 'cpu', a method, or both with a comma, got {variant!r}.")
     config = ConfigDict(
         {
             "seed": 0,  # of initial parameters, batches, augmentation, and the noise of robust accuracy
@@ -41,7 +41,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
             "model": {
                 "name": "resnet20",
                 "options": {},
-                # Images are resized to `size`; grey ones become RGB.
+                # Images are resized to `size`, and grey ones become RGB.
                 "preprocessing": {"size": 32, "mean": (0.507, 0.487, 0.441), "std": (0.267, 0.256, 0.276)},
             },
             "train": {
@@ -55,8 +55,8 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "checkpoint_every": 5000,  # also how often the test accuracy is measured
             },
             "ascent": {
-                "batch_size": 5000,  # m1 of DPAdapter; SAM and AMP use the batch of the update
-                "microbatch_size": 0,  # examples per compiled call; 0 is a whole batch
+                "batch_size": 5000,  # m1 of DPAdapter. SAM and AMP use the batch of the update.
+                "microbatch_size": 0,  # examples per compiled call. 0 is a whole batch.
                 "devices": 1,  # to spread the batch over
                 "warmup_steps": 0,
                 "every": 1,

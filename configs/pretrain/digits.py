@@ -1,10 +1,10 @@
-"""DPAdapter on scikit-learn's bundled digits: runs anywhere, without data or network.
+"""DPAdapter on scikit-learn's bundled digits. It needs no data and no network.
 
     python -m launch.pretrain --config configs/pretrain/digits.py --workdir workdir/pretrain_digits
 
-Trains on the half of the digits that is public here; configs/pretrain/digits.py:standard, :sam and :amp are the methods
-to compare with. Twenty seconds on two CPU cores. One run of each: test accuracy, that under noise of half of each
-tensor's root mean square (mean of ten draws), and rho:
+It trains on the half of the digits that is public here. configs/pretrain/digits.py:standard, :sam and :amp are the
+methods to compare with. Twenty seconds on two CPU cores. One run of each gave the test accuracy, the accuracy under
+noise of half of each tensor's root mean square (mean of ten draws), and rho:
 
     standard    .965  .64  27
     SAM         .961  .64  24
@@ -23,7 +23,7 @@ def get_config(method: str = "dpadapter") -> ConfigDict:
         "source": "bundled",
         "name": "digits",
         "split_seed": 0,
-        "parts": {"public": 0.5, "private": 0.2, "test": 0.3},  # what is private to a fine-tuning is not read
+        "parts": {"public": 0.5, "private": 0.2, "test": 0.3},  # the private part is not read
         "crop_padding": 1,
         "flip": False,
     }

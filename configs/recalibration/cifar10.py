@@ -1,19 +1,19 @@
-"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables 1 and 4, Figure 3 of Luo et al. 2020.
+r"""Private recalibration on CIFAR-10 under 15 corruptions of severity 5: Tables 1 and 4, Figure 3 of Luo et al. 2020.
 
-    python -m launch.recalibrate --config configs/recalibration/cifar10.py --workdir workdir/recalibrate_cifar10 \\
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py --workdir workdir/recalibrate_cifar10 \
         --config.data.data_dir=/path/to/tfds
-    python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint \\
-        --workdir workdir/recalibrate_cifar10_resnet20 --config.data.data_dir=/path/to/tfds \\
+    python -m launch.recalibrate --config configs/recalibration/cifar10.py:checkpoint \
+        --workdir workdir/recalibrate_cifar10_resnet20 --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=/path/to/resnet20_cifar10.npz
 
-The first trains its classifier, a ResNet-20 with GroupNorm, on CIFAR-10's training images. The second reads a
-published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) from a .npz or .safetensors file.
+The first trains its classifier, a ResNet-20 with GroupNorm, on CIFAR-10's training images. The second reads a published
+ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% clean) from a .npz or .safetensors file.
 
 Expected, from the paper with a WRN-28-10, median / mean ECE: none .2187/.2924, one source .1241/.1359, histogram
 binning .1168/.1181, ECE-T .1160/.1668, NLL-T .1157/.1653, Acc-T .0836/.1199.
-What we see, at the centre (50 sources of 30, epsilon 1), median ECE of the trained and of the published network:
-none .033, .302; histogram binning .117, .095; Acc-T .048, .152, with the wide range .045, .047; bisection .033, .035;
-logistic binning .026, .026. All of it: BUILD_NOTES.md, "Recalibration".
+Our median ECE at the centre (50 sources of 30, epsilon 1), of the trained and of the published network: none .033,
+.302. Histogram binning .117, .095. Acc-T .048, .152. Acc-T with the wide range .045, .047. Bisection .033, .035.
+Logistic binning .026, .026. All results: BUILD_NOTES.md, "Recalibration".
 
 Time on two CPU cores: 13 minutes to train, 4 for logits under 16 shifts, 2 to 5 for the sweep.
 """
@@ -21,7 +21,7 @@ Time on two CPU cores: 13 minutes to train, 4 for logits under 16 shifts, 2 to 5
 from ml_collections import ConfigDict
 
 _PUBLISHED = {"bracket": (0.5, 3.0), "spacing": "linear"}
-# What badly over-confident classifiers need: under gaussian_noise the best temperature of a ResNet-20 is above 12.
+# For very over-confident classifiers: under gaussian_noise the best temperature of a ResNet-20 is above 12.
 _WIDE = {"bracket": (0.5, 16.0), "spacing": "log"}
 
 
@@ -30,14 +30,14 @@ def get_config(source: str = "trained") -> ConfigDict:
         raise ValueError(f"the classifier must be 'trained' or 'checkpoint', got {source!r}.")
     config = ConfigDict(
         {
-            "public_benchmark": True,  # errors may be written: nobody's private labels
+            "public_benchmark": True,  # no label is private, so errors may be written
             "data": {
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
                 "parts": {"public": "train", "test": "test"},  # the public images train the classifier
                 "prepare": False,  # whether images differ in size and are cut to the model's
-                "corrupted_name": "",  # corrupt on the fly; "cifar10_corrupted" reads the published set instead
+                "corrupted_name": "",  # "" corrupts images here, "cifar10_corrupted" reads the published set
                 "severity": 5,
                 "corruptions": (  # "clean" is in the tables, but not in the medians and means over shifts
                     "clean",
@@ -66,7 +66,7 @@ def get_config(source: str = "trained") -> ConfigDict:
             ),
             "method_options": {  # a kind, and the attributes of its class in jaxdp.recalibration
                 "none": {"kind": "none"},
-                "one source": {"kind": "one_source", **_WIDE},  # its own data costs it nothing
+                "one source": {"kind": "one_source", **_WIDE},  # its own data costs nothing
                 "Acc-T": {"kind": "acc_t", **_PUBLISHED},
                 "NLL-T": {"kind": "nll_t", **_PUBLISHED},
                 "ECE-T": {"kind": "ece_t", **_PUBLISHED},
@@ -79,7 +79,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "logistic binning": {"kind": "logistic_binning"},
             },
             "sweep": {
-                "trials": 500,  # each divides the test images anew; the same for all methods
+                "trials": 500,  # each divides the test images anew, in the same way for all methods
                 "seed": 0,  # of these divisions and of the simulated noise
                 "adjacency": "add_remove",
                 "sources": {"values": tuple(range(25, 251, 25)), "samples": 10, "epsilon": 1.0},

@@ -2,13 +2,13 @@
 
     python -m launch.split --config configs/split/cifar10.py --workdir workdir/split_cifar10
 
-with TFDS_DATA_DIR in the environment if the data is not where TFDS has it by default. The backbone, a ViT of width 96
-and 6 blocks, is trained on 25,000 images of the server's; the task to tune learning rates on is four classes of
-CIFAR-100 that CIFAR-10 does not have.
+Set TFDS_DATA_DIR if the data is not in the default directory of TFDS. The backbone, a ViT of width 96 and 6 blocks, is
+trained on 25,000 images of the server. Learning rates are tuned on four classes of CIFAR-100 that CIFAR-10 does not
+have.
 
 On one CPU core the backbone takes 50 minutes and the rest 75. Accuracy with 5 images per class (chance 0.25): 0.62 for
-Split Adaptation, 0.55 with noise once, 0.61 for a linear probe, 0.58 for fine-tuning; in the private mode with 500 per
-class 0.43 at epsilon 8 and 0.69 at 64.
+Split Adaptation, 0.55 with noise once, 0.61 for a linear probe, 0.58 for fine-tuning. The private mode with 500 per
+class has 0.43 at epsilon 8 and 0.69 at 64.
 """
 
 from ml_collections import ConfigDict
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     config.stolen = config.stolen[:-1]  # no second public model, so no auxiliary backend
     config.learning_rates = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     config.tuning.seeds = (1,)
-    # Chosen for two CPU cores; with a GPU take the paper's 100 epochs.
+    # These suit two CPU cores. With a GPU take the paper's 100 epochs.
     config.adaptation.epochs = 3
     config.baselines.epochs = 60
     config.attack.update({"images": 300, "epochs": 5})

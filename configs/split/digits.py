@@ -1,11 +1,11 @@
-"""Split Adaptation on scikit-learn's bundled digits: runs anywhere, without data or network.
+"""Split Adaptation on scikit-learn's bundled digits. It needs no data and no network.
 
     python -m launch.split --config configs/split/digits.py --workdir workdir/split_digits
 
 The server has the digits 0 to 4, the client a few images of 5 to 9. About 40 minutes on one busy CPU core. Accuracy
 with 10 images per class: 0.57 for Split Adaptation, 0.45 with noise once, 0.65 and 0.66 for fine-tuning and split
-learning. An attacker who takes the median of the published copies sees the images nearly as if there was no noise
-(20.8 dB of 21.4).
+learning. An attacker who takes the median of the published copies reconstructs the images nearly as well as without
+noise (20.8 dB of 21.4).
 """
 
 from ml_collections import ConfigDict
@@ -24,11 +24,11 @@ def get_config() -> ConfigDict:
     train = {"steps": 1500, "batch_size": 64, "learning_rate": 1e-3, "crop_padding": 0, "init_seed": 0}
     return ConfigDict(
         {
-            "public_benchmark": True,  # accuracies and reconstructions may be written: nobody's private images
+            "public_benchmark": True,  # no image is private, so accuracies and reconstructions may be written
             "data": {
                 "server": {**digits, "classes": (0, 1, 2, 3, 4)},
                 "pretrain_fraction": 0.7,  # the rest is D_S, the server's images for everything else
-                "server_images": 0,  # at most so many of D_S; 0 takes all
+                "server_images": 0,  # at most so many of D_S. 0 takes all.
                 "client": {**digits, "classes": (5, 6, 7, 8, 9)},
                 "client_test": {**digits, "name": "", "classes": ()},  # the half from which no shots are drawn
                 # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has never seen.
@@ -37,10 +37,10 @@ def get_config() -> ConfigDict:
             },
             "model": model,
             "train": train,
-            "cut": 0,  # blocks of the frontend; 0 is two thirds
-            "head_hidden": 0,  # width of a hidden layer in front of new heads; 0 is none
+            "cut": 0,  # blocks of the frontend. 0 is two thirds.
+            "head_hidden": 0,  # width of a hidden layer in front of new heads. 0 is none.
             "auxiliary": {"model": model, "train": {**train, "init_seed": 1}, "cut": 0},
-            # What is compared; leave out what takes too long.
+            # The compared methods. Leave out what takes too long.
             "methods": (
                 *("Linear probing", "Fine-tuning", "LN-tune", "Split learning", "Offsite tuning"),
                 *("Split Adaptation", "SA, noise once"),
@@ -71,7 +71,7 @@ def get_config() -> ConfigDict:
                 "patch_share": 0.25,  # the paper replaces 50 of 196
                 "copies": 64,
             },
-            "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies; the paper has 100
+            "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies. The paper has 100.
             "baselines": {"epochs": 100, "batch_size": 32},
             "ablation": {
                 "shots": 5,
@@ -108,7 +108,7 @@ def get_config() -> ConfigDict:
                 "shots": (10, 60),
                 "label_share": 0.5,
                 "copies": 0,
-                "steps": 1000,  # of the backend, whatever the number of images
+                "steps": 1000,  # of the backend, for any number of images
             },
         }
     )

@@ -1,15 +1,14 @@
-"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, Places365 or DomainNet.
+r"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, Places365 or DomainNet.
 
-    python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \\
+    python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \
         --config.model.checkpoint=vit_large_patch16_224.safetensors
 
-":places365" and ":domainnet" choose the client's data; configs/split/deit_b.py and configs/split/swin_l.py are the
-same with their models. Needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the
-client's data prepared by TFDS, and a GPU. Hyperparameters are the paper's where it has them. Not run by us: no GPU was
-at hand.
+":places365" and ":domainnet" choose the client's data. configs/split/deit_b.py and configs/split/swin_l.py have other
+models. It needs a checkpoint (see `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's data
+prepared by TFDS, and a GPU. Hyperparameters are the paper's where it states them. Not run by us: we had no GPU.
 
-What to expect: 5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by batch
-here; as files they would be 26 GB.
+5 images of each of 100 classes make 32,500 copies of 197 x 1024 numbers. They are made batch by batch here. As files
+they would be 26 GB.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +16,7 @@ from ml_collections import ConfigDict
 from configs.split import digits
 
 CLIENTS = {
-    # data set, training and test split; DomainNet's smallest domain is Clipart
+    # Data set, training and test split. DomainNet's smallest domain is Clipart.
     "cifar100": ("cifar100", "train", "test"),
     "places365": ("places365_small", "train[:2%]", "validation[:20%]"),  # all of it would be 271 GB at this size
     "domainnet": ("domainnet/clipart", "train", "test"),
@@ -47,14 +46,14 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "options": {},
         "checkpoint": "",
         "naming": "auto",
-        "preprocessing": {},  # as the checkpoint says
+        "preprocessing": {},  # from the checkpoint
     }
     config.stolen = config.stolen[:-1]  # "Auxiliary backend" needs another public model in config.auxiliary
-    config.head_hidden = 1024 if client == "places365" else 0  # two linear maps; the paper does not say how wide
+    config.head_hidden = 1024 if client == "places365" else 0  # two linear maps, whose width the paper does not state
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"
     config.adaptation.epochs = 100
-    config.attack.client_images = 10  # whose copies are 520 MB
+    config.attack.client_images = 10  # their copies take 520 MB
     config.learning_rates = (1e-5, 1e-4, 1e-3, 1e-2)
     config.private.update({"dimensions": (8, 32), "shots": (10, 50)})
     return config

@@ -1,14 +1,13 @@
-"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of severity 5, private and not.
+r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of severity 5, private and not.
 
     python -m launch.adapt --config configs/tta/cifar10.py --workdir workdir/tta_cifar10 --config.data.data_dir=...
-    python -m launch.adapt --config configs/tta/cifar10.py:checkpoint --workdir workdir/tta_cifar10_checkpoint \\
+    python -m launch.adapt --config configs/tta/cifar10.py:checkpoint --workdir workdir/tta_cifar10_checkpoint \
         --config.data.data_dir=... --config.model.checkpoint=vit_tiny_patch4_cifar10.npz
 
-The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads
-one of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). What
-they show, and in what time: BUILD_NOTES.md, "Test-time adaptation". On CPU, MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_THRESHOLD_ of 8589934592 in the environment keep glibc from returning memory after every step, which may
-cost half of the time.
+The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
+of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). Results
+and times: BUILD_NOTES.md, "Test-time adaptation". On CPU, set the environment variables MALLOC_TRIM_THRESHOLD_ and
+MALLOC_MMAP_THRESHOLD_ to 8589934592. Otherwise glibc returns memory after every step, which may cost half of the time.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +18,7 @@ def get_config(source: str = "trained") -> ConfigDict:
         raise ValueError(f"the source model must be 'trained' or 'checkpoint', got {source!r}.")
     config = ConfigDict(
         {
-            "public_benchmark": True,  # accuracies may be written: nobody's private stream
+            "public_benchmark": True,  # no stream is private, so accuracies may be written
             "data": {
                 "source": "tfds",
                 "name": "cifar10",
@@ -27,19 +26,19 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # public: clean images, for Fisher information, or to train the source model on
                 "parts": {"public": "train", "test": "test"},
                 "prepare": False,  # whether images differ in size and are cut to the model's
-                "corrupted_name": "",  # corrupt on the fly; "cifar10_corrupted" reads the published set instead
+                "corrupted_name": "",  # "" corrupts images here, "cifar10_corrupted" reads the published set
                 "severity": 5,
                 "corruptions": (
                     *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur"),
                     *("motion_blur", "zoom_blur", "snow", "frost", "fog"),
                     *("brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
                 ),
-                "images": 512,  # photographs of one stream, each under every corruption; each seed has others
+                "images": 512,  # photographs of one stream, each under every corruption. Each seed has others.
             },
             "model": {
                 "name": "vit_tiny",
                 "num_classes": 10,
-                "classes": "",  # "imagenet_r": only the logits of its 200 classes
+                "classes": "",  # "imagenet_r" keeps the logits of its 200 classes only
                 "options": {},
                 "checkpoint": "",
                 "naming": "auto",
@@ -74,7 +73,7 @@ def get_config(source: str = "trained") -> ConfigDict:
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),
-                "images": 1024,  # so that this stream is nearly as long as the one that counts: instability needs time
+                "images": 1024,  # nearly as long as the evaluated stream, since instability takes time
                 "learning_rates": (3e-4, 1e-3, 3e-3, 6e-3, 1e-2),
                 "clipped_steps": (1e-3, 3e-3, 1e-2, 2e-2, 3e-2),  # learning rate times clip norm
                 "clip_norms": (1.0,),  # a third of the median gradient norm

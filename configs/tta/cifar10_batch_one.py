@@ -1,12 +1,12 @@
-"""Batches of one: DP-Tent on CIFAR-10 under corruption, an update per image or one per A images.
+r"""Batches of one: DP-Tent on CIFAR-10 under corruption, an update per image or one per A images.
 
-    python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 --workdir workdir/tta_batch_one_64 \\
+    python -m launch.adapt --config configs/tta/cifar10_batch_one.py:64 --workdir workdir/tta_batch_one_64 \
         --config.data.data_dir=...
 
-The number is A, on how many batches of one image a private update accumulates; the original method updates at every
-image whatever A. Epsilon is the same for every A, since each image is in one noisy sum; the noise relative to the
-signal falls like 1/A. A source.safetensors of `configs/tta/cifar10.py` in the workdir saves training it again. Two
-minutes on two CPU cores with it. Results: BUILD_NOTES.md, "Test-time adaptation".
+The number is A. A private update accumulates over A batches of one image. The original method updates at every image
+for every A. Epsilon is the same for every A, since each image is in one noisy sum. The noise relative to the signal
+falls like 1/A. With a source.safetensors of `configs/tta/cifar10.py` in the workdir, it is not trained again, and the
+run takes two minutes on two CPU cores. Results: BUILD_NOTES.md, "Test-time adaptation".
 """
 
 from ml_collections import ConfigDict

@@ -1,9 +1,9 @@
-"""Test-time adaptation on scikit-learn's bundled digits: runs anywhere, without data or network.
+"""Test-time adaptation on scikit-learn's bundled digits. It needs no data and no network.
 
     python -m launch.adapt --config configs/tta/digits.py --workdir workdir/tta_digits
 
-Two minutes on two CPU cores: a small ViT is trained on 1078 digits and adapts to noisy, blurred and faded ones. On so
-small a set nothing is gained (75% with and without adaptation); configs/tta/cifar10.py shows what there is to gain.
+Two minutes on two CPU cores: a small ViT is trained on 1078 digits and adapts to noisy, blurred and faded ones. On this
+small set adaptation gains nothing (75% with and without). configs/tta/cifar10.py shows a gain.
 """
 
 from ml_collections import ConfigDict

@@ -1,23 +1,23 @@
-"""Test-time adaptation of ViT-B/16 to ImageNet-C at severity 5, private and not: the tables of arXiv:2606.01908.
+r"""Test-time adaptation of ViT-B/16 to ImageNet-C at severity 5, private and not: the tables of arXiv:2606.01908.
 
-    python -m launch.adapt --config configs/tta/imagenet_c.py:continual --workdir workdir/tta_imagenet_c \\
+    python -m launch.adapt --config configs/tta/imagenet_c.py:continual --workdir workdir/tta_imagenet_c \
         --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
-":episodic" resets at every corruption, ":convnext" is the continual stream for a ConvNeXt-T. Needs the 15 + 4 sets
+":episodic" resets at every corruption. ":convnext" is the continual stream for a ConvNeXt-T. It needs the 15 + 4 sets
 `imagenet2012_corrupted/{corruption}_5` and clean images of `imagenet2012`, prepared by TFDS, and a checkpoint in the
-naming of timm, Hugging Face or augreg; an accelerator, and 24 GB of memory for the 5000 photographs of five streams
-and tuning. The paper has five runs over the same 50,000. Learning rates and clip norms are the paper's, found on the
-stream itself; with hyper_parameters emptied they are chosen on the held-out corruptions.
+naming of timm, Hugging Face or augreg. It also needs an accelerator, and 24 GB of memory for the 5000 photographs of
+five streams and tuning. The paper has five runs over the same 50,000 photographs. Learning rates and clip norms are the
+paper's, found on the stream itself. With empty hyper_parameters they are chosen on the held-out corruptions.
 
 Expected, from the paper, continual: Tent 60.8, at epsilon 20, 15, 10, 1 of a sample 62.9, 62.6, 62.1, 58.5. Not run by
-us: this data is not at hand.
+us: we do not have this data.
 """
 
 from ml_collections import ConfigDict
 
 from configs.tta import cifar10
 
-# Learning rate as published; then (clip norm, learning rate) with clipping and at epsilon 20, 15, 10, 5, 1.
+# The published learning rate, then (clip norm, learning rate) with clipping and at epsilon 20, 15, 10, 5, 1.
 _CONTINUAL = {
     "Tent": (1e-4, (0.1, 0.5), (0.1, 0.1), (0.1, 0.05), (0.1, 0.05), (1, 0.001), (0.1, 0.005)),
     "EATA": (5e-4, (0.1, 0.5), (1, 0.01), (1, 0.005), (1, 0.005), (10, 1e-4), (0.1, 0.005)),
@@ -40,7 +40,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
     config.data.update(
         name="imagenet2012",
         corrupted_name="imagenet2012_corrupted",
-        # Not of the validation photographs that the stream is made of, as in the paper.
+        # Unlike in the paper, these are not validation photographs, of which the stream is made.
         parts={"public": "train[:2048]", "test": ""},
         prepare=True,
         images=900,
@@ -52,7 +52,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
         "options": {"norm_epsilon": 1e-6},
         "checkpoint": "",
         "naming": "auto",
-        # What timm's and Google's augreg ViTs were trained with; ImageNet's own statistics cost them 20 points.
+        # timm's and Google's augreg ViTs were trained with these. ImageNet's statistics cost them 20 points.
         "preprocessing": {"size": 224, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
     }
     config.method_options = {

@@ -1,10 +1,10 @@
-"""Test-time adaptation of ViT-B/16 to ImageNet-R's paintings, sketches and toys, private and not.
+r"""Test-time adaptation of ViT-B/16 to ImageNet-R's paintings, sketches and toys, private and not.
 
-    python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \\
+    python -m launch.adapt --config configs/tta/imagenet_r.py --workdir workdir/tta_imagenet_r \
         --config.data.data_dir=/path/to/tfds --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
-Needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes
-only, and every method sees 200 logits. Each photograph comes once. Not run by us: this data is not at hand.
+It needs `imagenet_r` and clean images of `imagenet2012`, prepared by TFDS. The model predicts ImageNet-R's 200 classes
+only, and every method sees 200 logits. Each photograph comes once. Not run by us: we do not have this data.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """The study of audits: which claims are audited, and which broken twins of each mechanism the audits catch.
 
-Every module here offers `CASES`, a tuple of `Case`s; `python -m launch.audit` runs them all and writes the table.
+Every module here defines `CASES`, a tuple of `Case`s. `python -m launch.audit` runs all cases and writes the table.
 """
 
 import importlib
@@ -10,6 +10,6 @@ from .case import Case
 
 
 def cases() -> tuple[Case, ...]:
-    """The cases of all modules of this package, in the order of the modules' names."""
+    """Returns the cases of all modules of this package, in the order of the modules' names."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     return tuple(case for module in modules for case in getattr(module, "CASES", ()))

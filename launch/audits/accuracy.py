@@ -1,4 +1,4 @@
-"""The audit of a charged accuracy: a model of two classes is right on a quarter of the examples."""
+"""The audit of a charged accuracy. The model has two classes and is right on a quarter of the examples."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ CLAIMED = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
 
 
 def predict(params: Any, inputs: jax.Array) -> jax.Array:
-    """The first class, whatever the input."""
+    """Returns logits that predict the first class for every input."""
     return inputs * jnp.array([[1.0, 0.0]])
 
 
 def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullcontext) -> Run:
-    """The audit of an accuracy, with something patched, under the honest claim."""
+    """Returns the audit of an accuracy under the honest claim, with something patched."""
 
     def run(trials: int, seed: bytes) -> Audit:
         terms: dict[str, Any] = {"delta": DELTA, "rows": [0, 1], "confidence": case.CONFIDENCE, "seed": seed}

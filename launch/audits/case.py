@@ -13,7 +13,7 @@ REUSED_KEY = "a reused key"
 ADD_REMOVE_FOR_REPLACE_ONE = "add/remove charged for replace-one"
 TWINS = (HALF_THE_NOISE, NO_CLIPPING, SENSITIVITY_OFF_BY_TWO, REUSED_KEY, ADD_REMOVE_FOR_REPLACE_ONE)
 
-# Of every bound. A page of forty honest audits has a false VIOLATED with probability below 4 %.
+# The confidence of every bound. A page of forty honest audits has a false VIOLATED with probability below 4 %.
 CONFIDENCE = 0.999
 
 Run = Callable[[int, bytes], Audit]
@@ -21,22 +21,23 @@ Run = Callable[[int, bytes], Audit]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One claim of one mechanism, which its twins break.
+    """One claim of one mechanism, and the broken twins that violate it.
 
     A twin breaks the mechanism, or the claim that is made for it, by public arguments or by a wrapper. It is audited
     under the claim of the honest mechanism.
 
     Attributes:
-        mechanism: its name in the documentation, for example "DP-SGD".
-        claim: what the ledger claims, in words with numbers.
-        proof: the citation or equation, and the module whose docstring has it; one line.
-        run: `run(trials, seed) -> Audit` of the honest mechanism; `trials` runs of either kind, 16 secret bytes.
-        twins: for every name in `TWINS` the audit of the broken twin, or why the twin has no meaning here, as a string;
-            and twins of the mechanism's own.
-        trials: runs of either kind with which the honest audit has power and every twin is caught.
+        mechanism: The name in the documentation, for example "DP-SGD".
+        claim: The ledger's claim, in words with numbers.
+        proof: The citation or equation, and the module whose docstring has it, on one line.
+        run: `run(trials, seed) -> Audit` of the honest mechanism. `trials` counts the runs of either kind, `seed` is 16
+            secret bytes.
+        twins: For every name in `TWINS` the audit of the broken twin, or a string that says why the twin has no meaning
+            here. A mechanism may have further twins.
+        trials: The runs of either kind with which the honest audit has power and every twin is caught.
 
     Raises:
-        ValueError: a standard twin is missing.
+        ValueError: A standard twin is missing.
     """
 
     mechanism: str
@@ -49,15 +50,15 @@ class Case:
     def __post_init__(self) -> None:
         if missing := [name for name in TWINS if name not in self.twins]:
             raise ValueError(
-                f"twins of {self.mechanism!r} lack {missing}; give the reason as a string where a twin has no meaning."
+                f"twins of {self.mechanism!r} lack {missing}. If a twin has no meaning, give the reason as a string."
             )
 
     def honest(self, seed: bytes, trials: int | None = None) -> Audit:
-        """The audit of the mechanism as it is, with randomness of its own from `seed`."""
+        """Returns the audit of the honest mechanism. Its randomness is derived from `seed`."""
         return self.run(trials or self.trials, self._seed(seed, "honest"))
 
     def broken(self, twin: str, seed: bytes, trials: int | None = None) -> Audit | str:
-        """The audit of a broken twin, with randomness of its own from `seed`; or why there is none."""
+        """Returns the audit of a broken twin, or why there is none. Its randomness is derived from `seed`."""
         run = self.twins[twin]
         return run if isinstance(run, str) else run(trials or self.trials, self._seed(seed, twin))
 
@@ -66,5 +67,5 @@ class Case:
 
 
 def under(found: Audit, claimed: float) -> Audit:
-    """The audit of a twin, held against the epsilon that is claimed for the honest mechanism at the same delta."""
+    """Returns the audit of a twin with the claim of the honest mechanism at the same delta."""
     return dataclasses.replace(found, upper=claimed)

@@ -1,7 +1,7 @@
 """Audits of private training: the Gaussian of a step of every algorithm, and the sampling of batches.
 
-The loss is linear, so that the gradient of an example is the example: two tensors of random entries, of a norm a
-hundred times the clip norm.
+The loss is linear, so the gradient of an example is the example. An example has two tensors of random entries. Its norm
+is a hundred times the clip norm.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ Make = Callable[[float], PrivateTrainer]
 
 
 def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> jax.Array:
-    """Its gradient is the example."""
+    """Returns a loss whose gradient is the example."""
     return jnp.vdot(jnp.concatenate([params["first"], params["second"]]), example["features"])
 
 
@@ -73,14 +73,14 @@ def gep(sigma: float) -> PrivateTrainer:
 
 
 class UnclippedSum(GradientSum):
-    """DP-SGD that adds up raw gradients."""
+    """DP-SGD that sums raw gradients."""
 
     def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
         return jax.tree.map(lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads)
 
 
 class UnclippedQuantile(QuantileClipping):
-    """AdpClip that clips where no gradient is, and divides by the clip norm all the same."""
+    """AdpClip with a clip norm that no gradient reaches. It still divides by the honest clip norm."""
 
     def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
         found = super().sums(params, FAR * carried, batch, mask, key)
@@ -88,7 +88,7 @@ class UnclippedQuantile(QuantileClipping):
 
 
 class UnclippedEmbedding(GradientEmbedding):
-    """GEP that does so."""
+    """GEP with clip norms that no gradient reaches. It still divides by the honest clip norms."""
 
     def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
         gradient = dataclasses.replace(self.gradient, clip_norm=FAR * self.gradient.clip_norm)
@@ -105,13 +105,13 @@ UNCLIPPED: Mapping[type, type] = {
 
 
 def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
-    """The trainer without its clip, with the noise of before."""
+    """Returns the trainer without its clip but with the same noise."""
     query = UNCLIPPED[type(trainer.query)](**_fields(trainer.query))
     return dataclasses.replace(trainer, query=query)
 
 
 def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
-    """The trainer, each of whose examples contributes twice as much as the noise is made for."""
+    """Returns a trainer each of whose examples contributes twice the sensitivity that the noise is made for."""
 
     class Doubled(type(trainer.query)):  # type: ignore[misc]
         def sums(self, *args: Any) -> Any:
@@ -121,13 +121,13 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
 
 
 def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
-    """The trainer that draws the noise of every run from one key."""
+    """Returns a trainer that draws the noise of every run from one key."""
     one = stream(bytes(16), "the only key")
     return _with_noise(trainer, lambda state: PrivatizeState(one, state.step), lambda state: state)
 
 
 def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:
-    """The trainer that forgets that it has made a step, and adds the noise of the step before."""
+    """Returns a trainer that does not count its steps, so that it adds the noise of the step before."""
     return _with_noise(trainer, lambda state: state, lambda state: state._replace(step=state.step - 1))
 
 
@@ -144,7 +144,7 @@ def _with_noise(trainer: PrivateTrainer, before: Callable[..., Any], after: Call
 
 
 class TwiceAsOften(PoissonSampler):
-    """A sampler that draws every example with twice the probability that it says."""
+    """A sampler that draws every example with twice the declared probability."""
 
     def batch(self, step: int) -> np.ndarray:
         return PoissonSampler(self.num_examples, 2 * self.sampling_probability, seed=self.seed).batch(step)
@@ -165,7 +165,7 @@ def _fields(query: Any) -> dict[str, Any]:
 
 
 def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
-    """The audit of a step of a trainer, and of its twins."""
+    """Returns the audit of a step of a trainer, and of its twins."""
 
     def audit(trainer: PrivateTrainer, **options: Any) -> Run:
         terms: dict[str, Any] = {"delta": DELTA, "step": step, "rows": range(6), "confidence": case.CONFIDENCE}
@@ -175,7 +175,7 @@ def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
     claimed = claim(honest.privatizer.event_at(step), adjacency="add_remove", delta=DELTA)
 
     def held(run: Run) -> Run:
-        """The run under the claim of the honest trainer."""
+        """Returns the run under the claim of the honest trainer."""
         return lambda trials, seed: under(run(trials, seed), claimed)
 
     twins: dict[str, Run | str] = {
@@ -190,7 +190,7 @@ def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
 
 
 def sampling() -> tuple[Run, dict[str, Run | str]]:
-    """The audit of the sampling of a trainer's batches, and of its twins."""
+    """Returns the audit of the sampling of a trainer's batches, and of its twins."""
 
     def audit(sampler: PoissonSampler) -> Run:
         trainer = dataclasses.replace(dp_sgd(SIGMA), sampler=sampler)

@@ -1,10 +1,10 @@
 """Audits of private answers: one answer of every mechanism, by a linear model with one weight.
 
-A record (x, y, part) pushes the weight up for y = 1 and down for y = 0, by one unit whatever x > 0 is, since its
-gradient is clipped. The weight is the surplus of records with y = 1, in such units. The answer is whether it is
-positive, or how large it is. An ensemble trains a member for every part.
+A record (x, y, part) moves the weight up for y = 1 and down for y = 0. Its gradient is clipped, so it moves the weight
+by one unit for all x > 0. The weight is the surplus of records with y = 1, in these units. The answer is whether the
+weight is positive, or its value. An ensemble trains a member for every part.
 
-Twins get the noise of the honest mechanism unless they say otherwise. Each has data that show what it breaks.
+Twins have the noise of the honest mechanism unless they say otherwise. Each twin has data that expose its mistake.
 """
 
 import contextlib
@@ -53,7 +53,10 @@ KEY = jax.random.key(16, impl="threefry2x32")
 
 
 def records(surpluses: Sequence[int]) -> Data:
-    """In each part this surplus of y = 1 over y = 0, among `ROWS` records, or one fewer if it is odd."""
+    """Returns data with a given surplus of y = 1 over y = 0 in each part.
+
+    A part has `ROWS` records, or one fewer if its surplus is odd.
+    """
     rows = [ROWS - surplus % 2 for surplus in surpluses]
     ones = [(n + surplus) // 2 for n, surplus in zip(rows, surpluses, strict=True)]
     labels = [np.repeat([1, 0], [m, n - m]) for m, n in zip(ones, rows, strict=True)]
@@ -70,12 +73,12 @@ def loss(params: Any, example: Any) -> jax.Array:
 
 
 def label(params: Any, query: jax.Array) -> jax.Array:
-    """A logit, from the weight."""
+    """Returns a logit from the weight."""
     return params["w"] * query
 
 
 def value(params: Any, query: jax.Array) -> jax.Array:
-    """The surplus."""
+    """Returns the surplus."""
     return params["w"] * query / UNIT
 
 
@@ -96,19 +99,19 @@ def one_model(data: Data, *, clip: float = CLIP) -> Bounds:
 
 
 def forgetful(data: Data) -> Bounds:
-    """Bounds for clipped gradients, moved to a model that was trained without the clip."""
+    """Returns bounds for clipped gradients, moved to a model that was trained without the clip."""
     said, done = one_model(data), one_model(data, clip=20.0)
     lower, upper = ({"w": end["w"] - said.params["w"] + done.params["w"]} for end in (said.lower, said.upper))
     return dataclasses.replace(said, params=done.params, lower=lower, upper=upper)
 
 
 def ensemble(parts: int, one: Train = one_model) -> Train:
-    """Trains a member on every part."""
+    """Returns a training function with a member for every part."""
     return lambda data: [one(_part(data, data["part"] == t)) for t in range(parts)]
 
 
 def overlapping(parts: int, one: Train = one_model) -> Train:
-    """Trains a member on every part, and the last but one on the canary of the last part too."""
+    """Returns `ensemble`, but the last member but one also trains on the canary of the last part."""
 
     def train(data: Data) -> Any:
         canary = (np.arange(len(data["y"])) == ROWS * parts) & (data["part"] == parts - 1)
@@ -122,7 +125,7 @@ def _part(data: Data, rows: np.ndarray) -> Data:
 
 
 def voter(data: Data) -> Any:
-    """PATE's members need no certificates."""
+    """Returns a member of PATE, which needs no certificates."""
     return {"w": np.float32(UNIT * (2 * data["y"] - 1).sum())}
 
 
@@ -130,20 +133,20 @@ def voter(data: Data) -> Any:
 
 
 def half_the_noise(name: str) -> Any:
-    """A patch of the noise of this name."""
+    """Returns a patch that halves the noise of this name."""
     whole = getattr(noise, name)
     return mock.patch.object(noise, name, lambda key, tree, scale: whole(key, tree, scale / 2))
 
 
 def answered_by(name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]], field: str = "answer") -> Any:
-    """A patch of how a mechanism answers."""
+    """Returns a patch of how a mechanism answers."""
     row = METHODS[name]
     changed: Any = {field: broken(getattr(row, field))}
     return mock.patch.dict(METHODS, {name: dataclasses.replace(row, **changed)})
 
 
 def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Answers all queries of all calls with the noise of one answer, from one key.
+    """Returns a mechanism that answers all queries of all calls with the noise of one answer, from one key.
 
     With much noise an answer would say nothing about the votes behind it. The noise of this key is small.
     """
@@ -156,7 +159,7 @@ def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def doubled_distances() -> Any:
-    """A patch: distances to the next flip that a record changes by two."""
+    """Returns a patch that doubles the distances to the next flip, so that a record changes them by two."""
 
     def broken(*args: Any) -> Any:
         found = certify(*args)
@@ -166,12 +169,12 @@ def doubled_distances() -> Any:
 
 
 def replacement_as_one_step() -> Any:
-    """A patch: a replaced record counts as one change, not as one removed and one added."""
+    """Returns a patch that counts a replaced record as one change. It is two: one removed and one added."""
     return mock.patch.dict(answering._STEPS, {("add_remove", "replace_one"): 1})
 
 
 def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
-    """Rounded Cauchy noise of half the scale."""
+    """Returns rounded Cauchy noise of half the scale."""
 
     def broken(whole: Callable[..., Any]) -> Callable[..., Any]:
         def answer(key: jax.Array, labels: Any, distances: Any, **options: Any) -> np.ndarray:
@@ -201,8 +204,7 @@ def answers(
     adjacency: Adjacency = "add_remove",
     patch: Callable[[], Any] = contextlib.nullcontext,
 ) -> Run:
-    """The audit of one answer, with something patched, under the claim of an epsilon."""
-
+    """Returns the audit of one answer under the claim of an epsilon, with something patched."""
     each = epsilon or claimed
 
     def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
@@ -227,9 +229,10 @@ OUTLIER = _records([1], [0], x=50.0)
 
 
 def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | None = None) -> Any:
-    """Answers at certified distances: the label flips at 0, changes in the distance show further away.
+    """Returns audits of answers at certified distances.
 
-    `loose` says why two changes for one are within the claim.
+    At distance 0 the label flips. Further away only changes in the distance show. `loose` says why two changes for one
+    are within the claim.
     """
     audit = functools.partial(answers, mechanism, claimed=epsilon)
     twins: Mapping[str, Run | str] = {
@@ -244,7 +247,7 @@ def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | N
 
 
 def certified_vote(epsilon: float) -> Any:
-    """Answers of an ensemble of three at the certified distance of its vote."""
+    """Returns audits of the answers of an ensemble of three at the certified distance of its vote."""
     train = ensemble(3)
     audit = functools.partial(answers, "randomised_response", claimed=epsilon, train=train)
     flip: dict[str, Any] = {"surpluses": [2, -2, 0], "candidates": _records([1], [2])}
@@ -261,7 +264,7 @@ def certified_vote(epsilon: float) -> Any:
 
 
 def laplace_vote(epsilon: float) -> Any:
-    """Noisy votes of an ensemble of five. The audit sees most of epsilon where the vote is clear."""
+    """Returns audits of the noisy votes of an ensemble of five. A clear vote shows the most of epsilon."""
     audit = functools.partial(answers, "global_laplace", claimed=epsilon, train=ensemble(5))
     last = _records([1], [4])
     clear: dict[str, Any] = {"surpluses": [2, 2, 2, 2, 0], "candidates": last}
@@ -285,7 +288,7 @@ def laplace_vote(epsilon: float) -> Any:
 
 
 def global_labels(mechanism: str, epsilon: float) -> Any:
-    """Answers that are as noisy at every distance."""
+    """Returns audits of answers that have the same noise at every distance."""
     audit = functools.partial(answers, mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(epsilon=2 * epsilon),
@@ -298,7 +301,7 @@ def global_labels(mechanism: str, epsilon: float) -> Any:
 
 
 def cauchy_values(epsilon: float) -> Any:
-    """Values between -1 and 1, which a record moves by half of the range."""
+    """Returns audits of values between -1 and 1. A record moves them by half of the range."""
     range_: dict[str, Any] = {"apply_fn": value, "output_range": (-1.0, 1.0)}
     audit = functools.partial(answers, "cauchy_values", claimed=epsilon, **range_)
     moved: dict[str, Any] = {"surpluses": [0], "candidates": ONE_TO}
@@ -321,10 +324,10 @@ def cauchy_values(epsilon: float) -> Any:
 
 
 def laplace_values(epsilon: float) -> Any:
-    """Values between -1 and 1, which a record moves from end to end."""
+    """Returns audits of values between -1 and 1. A record moves them from end to end."""
 
     def far(params: Any, query: jax.Array) -> jax.Array:
-        """Beyond the ends of the range."""
+        """Returns a value beyond the ends of the range."""
         return 1000 * (value(params, query) - 0.5)
 
     whole = mechanisms.laplace_values
@@ -352,7 +355,7 @@ def laplace_values(epsilon: float) -> Any:
 
 
 def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
-    """Confident-GNMax on a vote that is nearly even, beyond a threshold that it always passes."""
+    """Returns audits of Confident-GNMax on a vote that is nearly even. The vote always passes the threshold."""
     claimed = claim(gnmax.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
     last, voters = _records([1], [4]), ensemble(5, voter)
 

@@ -1,7 +1,7 @@
-"""Audits of private recalibration: all that one source answers in a conversation of every method.
+"""Audits of private recalibration: all answers of one source in a conversation of every method.
 
-The source has one record besides the canary. The canary's neighbour is an invalid record, which adds nothing, as no
-record does. Twins get the noise of the honest method unless they say otherwise.
+The source has one record besides the canary. The canary's neighbour is an invalid record, which adds nothing. Twins
+have the noise of the honest method unless they say otherwise.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from .case import Case, Run, under
 
 EPSILON, CLASSES, BOUND = 2.0, 10, 10.0
 TRIALS = 10_000
-# Surely right, surely wrong and undecided; the loss of the second is a hundred times the bound.
+# Surely right, surely wrong and undecided. The loss of the second is a hundred times the bound.
 CANDIDATES = (1000 * np.eye(CLASSES, dtype=np.float32)[[0, 0, 1]] * [[1], [1], [0]]), np.array([0, 1, 0])
 OTHERS = np.zeros((1, CLASSES), np.float32), np.zeros(1, np.int32)
 
 
 class UnboundedNllT(NllT):
-    """NLL-T that does not clip losses, and has noise for those that are clipped."""
+    """NLL-T that does not clip losses, with the noise for clipped losses."""
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
         return NllT(iterations=self.iterations, bound=1e4).summand(k, records, temperature)
 
 
 def conversations(method: Method, *, unclipped: Method | str, replaced: str | None = None) -> tuple[Run, Any]:
-    """The audit of a method's conversations with a source, and of its twins.
+    """Returns the audit of a method's conversations with a source, and of its twins.
 
-    `unclipped` is the method without its clip, or why there is none. `replaced` says why its sensitivity is the same
-    if a record is replaced.
+    `unclipped` is the method without its clip, or why there is none. `replaced` says why the sensitivity is the same if
+    a record is replaced.
     """
     kind = type(method)
     whole = kind.sensitivity
@@ -82,7 +82,7 @@ def conversations(method: Method, *, unclipped: Method | str, replaced: str | No
 
 
 def _with_one_key(converse: Callable[..., Any]) -> Callable[..., Any]:
-    """Conversations that all draw their noise from one key."""
+    """Returns a conversation that draws its noise from one key, whatever key it is given."""
 
     def broken(method: Method, parties: Any, key: jax.Array, **options: Any) -> Any:
         same = jax.random.wrap_key_data(0 * jax.random.key_data(key), impl=jax.random.key_impl(key))

@@ -1,6 +1,6 @@
 """Audits of the private upload of split adaptation: Gaussian and Laplace features, and labels.
 
-The projection is the identity on four numbers, and the images lie far outside the clip norm on all sides.
+The projection is the identity on four numbers. The images lie far outside the clip norm on all sides.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ LAPLACE = dataclasses.replace(GAUSSIAN, mechanism="laplace")
 
 
 class OneKey(PrivateRelease):
-    """A release that draws noise and answer of every image from one key."""
+    """A release that draws the noise and answer of every image from one key."""
 
     def release(self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection) -> Released:
-        """As the honest release, with what that drew for the first image."""
+        """Returns the honest release, with the noise and answer of the first image for all images."""
         rest = {"labels": labels, "projection": projection}
         drawn = super().release(key, representations, **rest)
         noiseless = PrivateRelease(**{**_fields(self), "noise_multiplier": 0.0})
@@ -47,7 +47,7 @@ def _fields(release: PrivateRelease) -> dict[str, Any]:
 
 
 def uploads(part: Part, delta: float) -> Callable[[PrivateRelease], Run]:
-    """`audit(release) -> Run`: the audit of one part of a release."""
+    """Returns `audit(release) -> Run`, the audit of one part of a release."""
     terms: dict[str, Any] = {"projection": PROJECTION, "part": part, "delta": delta, "confidence": case.CONFIDENCE}
 
     def audit(release: PrivateRelease) -> Run:
@@ -57,7 +57,7 @@ def uploads(part: Part, delta: float) -> Callable[[PrivateRelease], Run]:
 
 
 def _features(honest: PrivateRelease, event: DpEvent, claim_in_words: str, proof: str) -> Case:
-    """Of features with Gaussian or Laplace noise of a multiplier."""
+    """Returns the case of features with Gaussian or Laplace noise."""
     sigma, delta = honest.noise_multiplier, DELTA if honest.mechanism == "gaussian" else 0.0
     audit = uploads("features", delta)
     twins: dict[str, PrivateRelease] = {
@@ -65,7 +65,7 @@ def _features(honest: PrivateRelease, event: DpEvent, claim_in_words: str, proof
         case.NO_CLIPPING: dataclasses.replace(honest, clip_norm=FAR * CLIP, noise_multiplier=sigma / FAR),
         case.SENSITIVITY_OFF_BY_TWO: dataclasses.replace(honest, clip_norm=2 * CLIP, noise_multiplier=sigma / 2),
         case.REUSED_KEY: OneKey(**_fields(honest)),
-        # Noise for a move of C, where a replacement moves the features by 2 C.
+        # The noise is for a move of C. A replacement moves the features by 2 C.
         case.ADD_REMOVE_FOR_REPLACE_ONE: dataclasses.replace(honest, noise_multiplier=sigma / 2),
     }
     claimed = claim(event, adjacency="replace_one", delta=delta)

@@ -1,7 +1,7 @@
 """Audits of private test-time adaptation: the Gaussian of one update of every method.
 
-The model is small and random. Its gradients are some ten times as long as the clip norm, so that every image is
-clipped. Twins get the noise of the honest method unless they say otherwise.
+The model is small and random. Its gradients are about ten times as long as the clip norm, so every image is clipped.
+Twins have the noise of the honest method unless they say otherwise.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ PARAMS: Mapping[str, Any] = {
 
 
 def apply_fn(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
-    """Logits [B, CLASSES]: two blocks, each a LayerNorm, the first with a tanh behind it."""
+    """Returns logits [B, CLASSES] of two blocks. Each has a LayerNorm, and the first a tanh after it."""
     h = images.reshape(len(images), -1) @ params["embed"]
     h = jnp.tanh(_norm(h, **params["block_0"]["norm"]))
     return _norm(h, **params["block_1"]["norm"]) @ params["head"]
@@ -58,7 +58,7 @@ class OneKey(tta.Adapter):
 
 
 def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> tuple[Run, dict[str, Run | str]]:
-    """The audit of an update by the private form of a method, and of its twins."""
+    """Returns the audit of an update by the private form of a method, and of its twins."""
     claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
 
     def audit(
@@ -84,7 +84,7 @@ def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> tuple
         return run
 
     def held(run: Run) -> Run:
-        """The run under the claim of the honest method."""
+        """Returns the run under the claim of the honest method."""
         return lambda trials, seed: under(run(trials, seed), claimed)
 
     twins: dict[str, Run | str] = {

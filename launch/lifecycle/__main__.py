@@ -1,4 +1,4 @@
-"""python -m launch.lifecycle; exits with 1 if a stage failed, with 130 after Ctrl-C."""
+"""python -m launch.lifecycle. It exits with 1 if a stage failed, and with 130 after Ctrl-C."""
 
 import sys
 from typing import Any
@@ -8,7 +8,7 @@ from . import run
 
 
 def experiment(config: Any, workdir: str) -> None:
-    """Runs what is not done yet."""
+    """Runs the stages that are not done yet."""
     if any(state["status"] != "done" for state in run(config, workdir).values()):
         sys.exit(1)
 

@@ -1,8 +1,8 @@
-"""What is kept of a stage: finished ones are found by content, interrupted ones go on, and nothing is paid for twice.
+"""The results of stages: finished ones are found by content, interrupted ones continue, and nothing is paid for twice.
 
-A stage's folder is `<workdir>/<stage>/<key>`. The key is a hash of all that the result depends on: the stage's part of
-the config, the fingerprints of its data, what the stages before it made, and the version of the library. So a changed
-config finds what was made with it before, if anything was, and the budget is not charged again.
+The folder of a stage is `<workdir>/<stage>/<key>`. The key is a hash of the stage's part of the config, the
+fingerprints of its data, the results of the stages before it, and the version of the library. The result depends on
+nothing else. So a config that was used before finds its results, and the budget is not charged again.
 
 A stage touches private data through the functions that a user would call (`finetune.fit`, `tta.serve`, ...), with an
 account and with its folder as their workdir. The till in the folder makes an interrupted release once, and pays for it
@@ -27,7 +27,7 @@ from jaxdp.version import __version__
 from .parts import Parts
 
 Charges = dict[str, DpEvent]
-FORMAT = 2  # of workdirs; those of the first releases had no number
+FORMAT = 2  # of workdirs, which had no number in the first releases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Done:
     """A finished stage.
 
     Attributes:
-      folder: with its files.
-      result: what the stage returned.
-      content: a hash of the result and of the parameters that the stage left in its folder.
+      folder: The folder with its files.
+      result: The return value of the stage.
+      content: A hash of the result and of the parameters in the folder.
     """
 
     folder: pathlib.Path
@@ -47,14 +47,14 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What a stage is given.
+    """The input of a stage.
 
     Attributes:
-      config: the parts that it reads, of the lifecycle's config.
-      data: of the whole lifecycle.
-      before: the stages that it builds on, by name.
-      folder: its own.
-      account: `account(name)` of a private data set, labelled with the stage's name; what it spends was held before.
+      config: The parts of the lifecycle's config that the stage reads.
+      data: The data of the whole lifecycle.
+      before: The stages that it builds on, by name.
+      folder: The folder of the stage.
+      account: `account(name)` of a private data set, labelled with the stage's name. Its spends were held before.
     """
 
     config: Any
@@ -69,12 +69,12 @@ class Stage:
     """A step in a model's life.
 
     Attributes:
-      name: also of its folder.
-      run: `run(job) -> result`, a JSON-able dict; what others need besides goes into .safetensors files in its folder.
-      after: names of the stages that it builds on.
-      data: the parts of the data that it reads.
-      config: the parts of the config that it reads.
-      charges: `charges(config, data) -> {account: event}`, all that the stage will spend; None if it spends nothing.
+      name: The name, also of its folder.
+      run: `run(job) -> result`, a JSON-able dict. Arrays for other stages go into .safetensors files in its folder.
+      after: The names of the stages that it builds on.
+      data: The parts of the data that it reads.
+      config: The parts of the config that it reads.
+      charges: `charges(config, data) -> {account: event}`, all that the stage will spend. None if it spends nothing.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Stage:
     charges: Callable[[Any, Parts], Charges] | None = None
 
     def key(self, config: Any, data: Parts, before: Mapping[str, Done]) -> str:
-        """The hash by which the stage's result is found."""
+        """Returns the hash by which the stage's result is found."""
         read = json.loads(config.to_json())
         facts = {
             "stage": self.name,
@@ -101,16 +101,16 @@ def check_release(path: pathlib.Path) -> None:
     """Raises ValueError if lifecycle.json at `path` was written by a release with another layout."""
     if path.exists() and read_json(path).get("format") != FORMAT:
         raise ValueError(
-            f"{path.parent} was made by another release of jaxdp, whose layout it has; use a new workdir. "
-            "A ledger that config.ledger names can stay."
+            f"{path.parent} was made by another release of jaxdp with another layout. Use a new workdir. "
+            "You can keep a ledger that config.ledger names."
         )
 
 
 def find(folder: pathlib.Path) -> Done | None:
-    """The finished stage in a folder; None if there is none, a file is missing, or parameters are not what it left.
+    """Returns the finished stage in a folder. None if it is missing or incomplete, or its parameters have changed.
 
     Raises:
-      ValueError: its stage.json is damaged.
+      ValueError: Its stage.json is damaged.
     """
     path = folder / "stage.json"
     if not path.exists():
@@ -123,7 +123,7 @@ def find(folder: pathlib.Path) -> Done | None:
 
 
 def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
-    """Makes a stage finished."""
+    """Marks a stage as finished."""
     result = json.loads(json.dumps(result))
     done = Done(folder, result, _content(folder, result))
     files = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".jsonl", ".safetensors"))
@@ -132,15 +132,15 @@ def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
 
 
 def settle(root: pathlib.Path, ledger: Ledger, private: str) -> None:
-    """Tells a ledger everything that was ever charged in a workdir; free where it knows, so usually nothing.
+    """Charges a ledger for all noted charges of a workdir that it does not know yet. Usually it knows all of them.
 
     Args:
-      root: the workdir.
-      ledger: to tell.
-      private: the account of charges that name none, as fine-tuning of the first release noted them.
+      root: The workdir.
+      ledger: The ledger.
+      private: The account of charges without an account name. Fine-tuning of the first release noted such charges.
 
     Raises:
-      BudgetExceeded: it is another ledger than the one which was charged, and has no room for this.
+      BudgetExceeded: The charges were made to another ledger, and this one has no room for them.
     """
     for path in sorted(root.glob("*/*/charges.jsonl")):
         label = path.parent.parent.name
@@ -152,7 +152,7 @@ def _account(ledger: Ledger, private: str, label: str, name: str) -> Account:
 
 
 def outstanding(charges: Charges, folder: pathlib.Path) -> Charges:
-    """What a stage has still to pay: its charges less those that are noted in its folder."""
+    """Returns the charges of a stage without those that are noted in its folder."""
     left = {name: dict(composition(event)) for name, event in charges.items()}
     for row in notes(folder):
         for name, event in row["charges"]:

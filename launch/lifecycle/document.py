@@ -1,7 +1,8 @@
-"""The report of a lifecycle: one HTML file without scripts or links, made from what is in the workdir alone.
+"""The report of a lifecycle: one HTML file without scripts or links, made from the workdir alone.
 
-What is read from a file is of the type that `_SHAPES` states. The templates in `pages` escape what enters them.
-What reads private images without noise is never in it: `certificates.html` is a file of its own.
+`_SHAPES` states the types of everything that is read from a file. The templates in `pages` escape their inputs. The
+report never contains a value that is computed from private images without noise. `certificates.html` is a separate
+file.
 """
 
 import base64
@@ -22,15 +23,15 @@ from jaxdp.privacy.events import from_json
 from jaxdp.report import format_table
 
 _FOLDER = pathlib.Path(__file__).parent / "pages"
-# What a neighbouring data set differs in, and what somebody would like to know.
+# The difference between neighbouring data sets, and the question of an attacker.
 _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
     "replace_one": ("replacing one {} by another", "which of two possible {}s was in it"),
     "zero_out": ("blanking out one {}", "whether a certain {} was blank"),
 }
-_REMEDY = "Restore it from a copy, or delete it and run launch.lifecycle again: what it paid for is not paid again."
+_REMEDY = "Restore it from a copy, or delete it and run launch.lifecycle again. Paid releases are not paid again."
 _BOTH = {"before": float, "after": float}
-# What is read of each file: types by name; `{str: ...}` is any name, a list any number, a tuple one or the other.
+# The types of each file by name. `{str: ...}` is any name, a list any number, a tuple a choice.
 _SHAPES: Mapping[str, Any] = {
     "lifecycle": {
         "version": str,
@@ -81,23 +82,23 @@ _SHAPES: Mapping[str, Any] = {
 
 
 def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes report.html, the same bytes for the same workdir; and certificates.html if the config asks for it.
+    """Writes report.html. Writes certificates.html if the config asks for it, and removes it otherwise.
 
-    certificates.html is NOT private. It is removed if the config no longer asks for it.
+    The same workdir gives the same bytes. certificates.html is NOT private.
 
     Args:
-      workdir: of `launch.lifecycle.run`.
+      workdir: The workdir of `launch.lifecycle.run`.
 
     Returns:
       The path of the report.
 
     Raises:
-      FileNotFoundError: there is no lifecycle in the workdir.
-      ValueError: its ledger is not the one that the lifecycle used, or a file is damaged.
+      FileNotFoundError: The workdir has no lifecycle.
+      ValueError: The lifecycle used another ledger, or a file is damaged.
     """
     root = pathlib.Path(workdir)
     with understood(root, _REMEDY):
-        life = _Life(root)
+        life = Life(root)
         data = life.config["data"]["name"]
         apart, page = root / "certificates.html", root / "report.html"
         if found := life.result("certificates"):
@@ -118,8 +119,8 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def summary(workdir: str | os.PathLike[str]) -> str:
-    """What every private data set paid, and what attacks found, for a terminal."""
-    life = _Life(pathlib.Path(workdir))
+    """Returns a table for the terminal: the spends and audits of every private data set."""
+    life = Life(pathlib.Path(workdir))
     rows = [
         {
             "data set": entry["name"],
@@ -133,26 +134,26 @@ def summary(workdir: str | os.PathLike[str]) -> str:
     return format_table(rows)
 
 
-class _Life:
-    """What the workdir says: stages, results, accounts."""
+class Life:
+    """The stages, results and accounts of a workdir."""
 
     def __init__(self, root: pathlib.Path):
         path = root / "lifecycle.json"
         if not path.exists():
-            raise FileNotFoundError(f"there is no {path}; give the workdir that launch.lifecycle was given.")
+            raise FileNotFoundError(f"{path} does not exist. Give the workdir of launch.lifecycle.")
         found = _read(path, "lifecycle")
         self.root, self.version, self.config, self.stages = root, found["version"], found["config"], found["stages"]
         self.accounts = _accounts(root, self.config["ledger"], found["accounts"])
 
     def result(self, stage: str) -> dict[str, Any] | None:
-        """Of a stage that is done."""
+        """Returns the result of a stage that is done, otherwise None."""
         state = self.stages.get(stage)
         if state is None or state["status"] != "done":
             return None
         return _read(self._folder(stage) / "stage.json", stage)
 
     def figure(self, stage: str, name: str) -> str:
-        """A figure of a stage as the source of an image."""
+        """Returns a figure of a stage as the source of an image."""
         return f"data:image/png;base64,{base64.b64encode((self._folder(stage) / name).read_bytes()).decode()}"
 
     def _folder(self, stage: str) -> pathlib.Path:
@@ -163,7 +164,7 @@ class _Life:
 
     @property
     def grouped(self) -> list[tuple[str, dict[str, Any]]]:
-        """(names, account) of the data sets; those with equal accounts, as hospitals may have, are one."""
+        """The (names, account) pairs of the data sets. Equal accounts, for example of hospitals, form one group."""
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in self.accounts:
             spends = [{key: row[key] for key in row if key not in ("first_at", "last_at")} for row in entry["spends"]]
@@ -173,31 +174,31 @@ class _Life:
 
     @property
     def audits(self) -> list[dict[str, Any]]:
-        """Of the releases that were audited."""
+        """The audits of all releases that were audited."""
         results = [self.result(name) for name in self.stages if name.startswith("audit_")]
         return [audit for result in results if result for audit in result["audits"]]
 
     def audited(self, account: str) -> str:
-        """The worst verdict on a release about a data set. Bounds of several releases are not compared."""
+        """Returns the worst verdict on a release about a data set. Bounds of several releases are not compared."""
         found = {audit["verdict"] for audit in self.audits if account in audit["accounts"]}
         return next((verdict for verdict in ("VIOLATED", "cannot tell", "consistent") if verdict in found), "none")
 
 
 def _accounts(root: pathlib.Path, ledger: str, names: Sequence[str]) -> list[dict[str, Any]]:
-    """From the ledger; where a shared one is out of reach, as it was after the last run."""
+    """Returns the accounts from the ledger. If the ledger is missing, returns the copy of the last run."""
     path = pathlib.Path(ledger) if ledger else root / "ledger.sqlite"
     copy = root / "ledger.json"
     if path.exists():
         with Ledger(path, read_only=True) as opened:
             entries = {entry["name"]: entry for entry in opened.report()["datasets"]}
         if missing := [name for name in names if name not in entries]:
-            raise ValueError(f"{path} knows no {', '.join(missing)}: it is not the ledger of this lifecycle.")
+            raise ValueError(f"{path} has no {', '.join(missing)}. It is not the ledger of this lifecycle.")
         write_json(copy, [entries[name] for name in names])
     return _read(copy, "ledger")
 
 
 def _read(path: pathlib.Path, what: str) -> Any:
-    """What a file of the workdir says, of the shape that `_SHAPES` states; of a stage its result, {} for none."""
+    """Returns the checked content of a file of the workdir. For a stage this is its result, or {} without one."""
     stage = path.name == "stage.json"
     shape = _SHAPES["audit" if what.startswith("audit_") else what]
     found = read_json(path, remedy=_REMEDY, kind=type(shape), keys=("result",) if stage else ())
@@ -213,7 +214,7 @@ def _read(path: pathlib.Path, what: str) -> Any:
 
 
 def _check(value: Any, shape: Any, name: str) -> None:
-    """Raises TypeError for a value that is not of a shape; fields that the shape does not name are not looked at."""
+    """Raises TypeError for a value that is not of a shape. Fields that the shape does not name are ignored."""
     if isinstance(shape, dict):
         _check(value, dict, name)
         for field, inner in shape.items():
@@ -236,7 +237,6 @@ def _check(value: Any, shape: Any, name: str) -> None:
 
 
 def _account(names: str, entry: Mapping[str, Any], audited: str) -> dict[str, Any]:
-    """What the templates say of a data set."""
     spent, budget, delta = entry["proven_epsilon"], entry["budget"], entry["delta"]
     untouched = entry["headline"] == "0"
     bounded = math.exp(min(spent or 0.0, 700))
@@ -257,7 +257,6 @@ def _account(names: str, entry: Mapping[str, Any], audited: str) -> dict[str, An
 
 
 def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    """A row of the table of spends."""
     event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
     alone = epsilon(event, delta=entry["delta"], adjacency=entry["adjacency"])
     labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
@@ -272,7 +271,6 @@ def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list
 
 
 def _pages() -> jinja2.Environment:
-    """The templates, with the filters that they use."""
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -285,7 +283,7 @@ def _pages() -> jinja2.Environment:
 
 
 def _page(name: str, **facts: Any) -> bytes:
-    """A template, filled. The policy of the page allows its own style by a digest."""
+    """Returns a filled template. The policy of the page allows its style by a digest."""
     style = (_FOLDER / "style.css").read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     page = _pages().get_template(f"{name}.html.jinja")
@@ -297,13 +295,13 @@ def _percent(value: float) -> str:
 
 
 def _ceil_percent(value: float) -> str:
-    """Rounded up: a report must not understate the risk."""
+    """Returns a percentage, rounded up. A report must not understate the risk."""
     digits = 1 if value < 0.99 else 3
     return f"{min(math.ceil(100 * value * 10**digits) / 10**digits, 100):g}"
 
 
 def _floor(value: float) -> str:
-    """An audited bound, rounded down: not more than was proven."""
+    """Returns an audited bound, rounded down. A report must not show more than was proved."""
     return f"{math.floor(100 * value) / 100:g}"
 
 

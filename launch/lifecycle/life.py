@@ -1,7 +1,6 @@
-"""Which stages are run, in which order, and what is asked of the ledger before.
+"""The order of the stages, and the ledger's permission before they run.
 
-The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments say what each field
-means.
+The config is an `ml_collections.ConfigDict` as in `configs/lifecycle_digits.py`, whose comments explain each field.
 """
 
 import contextlib
@@ -24,45 +23,44 @@ from ..settings import check_numbers
 from . import cache, document, parts
 from .stages import STAGES, accounts
 
-# What only the owners of private images may read.
+# Only the owners of these parts may read errors about them.
 _PRIVATE = {"private", "sources", "stream", "client"}
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody stopped the lifecycle; the message says in which stage, and how to go on."""
+    """A user stopped the lifecycle. The message names the stage and says how to continue."""
 
 
 def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Runs the stages that are not done yet, and writes the report.
 
-    The charges of all stages that are not done are worked out from the config and asked for together, and their room
-    is held while the lifecycle runs: nothing private runs unless everything fits. A stage that fails leaves the others
-    usable. What builds on it is skipped, and so is every later stage that would spend. The next call tries it again. A
-    stage whose config, data and predecessors are as they were is not run again, and nothing is paid for twice
-    (`cache`). All of it is written after every stage.
+    The config determines the charges of all stages that are not done. The ledger holds room for all of them together
+    while the lifecycle runs. No stage touches private data unless everything fits. If a stage fails, the finished ones
+    stay usable. The stages that build on it are skipped, and so are all later stages that would spend. The next call
+    tries again. A stage with the same config, data and predecessors is not run again, and nothing is paid for twice
+    (`cache`). The report and lifecycle.json are written after every stage.
 
     Args:
-      config: the lifecycle.
-      workdir: its directory, made if needed. It holds afterwards:
+      config: The config of the lifecycle.
+      workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds:
           report.html      for people
-          certificates.html  what certificates show without noise, NOT private; if `config.certificates.show`
-          ledger.sqlite    what every private data set paid (`python -m launch.ledger`), unless `config.ledger` names
+          certificates.html  certificates without noise, NOT private, only with `config.certificates.show`
+          ledger.sqlite    the spends of every private data set (`python -m launch.ledger`). `config.ledger` can name
                            another place, which several lifecycles may share
-          lifecycle.json   the config, and for each stage its state and folder
+          lifecycle.json   the config, and the state and folder of each stage
           <stage>/<key>/   its result (stage.json), figures, metrics (metrics.jsonl), checkpoints and parameters
 
     Returns:
       {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the workdir}}.
 
     Raises:
-      ValueError: the config is inconsistent, in any stage that would spend; the ledger knows a data set on other
-        terms; or another process runs in the workdir. Before anything is spent.
-      FileNotFoundError: the data is not there; the message says how to get it.
-      BudgetExceeded: the stages that are not done do not all fit into the budgets, and no stage was run; or
-        `config.ledger` is another ledger than the one that the workdir's releases were charged to, and has no room for
-        them.
-      OSError: the workdir or the ledger cannot be written, for example because the disk is full.
-      Interrupted: by Ctrl-C. The ledger counts what was reserved; another call goes on.
+      ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the ledger has a data set
+        with other terms, or another process runs in the workdir.
+      FileNotFoundError: The data is missing. The message says how to get it.
+      BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was run. Or
+        `config.ledger` is not the ledger that paid for the workdir's releases, and it has no room for them.
+      OSError: The workdir or the ledger cannot be written, for example because the disk is full.
+      Interrupted: The user pressed Ctrl-C. The ledger counts all reservations. Another call continues.
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
@@ -83,12 +81,12 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
                         hold, first = held.enter_context(plan.hold(ledger, done)), False
                     states[stage.name] = _advance(stage, plan, done, states, hold)
                 except KeyboardInterrupt as error:
-                    message = "stopped by the user; the next run goes on"
+                    message = "stopped by the user, and the next run continues"
                     states[stage.name] |= {"status": "interrupted", "message": message}
                     _write(config, states, root)
                     raise Interrupted(
                         f"Interrupted in stage {stage.name!r}. The stages before it are kept, and the ledger counts "
-                        "everything that was reserved. The same command goes on from here and pays nothing twice."
+                        "all reservations. The same command continues from here and pays nothing twice."
                     ) from error
                 _write(config, states, root)
     bad = [name for name, state in states.items() if state["status"] != "done"]
@@ -99,26 +97,26 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class _Plan:
-    """What the stages that are not done will spend."""
+    """The spends of the stages that are not done."""
 
     def __init__(self, config: Any, data: parts.Parts, root: pathlib.Path):
         self.config, self.data, self.root = config, data, root
         self._charges = functools.cache(lambda stage: stage.charges(config, data))
 
     def folder(self, stage: cache.Stage, done: dict[str, cache.Done]) -> pathlib.Path:
-        """Where a stage's result is or will be, once the stages that it builds on are in `done`."""
+        """Returns the folder of a stage's result. The stages that it builds on must be in `done`."""
         before = {name: done[name] for name in stage.after}
         return self.root / stage.name / stage.key(self.config, self.data, before)
 
     def requests(self, done: dict[str, cache.Done]) -> list[tuple[str, DpEvent]]:
-        """(account, event) pairs of all stages but those that are done, or that may turn out to be.
+        """Returns the (account, event) pairs of all stages that are not done and cannot turn out to be done.
 
-        A stage with a finished folder may turn out to be done while a public stage before it has still to run: if that
-        makes what it made before, the folder is found.
+        A stage may have a finished folder while a public stage before it has not run yet. If that public stage repeats
+        its earlier result, the folder is found.
         """
         done, private, asked = dict(done), set[str](), list[tuple[str, DpEvent]]()
         for stage in STAGES:
-            fresh = not private.isdisjoint(stage.after)  # noise is never drawn twice, so what it gives is new
+            fresh = not private.isdisjoint(stage.after)  # fresh noise gives a new result
             folder = None
             if not fresh and all(name in done for name in stage.after):
                 folder = self.folder(stage, done)
@@ -135,7 +133,7 @@ class _Plan:
         return asked
 
     def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:
-        """Keeps the room of all of them, in place of the room that this workdir's lifecycle held before."""
+        """Holds the room of all requests. It replaces the room that this workdir's lifecycle held before."""
         key = hashlib.sha256(os.fspath(self.root.resolve()).encode()).hexdigest()
         return ledger.hold(self.requests(done), key=f"lifecycle {key}", label="lifecycle")
 
@@ -147,13 +145,13 @@ def _advance(
     states: dict[str, dict[str, str]],
     hold: Hold,
 ) -> dict[str, str]:
-    """Runs one stage unless it is done or cannot be; puts it into `done` and returns its state."""
+    """Runs one stage if it is possible and not done. Puts it into `done` and returns its state."""
     if missing := [name for name in stage.after if name not in done]:
         return _say(stage, "skipped", f"it builds on {' and '.join(missing)}, which failed or was skipped")
     folder = plan.folder(stage, done)
     if (found := cache.find(folder)) is not None:
         done[stage.name] = found
-        return _say(stage, "done", "done before with this config and data: nothing to do", folder, plan.root)
+        return _say(stage, "done", "done before with this config and data", folder, plan.root)
     failed = [other.name for other in STAGES if other.charges is not None and states[other.name]["status"] == "failed"]
     if stage.charges is not None and failed:
         return _say(stage, "skipped", f"nothing more is spent until {' and '.join(failed)} can be done")
@@ -172,8 +170,8 @@ def _advance(
         state = _say(stage, "failed", f"{type(error).__name__}: {error}", folder, plan.root)
         if _PRIVATE.isdisjoint(stage.data) or isinstance(error, BudgetExceeded):
             return state
-        # The report is for others, and what an error says may depend on the private images.
-        return state | {"message": f"{type(error).__name__}; error.txt in its folder says more, to the data's owners"}
+        # Others read the report, and an error may depend on private images.
+        return state | {"message": f"{type(error).__name__}: error.txt in its folder has the message for the owners"}
     (folder / "error.txt").unlink(missing_ok=True)
     return _say(stage, "done", "", folder, plan.root)
 
@@ -187,7 +185,7 @@ def _say(
 
 
 def _write(config: Any, states: dict[str, dict[str, str]], root: pathlib.Path) -> None:
-    """Makes what is known so far readable: the state, the accounts, the report."""
+    """Writes the state, the accounts and the report."""
     write_json(
         root / "lifecycle.json",
         {

@@ -11,17 +11,17 @@ from .. import data
 
 
 class Parts(NamedTuple):
-    """Who holds what; no record is in two of them.
+    """Disjoint parts of the data by holder.
 
     Attributes:
-      public: anybody's, to pre-train on.
-      private: the training set, "<name>/private" in the ledger.
-      sources: the hospitals that recalibrate, "hospital 0", ... in the ledger; their images are under one shift.
-      stream: images that come while the model is in use, "stream" in the ledger, by the shift that they are under.
-      client: images whose owner uploads noisy representations of them, "clinic" in the ledger.
-      test: held out and public, which every figure of quality is measured on.
-      source_test: the test images by the shift of the sources.
-      stream_test: the test images by each shift of the stream.
+      public: Public images for pre-training.
+      private: The training set, "<name>/private" in the ledger.
+      sources: The hospitals that recalibrate, "hospital 0", ... in the ledger. Their images are under one shift.
+      stream: Images that arrive while the model is in use, by their shift. "stream" in the ledger.
+      client: Images whose owner uploads noisy representations of them. "clinic" in the ledger.
+      test: Held-out public images, on which all quality is measured.
+      source_test: The test images by the shift of the sources.
+      stream_test: The test images by each shift of the stream.
     """
 
     public: Source
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
         return {source.name: len(source) for source in (self.private, self.client, *self.sources)}[account]
 
     def fingerprints(self, name: str) -> list[str]:
-        """Returns names and fingerprints of the records of an attribute. Those of private data stay beside the data."""
+        """Returns names and fingerprints of an attribute's records. Fingerprints of private data are private."""
         part = getattr(self, name)
         if isinstance(part, Source):
             part = [part]
@@ -48,23 +48,23 @@ class Parts(NamedTuple):
         return [f"{name} {source.fingerprint}" for name, source in named]
 
 
-# Those that a config divides; the others are some of them under a shift.
+# A config divides the data into these. The other fields are some of these under a shift.
 ROLES = Parts._fields[:6]
 
 
 def load(config: Any) -> Parts:
-    """Reads and divides the data. Which record is in which part does not depend on the records.
+    """Returns the parts of the data. The division does not depend on the records.
 
     Args:
-      config: the `data` part of a lifecycle's config, whose comments say what each field means.
+      config: The `data` part of a lifecycle's config, whose comments explain each field.
 
     Raises:
-      FileNotFoundError: the data is not there; the message says how to get it.
-      ValueError: the parts do not fit the data, or two of them share a record.
+      FileNotFoundError: The data is missing. The message says how to get it.
+      ValueError: The parts do not fit the data, or two of them share a record.
     """
     found = data.parts(config, *ROLES)
     if missing := [role for role in ROLES if role not in found]:
-        raise ValueError(f"config.data.parts must name {', '.join(missing)}, too; got {dict(config.parts)}.")
+        raise ValueError(f"config.data.parts must also name {', '.join(missing)}, got {dict(config.parts)}.")
     data.require_images(found)
     held, arriving, test = found["sources"], found["stream"], found["test"]
     side, _, channels = found["private"].arrays["image"].shape[1:]
@@ -72,7 +72,7 @@ def load(config: Any) -> Parts:
     if not 1 <= config.sources <= len(held) or not 1 <= len(shifts) <= len(arriving):
         raise ValueError(
             f"config.data has {len(held)} images for config.data.sources={config.sources} sources and {len(arriving)} "
-            f"for the {len(shifts)} of config.data.stream_shifts; every one needs an image."
+            f"for the {len(shifts)} of config.data.stream_shifts. Every one needs an image."
         )
     hospitals = {f"hospital {k}": images for k, images in enumerate(data.cut(held, config.sources))}
     stream = dict(zip(shifts, data.cut(arriving, len(shifts)), strict=True))

@@ -5,15 +5,15 @@
     recalibrate  several private sources        confidences that fit their images, from noisy answers
     adapt        a private stream under drift   an adapted model (DP test-time adaptation)
     split        a client's private images      noisy representations and labels of them (Split Adaptation, DP mode)
-    deploy       nothing                        what is put to use: the adapted model with recalibrated confidences
+    deploy       no data                        the model in use: the adapted model with recalibrated confidences
     predict      the private training set       certified, private answers of a small model to some queries
-    certificates the private training set       how far it might change before answers do: for evaluation, NOT private
+    certificates the private training set       how many changed records leave answers as they are, NOT private
     audit_*      canaries                       what attackers can prove about each of these releases
 
-A private stage touches private data through the function that a user would call, with an account and a workdir. Beside
-it stands what it will spend, so that a lifecycle can ask for all of it before anything is spent.
-Quality is measured on the held-out test images, which are public, with released parameters: it costs nothing. The one
-exception is `certificates`, which may be left out.
+A private stage touches private data through the function that a user would call, with an account and a workdir. A
+second function says what the stage will spend, so a lifecycle can reserve everything before it spends anything. Quality
+is measured on the public held-out test images with released parameters, which costs nothing. The one exception is
+`certificates`, which is optional.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ Params = Any
 
 
 def accounts(config: Any) -> dict[str, dict[str, Any]]:
-    """The private data sets by their name in the ledger, and the terms on which they are registered there."""
+    """Returns the terms of the private data sets by their name in the ledger."""
     budgets = config.budgets
     terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": "image", **budgets.private}}
     for k in range(config.data.sources):
@@ -67,13 +67,11 @@ def _network(config: Any, num_classes: int) -> Pretrained:
 
 
 def _backbone(job: Job) -> tuple[Pretrained, Params]:
-    """The public backbone."""
     path = job.before["pretrain"].folder / "backbone.safetensors"
     return _network(job.config, job.data.public.num_classes), load_params(path)
 
 
 def _model(job: Job) -> tuple[Pretrained, Params]:
-    """The fine-tuned model."""
     path = job.before["finetune"].folder / "model.safetensors"
     return _network(job.config, job.data.private.num_classes), load_params(path)
 
@@ -82,7 +80,7 @@ def _model(job: Job) -> tuple[Pretrained, Params]:
 
 
 def pretrain_public(job: Job) -> dict[str, Any]:
-    """Trains a backbone on public images so that noise on its parameters hurts less; no ledger is asked."""
+    """Trains a backbone on public images so that noise on its parameters hurts less. It spends nothing."""
     how, public = job.config.pretrain, job.data.public
     network = _network(job.config, public.num_classes)
     loss = models.loss(network)
@@ -105,7 +103,7 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     ).params
     save_params(job.folder / "backbone.safetensors", params)
 
-    # With other classes than the test images have, it is the public images that say how well it learned.
+    # If the test images have other classes, the accuracy is measured on the public images.
     judge = job.data.test if job.data.test.num_classes == public.num_classes else public
     stds = [0.0, 0.1, 0.2, 0.3, 0.5]
     robust = pretrain.robust_accuracy(network.apply_fn, params, judge, std=stds, draws=5, relative=True).mean(1)
@@ -180,7 +178,7 @@ def _trainer(config: Any, network: Pretrained, parts: Parts) -> finetune.Private
 
 
 def recalibrate(job: Job) -> dict[str, Any]:
-    """Fits the model's confidence to the images of several sources, each of which answers with noise and pays."""
+    """Fits the model's confidence to the images of several sources. Each source answers with noise and pays."""
     epsilon = job.config.recalibrate.epsilon
     network, params = _model(job)
     sources = []
@@ -231,7 +229,7 @@ def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
 
 
 def adapt(job: Job) -> dict[str, Any]:
-    """Adapts the model's normalisation layers to a stream, batch by batch; every image comes once."""
+    """Adapts the model's normalisation layers to a stream, batch by batch. Every image comes once."""
     how = job.config.adapt
     network, params = _model(job)
     method = _private(how)
@@ -290,7 +288,7 @@ def _private(how: Any) -> tta.Private:
 def upload(job: Job) -> dict[str, Any]:
     """Uploads bounded, noisy outputs of the public backbone on a client's images and noisy labels, once.
 
-    Whatever the server does with them, `split.adapt` for instance, costs nothing more.
+    Post-processing by the server, for example `split.adapt`, costs nothing more.
     """
     how, client = job.config.split, job.data.client
     represent, projection, release = _client_release(job)
@@ -322,7 +320,7 @@ def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.Pr
 
 
 def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Projection, split.PrivateRelease]:
-    """`represent(source) -> [n, 1, D]`, where public representations vary most, and the release with its clip norm."""
+    """Returns `represent(source) -> [n, 1, D]`, the public projection, and the release with its clip norm."""
     public = job.data.public
     network, backbone = _backbone(job)
 
@@ -339,7 +337,7 @@ def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Pro
 
 
 def deploy(job: Job) -> dict[str, Any]:
-    """Puts together what was released: the adapted parameters and the confidences that fit the sources."""
+    """Combines released values: the adapted parameters and the recalibrated confidences."""
     network, params = _model(job)
     adapted = load_params(job.before["adapt"].folder / "adapted.safetensors")
     parameters = load_params(job.before["recalibrate"].folder / "confidence.safetensors")
@@ -366,7 +364,7 @@ def deploy(job: Job) -> dict[str, Any]:
 def predict(job: Job) -> dict[str, Any]:
     """Answers queries about test images by a linear model on the public backbone's outputs, with certificates.
 
-    The answers come from a model of their own: bounds of training are tight for a linear one, loose for the network.
+    The answers come from a separate linear model. Its training bounds are tight, and the network's would be loose.
     """
     how, private, test = job.config.predict, job.data.private, job.data.test
     records = _featurise(job)
@@ -396,7 +394,7 @@ def _predict_charges(config: Any, parts: Parts) -> Charges:
 
 
 def certificates(job: Job) -> dict[str, Any]:
-    """Counts for how many test images the training set could change by how much, without noise: NOT private."""
+    """Counts the test images whose answers k changed training images cannot alter, without noise: NOT private."""
     if not job.config.certificates.show:
         return {}
     how, private, test = job.config.predict, job.data.private, job.data.test
@@ -411,13 +409,13 @@ def certificates(job: Job) -> dict[str, Any]:
         title="Answers that k records cannot change",
         subtitle=f"{len(distance)} test images. For evaluation only: this curve is not private.",
         xlabel="training images added or removed, k",
-        ylabel="share of answers that stay the same whatever they are",
+        ylabel="share of answers that no such change alters",
     )
     return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
 
 
 def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
-    """`records(source) -> {"x" [n, d], "y" [n]}`: outputs of the public backbone, scaled on public images; labels."""
+    """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone, and labels."""
     how, public = job.config.predict, job.data.public
     network, backbone = _backbone(job)
     features = FeatureMap.from_public(
@@ -427,7 +425,7 @@ def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
 
 
 def _certified(how: Any, images: int, num_classes: int, records: dict[str, np.ndarray]) -> prediction.Bounds:
-    """One step of full batches; `images` is their public number."""
+    """Trains with bounds in one step of a full batch. `images` is the public number of records."""
     return prediction.train_with_bounds(
         _linear_loss,
         jnp.zeros((records["x"].shape[1], num_classes)),
@@ -450,7 +448,7 @@ def _linear_loss(params: Params, record: Mapping[str, jax.Array]) -> jax.Array:
 
 # --- Audits -----------------------------------------------------------------------------------------------------------
 
-_CONFIDENCE = 0.99  # of each; with seven of them a lifecycle has a false alarm with probability below 7 %
+_CONFIDENCE = 0.99  # of each audit. Seven audits have a false alarm with probability below 7 %.
 
 
 def audit_finetune(job: Job) -> dict[str, Any]:
@@ -472,7 +470,7 @@ def audit_finetune(job: Job) -> dict[str, Any]:
 
 
 def audit_recalibrate(job: Job) -> dict[str, Any]:
-    """Attacks what one source answers, by a record that changes the answers most; the others are test images."""
+    """Attacks the answers of one source by a record that changes them most. The other records are test images."""
     network, params = _model(job)
     (test,) = job.data.source_test.values()
     others = test.take(np.arange(min(20, len(test))))
@@ -488,7 +486,7 @@ def audit_recalibrate(job: Job) -> dict[str, Any]:
 
 
 def audit_adapt(job: Job) -> dict[str, Any]:
-    """Attacks an update of the adaptation by test images that move it most."""
+    """Attacks an update of the adaptation by the test images that move it most."""
     how, test = job.config.audit_adapt, next(iter(job.data.stream_test.values()))
     network, params = _model(job)
     size = job.config.adapt.batch_size
@@ -501,7 +499,7 @@ def audit_adapt(job: Job) -> dict[str, Any]:
 
 
 def audit_split(job: Job) -> dict[str, Any]:
-    """Attacks features and labels of the client's upload by public images that differ most."""
+    """Attacks features and labels of the client's upload by the public images that differ most."""
     how = job.config.audit_split
     represent, projection, release = _client_release(job)
     public = job.data.public.take(np.arange(min(how.candidates, len(job.data.public))))
@@ -540,7 +538,7 @@ def audit_predict(job: Job) -> dict[str, Any]:
 
 
 def _audited(found: Sequence[tuple[audit.Audit, str]], accounts: Sequence[str]) -> dict[str, Any]:
-    """What the report reads: every audit with the name of the release that it is of."""
+    """Returns the audits for the report, each with the name of its release."""
     return {
         "audits": [
             {**dataclasses.asdict(one), "verdict": one.verdict, "accounts": list(accounts), "release": release}

@@ -1,7 +1,7 @@
-"""The whole suite of faults, and the page with its figures: `python -m tests.faults --output docs/design/faults.md`.
+"""Runs the whole suite of faults and writes its page: `python -m tests.faults --output docs/design/faults.md`.
 
-It takes hours: every kill is a program that starts, dies and runs again. `--kills-from` takes the kills of an earlier
-`python -m tests.faults.kills`.
+It takes hours, since every kill is a program that starts, dies and runs again. `--kills-from` takes the kills of an
+earlier `python -m tests.faults.kills`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def main() -> None:
-    """Runs everything and writes the page; the exit status says whether anything failed."""
+    """Runs everything and writes the page. The exit status says whether anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--damages", type=int, default=1000, help="of each kind of file")
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], bool]:
-    """Runs the tests of damaged files with so many of each kind; what they counted, and whether they passed."""
+    """Runs the tests of damaged files with `count` of each kind. Returns their counts, and whether they passed."""
     environment = {**os.environ, "JAXDP_FAULTS": str(count)}
     command = [sys.executable, "-m", "pytest", *DAMAGED, f"--junitxml={report}", "-o", "junit_family=legacy"]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
@@ -77,7 +77,7 @@ def damaged(count: int, report: pathlib.Path) -> tuple[list[dict[str, Any]], boo
 
 
 def page(kills: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]]) -> str:
-    """The page."""
+    """Returns the page."""
     columns = ["launcher", "kills", "sites", "sites hit", "completed", "under-counted", "over-charged", "leftovers"]
     total: dict[str, Any] = {name: sum(row[name] for row in kills) for name in columns[1:]}
     table = format_table([*kills, {"launcher": "all", **total}], columns, style="markdown")
@@ -88,28 +88,28 @@ def page(kills: Sequence[Mapping[str, Any]], damages: Sequence[Mapping[str, Any]
 
 ## Kills
 
-Every launcher that spends is killed with SIGKILL before and after its ledger and file operations, from its first
-reservation on: SQL statements, `fsync`, renames, links, locks, writes. A site is an operation with the line of jaxdp
-that asks for it. Each site is killed once before any is killed twice. Some runs are killed again while they go on. Then
-the job is run to its end, and compared with one that was never killed.
+Every launcher that spends is killed with SIGKILL before and after its ledger and file operations: SQL statements,
+`fsync`, renames, links, locks, writes. The kills begin with its first reservation. A site is an operation with the line
+of jaxdp that calls it. Each site is killed once before any is killed twice. Some runs are killed again while they
+continue. Then the job runs to its end, and is compared with a job that was never killed.
 
 {table}
 
-- Under-counted: a release that was noted is not paid, or less was spent than without the kill.
-- Over-charged: more was spent than without the kill. Where a release cannot be repeated, that is allowed.
-- Leftovers: a secret seed or a temporary file is still there at the end.
+- Under-counted: a noted release is not paid, or less was spent than without the kill.
+- Over-charged: more was spent than without the kill. This is allowed if a release cannot be repeated.
+- Leftovers: a secret seed or a temporary file remains at the end.
 
-Broken twins, which the same checks notice: a till that notes nothing, a ledger that takes a reservation back after its
-body has run, and a reservation that is made after its body.
+The same checks catch three broken twins: a till that notes nothing, a ledger that deletes a reservation after its body
+has run, and a reservation that is made after its body.
 
 ## Damage
 
-Bits are flipped, blocks zeroed, files cut and deleted at random places. A file is harmless if everything that is read
-from it is what was written.
+Bits are flipped, blocks zeroed, files cut and deleted at random places. A damaged file is harmless if everything that
+is read from it equals what was written.
 
 {broken}
 
-Nothing was executed, no refusal came without the path of the file, and reading was bounded in time and memory.
+No file was executed, every refusal names the path of the file, and reading was bounded in time and memory.
 """
 
 

@@ -3,10 +3,10 @@
     python -m tests.faults.kills --kills=500 --output=kills.json
 
 This process imports everything once and forks one child per run, before JAX has started. Hooks in the child count the
-operations and kill it before or after one of them. Each job runs once as a user runs it, which gives the reference.
-The state of its workdir at its first reservation is kept, and every killed run starts from there.
+operations and kill it before or after one of them. Each job runs once as a user runs it, which gives the reference. The
+state of its workdir at its first reservation is kept, and every killed run starts from there.
 
-Partial results are written after each kill. The same command goes on from them.
+Partial results are written after each kill. The same command continues from them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# A fork copies no threads, so that nothing may start one; all children share what they compile.
+# A fork copies no threads, so nothing may start one. All children share what they compile.
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "MPLBACKEND": "agg"}
 os.environ |= {
@@ -86,9 +86,9 @@ class Job:
     """A program that spends.
 
     Attributes:
-        run: the program; it takes its folder, and goes on with what is there.
-        result: of the files that it leaves, the last.
-        claims: (epsilon that it states, epsilon of the ledger) pairs of a finished folder.
+        run: The program. It takes its folder and continues from the files in it.
+        result: The last file that it leaves.
+        claims: The (stated epsilon, epsilon of the ledger) pairs of a finished folder.
     """
 
     run: Callable[[pathlib.Path], Any]
@@ -244,7 +244,7 @@ def _split_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 
 def _split_client(root: pathlib.Path) -> None:
-    """The client times out, as the server is slow, and is started again; no server runs meanwhile."""
+    """Runs the client until it times out, and starts it again. This function plays the slow server."""
     both, shared = importlib.import_module("configs.split.two_parties").get_config(), root / "exchange"
     if not (shared / "frontend").exists():
         server = ConfigDict(both.server.to_dict())
@@ -286,7 +286,7 @@ def _lifecycle(root: pathlib.Path) -> None:
 
 
 def _lifecycle_claims(root: pathlib.Path) -> list[tuple[float, float]]:
-    """The report's, to its six digits."""
+    """Returns the claims of the report, to its six digits."""
     page = (root / "report.html").read_text()
     with Ledger(root / "ledger.sqlite", read_only=True) as ledger:
         entries = ledger.report()["datasets"]
@@ -296,7 +296,7 @@ def _lifecycle_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 
 def _fit(root: pathlib.Path) -> None:
-    """The function that the launchers call, as somebody's own program does."""
+    """Trains by the function that the launchers call."""
     source = data.bundled("digits").take(np.arange(150))
 
     def loss(params: Any, example: Any) -> Any:
@@ -321,7 +321,7 @@ def _fit_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 
 def _accuracy(root: pathlib.Path) -> None:
-    """Charged accuracy of two models on one data set."""
+    """Charges the accuracy of two models on one data set."""
     source, found = data.bundled("digits").take(np.arange(200)), []
     with Ledger(root / "ledger.sqlite") as ledger:
         ledger.register("digits", adjacency="add_remove", unit="example", epsilon=8.0, delta=1e-5)
@@ -360,11 +360,11 @@ JOBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """One instant: the `time`-th operation of a kind at a site; before it or after it.
+    """One instant: before or after the `time`-th operation of a kind at a site.
 
     Attributes:
-        operation: such as "COMMIT" or "replace secret_seed".
-        site: the lines of jaxdp that call it, the innermost first; "" is any.
+        operation: For example "COMMIT" or "replace secret_seed".
+        site: The lines of jaxdp that call it, the innermost first. "" is any.
     """
 
     operation: str
@@ -379,12 +379,12 @@ _WRITES = ("INSERT", "UPDATE", "DELETE", "BEGIN", "COMMIT", "ROLLBACK", "PRAGMA 
 
 
 class Hooks:
-    """Counts the operations on files of a folder, in this process; never undone.
+    """Counts the operations of this process on files of a folder. The hooks are never removed.
 
     Args:
-        root: the folder.
-        kill: where this process dies; None lists the operations in `seen`.
-        at: called at `kill` in place of dying.
+        root: The folder.
+        kill: The instant at which this process dies. None lists the operations in `seen`.
+        at: This is called at `kill` instead of dying.
     """
 
     def __init__(self, root: pathlib.Path, kill: Kill | None = None, at: Callable[[], None] | None = None):
@@ -415,7 +415,7 @@ class Hooks:
         self._at()
 
     def _name(self, path: Any) -> str | None:
-        """What a file of the folder is called in the list; None for others."""
+        """Returns the name of a file of the folder in the list. None for other files."""
         if isinstance(path, int) or hasattr(path, "fileno"):
             path = os.readlink(f"/proc/self/fd/{path if isinstance(path, int) else path.fileno()}")
         text = os.path.abspath(os.fsdecode(path))
@@ -502,7 +502,7 @@ def _statement(text: str) -> str:
 
 
 def _site() -> str:
-    """The innermost line of jaxdp that is being run, and the innermost one that is not there for others."""
+    """Returns the innermost running line of jaxdp, and the innermost one outside of shared helpers."""
     frame, lines = sys._getframe(2), list[str]()
     while frame is not None:
         _, found, path = frame.f_code.co_filename.rpartition("/jaxdp/")
@@ -524,7 +524,7 @@ def _die() -> None:
 
 
 def _unnoted() -> None:
-    """The till notes no charge."""
+    """Breaks the till: it notes no charge."""
     write = MetricsWriter.write
 
     def silent(self: Any, step: int, /, **metrics: Any) -> None:
@@ -535,7 +535,7 @@ def _unnoted() -> None:
 
 
 def _rolled_back() -> None:
-    """The ledger forgets its last reservation once the body has run, and makes totals and head fit."""
+    """Breaks the ledger: it deletes its last reservation after the body, and updates totals and head."""
 
     def finish(self: Any, spends: Any, status: str) -> None:
         with self._transaction() as db:
@@ -550,7 +550,7 @@ def _rolled_back() -> None:
 
 
 def _late() -> None:
-    """The ledger reserves when the body has ended."""
+    """Breaks the ledger: it reserves after the body."""
     reserve = Ledger.spend_all
 
     @contextlib.contextmanager
@@ -571,7 +571,7 @@ def forked(work: Callable[[], Any], output: pathlib.Path) -> tuple[int | None, s
     """Runs `work()` in a child whose output goes to a file.
 
     Returns:
-        The exit status, negative for a signal and None for a child that took too long; and the last line of output.
+        The exit status (negative for a signal, None for a child that took too long), and the last line of output.
     """
     pid = os.fork()
     if not pid:
@@ -606,18 +606,18 @@ def forked(work: Callable[[], Any], output: pathlib.Path) -> tuple[int | None, s
 
 
 def ledgers(root: pathlib.Path) -> list[pathlib.Path]:
-    """The ledgers in a folder."""
+    """Returns the ledgers in a folder."""
     return sorted(root.rglob("ledger.sqlite"))
 
 
 def noted(root: pathlib.Path) -> list[dict[str, Any]]:
-    """All notes of charges in a folder."""
+    """Returns all notes of charges in a folder."""
     return [row for path in sorted(root.rglob("charges.jsonl")) for row in notes(path.parent)]
 
 
 @contextlib.contextmanager
 def copied(path: pathlib.Path, *suffixes: str) -> Iterator[pathlib.Path]:
-    """A copy of a ledger, of those of its files that are named."""
+    """Yields a copy of a ledger, with the named files of it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder) / path.name
         for suffix in ("", ".head", *suffixes):
@@ -627,7 +627,7 @@ def copied(path: pathlib.Path, *suffixes: str) -> Iterator[pathlib.Path]:
 
 
 def charged(root: pathlib.Path) -> _Charged:
-    """What was spent: how often each event, by ledger, data set and part."""
+    """Returns how often each event was spent, by ledger, data set and part."""
     found: _Charged = {}
     for path in ledgers(root):
         with Ledger(path) as ledger:
@@ -641,7 +641,7 @@ def charged(root: pathlib.Path) -> _Charged:
 
 
 def compared(found: _Charged, reference: _Charged) -> dict[str, list[str]]:
-    """What was charged less often than in the reference, and what more often."""
+    """Returns what was charged less often than in the reference, and what more often."""
     wrong: dict[str, list[str]] = {"under": [], "over": []}
     for path in sorted({*found, *reference}):
         one, other = found.get(path, {}), reference.get(path, {})
@@ -655,7 +655,7 @@ def compared(found: _Charged, reference: _Charged) -> dict[str, list[str]]:
 
 
 def unpaid(root: pathlib.Path) -> list[str]:
-    """Noted charges that no ledger of the folder knows; LedgerDamaged for a ledger that a kill has damaged."""
+    """Returns the noted charges that no ledger of the folder knows. Raises LedgerDamaged for a damaged ledger."""
     paid = set()
     for path in ledgers(root):
         with copied(path, "-wal") as copy, Ledger(copy) as ledger:
@@ -672,11 +672,12 @@ def unpaid(root: pathlib.Path) -> list[str]:
 
 
 def without_wal(root: pathlib.Path) -> dict[str, int]:
-    """How copies of the ledgers that lack the -wal file are taken.
+    """Opens copies of the ledgers without the -wal file.
 
     Returns:
-        Numbers of copies: "same" as with it; "unacknowledged", without a last spend whose body had not begun, as the
-        head tells; "refused"; and "lost", without spends that the head has seen.
+        The numbers of copies. "same": equal to the ledger with the file. "unacknowledged": only a last spend is missing
+            whose body had not begun, as the head shows. "refused". "lost": spends are missing that the head has
+            counted.
     """
     found: collections.Counter[str] = collections.Counter()
     for path in ledgers(root):
@@ -698,18 +699,18 @@ def without_wal(root: pathlib.Path) -> dict[str, int]:
 
 
 def secrets(root: pathlib.Path) -> list[str]:
-    """Seeds, which a finished job must have deleted."""
+    """Returns the seeds, which a finished job must have deleted."""
     return sorted(os.fspath(path.relative_to(root)) for path in root.rglob("secret_seed"))
 
 
 def leftovers(root: pathlib.Path) -> list[str]:
-    """Temporary files, which a finished job should not leave."""
+    """Returns the temporary files, which a finished job should not leave."""
     names = (os.fspath(path.relative_to(root)) for path in root.rglob("*"))
     return sorted(name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*$", name))
 
 
 def held(root: pathlib.Path) -> int:
-    """Room that a finished job still holds."""
+    """Returns the room that a finished job still holds."""
     count = 0
     for path in ledgers(root):
         with contextlib.closing(sqlite3.connect(path)) as db:
@@ -724,9 +725,9 @@ class Target:
     """One job with its reference and its operations, ready to be killed.
 
     Attributes:
-        root: where it runs, the same place each time: a hold knows it by its path.
-        operations: those between the first reservation and the last thing that concerns the ledger or a secret.
-        reference: what a run without a fault is charged.
+        root: The folder of all runs. It stays the same, since a hold identifies it by its path.
+        operations: The operations from the first reservation to the last one on a ledger or a secret.
+        reference: The charges of a run without a fault.
     """
 
     def __init__(self, name: str, folder: pathlib.Path, twin: str | None = None):
@@ -762,7 +763,7 @@ class Target:
             self.operations.setdefault(key, []).append(counts[key])
 
     def restart(self) -> None:
-        """Puts the state at the first reservation in place of the folder."""
+        """Replaces the folder by its state at the first reservation."""
         shutil.rmtree(self.root, ignore_errors=True)
         shutil.copytree(self._start, self.root)
 
@@ -774,7 +775,7 @@ class Target:
     def _needed(self, work: Callable[[], Any], what: str) -> None:
         status, said = self._forked(work)
         if status != 0:
-            raise RuntimeError(f"{self.name}: {what} failed with {status}: {said}; see {self._folder / 'output.txt'}")
+            raise RuntimeError(f"{self.name}: {what} failed with {status}: {said}. See {self._folder / 'output.txt'}.")
 
     def _forked(self, work: Callable[[], Any]) -> tuple[int | None, str]:
         return forked(work, self._folder / "output.txt")
@@ -783,17 +784,17 @@ class Target:
         return self._forked(lambda: (Hooks(self.root, kill), self._run()))
 
     def draw(self, rng: random.Random, *hits: collections.Counter[tuple[str, str]]) -> Kill:
-        """An instant at one of the sites that were hit least, by the first count and then by the next."""
+        """Returns an instant at one of the sites that were hit least, first by the one count, then by the other."""
         counts = {key: [count[key] for count in hits] for key in self.operations}
         key = rng.choice(sorted(key for key in counts if counts[key] == min(counts.values())))
         return Kill(*key, rng.choice(self.operations[key]), rng.choice(("before", "after")))
 
     def all_hit(self, hits: collections.Counter[tuple[str, str]]) -> bool:
-        """Whether every site was hit."""
+        """Returns whether every site was hit."""
         return all(hits[key] for key in self.operations)
 
     def attempt(self, kill: Kill, second: Kill | None) -> dict[str, Any]:
-        """Kills the job, perhaps also when it is run again, runs it to its end, and checks."""
+        """Kills the job, perhaps also its second run, runs it to its end, and checks."""
         self.restart()
         began, row = time.monotonic(), {"kill": dataclasses.asdict(kill), "killed": 0, "problems": {}}
         problems: dict[str, Any] = row["problems"]
@@ -853,7 +854,7 @@ def _tokens(root: pathlib.Path) -> int:
 
 
 def summary(name: str, sites: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of one job."""
+    """Returns the figures of one job."""
     killed = [row for row in rows if row["killed"]]
 
     without: collections.Counter[str] = collections.Counter()
@@ -893,10 +894,10 @@ def campaign(
     minutes: float = math.inf,
     twin: str | None = None,
 ) -> dict[str, Any]:
-    """Kills jobs by turns until there were so many kills, or the time is over; goes on from what `output` has.
+    """Kills jobs in turn until the number of kills or the time is reached. Continues from the content of `output`.
 
     Returns:
-        What is in `output`: {"launchers": figures, "sites": by launcher, "rows": one per killed job}.
+        The content of `output`: {"launchers": figures, "sites": by launcher, "rows": one per killed job}.
     """
     deadline = time.monotonic() + 60 * minutes
     known = json.loads(output.read_text()) if output.exists() else {"rows": [], "sites": {}}
@@ -956,7 +957,7 @@ def main() -> None:
 
 
 def warm() -> None:
-    """Does once what every child would do, but for JAX."""
+    """Does the work once that every child would do, except starting JAX."""
     figure, axes = plt.subplots()
     axes.plot([0, 1], label="a")
     axes.legend()
@@ -964,7 +965,7 @@ def warm() -> None:
     plt.close(figure)
     data.bundled("digits")
     if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("a thread runs in the process that forks; the children would lack it")
+        raise RuntimeError("The forking process must run one thread, since the children would lack the others.")
 
 
 if __name__ == "__main__":

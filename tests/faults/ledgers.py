@@ -1,4 +1,4 @@
-"""A ledger to be damaged, and everything that it says of what was spent."""
+"""A ledger to damage, and all its answers about spends."""
 
 from jaxdp.privacy import GaussianDpEvent, Ledger, PureDpEvent
 
@@ -6,7 +6,7 @@ TENTH = PureDpEvent(0.1)
 
 
 def make(path, spends=12):
-    """A ledger with two datasets, several events, tokens, partitions and labels."""
+    """Makes a ledger with two datasets, several events, tokens, partitions and labels."""
     with Ledger(path, run="first") as ledger:
         ledger.register("data", adjacency="add_remove", unit="example", epsilon=4.0, delta=0.0, records=1000)
         ledger.register("other", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-5)
@@ -20,7 +20,7 @@ def make(path, spends=12):
 
 
 def answers(ledger):
-    """All that a ledger says of what was spent."""
+    """Returns all that a ledger says about spends."""
     report = ledger.report()
     said = {}
     for entry in report["datasets"]:

@@ -1,7 +1,7 @@
 """Ledgers damaged at random: an answer is the true one, or an error that names the path.
 
-The environment variable JAXDP_FAULTS says how many there are. What a test counted is in the properties of its report
-(`--junitxml`), from where `python -m tests.faults` takes it.
+The environment variable JAXDP_FAULTS is the number of damages. Each test writes its counts to the properties of its
+report (`--junitxml`), which `python -m tests.faults` reads.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Two folders with a ledger, one of them with a log, and what the ledgers say."""
+    """Makes two folders with a ledger, one of them with a log, and returns what the ledgers say."""
     found = {}
     for kind in ("database", "log"):
         path = tmp_path_factory.mktemp(kind) / "ledger.sqlite"
@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
 
 
 def damage(path, rng):
-    """Changes one file; returns how."""
+    """Changes one file and returns the kind of change."""
     kind = rng.choice(["bit", "bits", "block", "cut", "gone"])
     data = bytearray(path.read_bytes())
     if kind == "gone":
@@ -103,7 +103,7 @@ def test_no_damage_under_counts(whole, tmp_path, record_property, victim):
 
 
 def test_without_the_checks_damage_would_be_believed(whole, tmp_path, monkeypatch):
-    """The broken twin: a ledger that opens as the first release did says less than was spent."""
+    """Tests the broken twin: a ledger opened as in the first release says less than was spent."""
     folder, said = whole["log"]
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "ledger.sqlite-wal").unlink()

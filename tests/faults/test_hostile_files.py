@@ -1,6 +1,6 @@
-"""Files that somebody else has written, damaged at random: nothing runs, nothing stalls, and the file is named.
+"""Files of other writers, damaged at random: nothing runs, nothing stalls, and the error names the file.
 
-The environment variable JAXDP_FAULTS says how many damaged files there are of all kinds together.
+The environment variable JAXDP_FAULTS is the number of damaged files of all kinds together.
 """
 
 import io
@@ -96,7 +96,7 @@ KINDS = {
 
 
 def damaged(content, rng):
-    """The content of a file, damaged in one of six ways."""
+    """Returns the content of a file, damaged in one of six ways."""
     place = int(rng.integers(len(content) or 1))
     match int(rng.integers(6)):
         case 0:
@@ -115,7 +115,7 @@ def damaged(content, rng):
 
 @pytest.fixture
 def watched():
-    """What was executed while the test ran."""
+    """Records what was executed while the test ran."""
     seen, on = [], [True]
 
     def hook(event, arguments):
@@ -128,7 +128,7 @@ def watched():
 
 
 def lying(content, rng):
-    """A manifest with its right sum, one of whose fields is something else."""
+    """Writes a manifest with a right sum and one false field."""
     manifest = json.loads(content)
     places = [(manifest["fields"], key) for key in manifest["fields"]]
     for outer in (manifest["fields"]["model"]["attributes"], manifest["fields"]["preprocessing"]):
@@ -141,7 +141,7 @@ def lying(content, rng):
 
 
 def refused(read, path):
-    """Reads a file; returns whether it was refused, after checking how."""
+    """Reads a file. Returns whether it was refused, after a check of the error."""
     start = time.perf_counter()
     tracemalloc.start()
     try:
@@ -197,7 +197,7 @@ def test_whole_files_are_read(tmp_path):
 
 
 def zipped(path, name, header, size):
-    """An .npz file with one array of `size` zero bytes behind a header."""
+    """Returns an .npz file with one array of `size` zero bytes behind a header."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, header)
     with (

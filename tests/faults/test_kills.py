@@ -1,4 +1,4 @@
-"""A sample of `tests/faults/kills.py`: jobs that are killed inside paid work pay once; the checks can fail."""
+"""A sample of `tests/faults/kills.py`: jobs that are killed inside paid work pay once, and the checks can fail."""
 
 import json
 import pathlib

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in public namings, with the logits of the libraries that publish in them.
 
-`python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites tests/golden/checkpoints;
-tests/models/test_checkpoints.py reads them without those libraries, and calls `write` where they are installed.
+`python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites tests/golden/checkpoints.
+tests/models/test_checkpoints.py reads them without those libraries, and calls `write` if they are installed.
 """
 
 import sys
@@ -18,7 +18,7 @@ SWIN_DEPTHS, SWIN_HEADS = (1, 2, 1), (1, 2, 4)  # grids of 16x16, 8x8 (where win
 
 
 def images(kind: str) -> np.ndarray:
-    """Two RGB images, as the model sees them (normalised)."""
+    """Returns two RGB images, normalised as a model's input."""
     return np.random.default_rng(7).standard_normal((2, SIZES[kind], SIZES[kind], 3)).astype(np.float32)
 
 
@@ -104,7 +104,7 @@ def torch_encoder() -> Any:
 
 
 def write_augreg(path: Path, seed: int) -> Any:
-    """Writes a random .npz as google-research/vision_transformer names it; timm's own reader takes it from there."""
+    """Writes a random .npz as google-research/vision_transformer names it. timm's own reader reads it."""
     generator = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "cls": (1, 1, 8),
@@ -154,7 +154,7 @@ BUILDERS: dict[str, tuple[str, Callable[[], Any] | None]] = {
 
 
 def write(case: str, folder: Path, seed: int) -> tuple[Path, np.ndarray]:
-    """Writes the checkpoint of a case; returns its file and the publisher's logits on `images`."""
+    """Writes the checkpoint of a case. Returns its file and the publisher's logits on `images`."""
     import torch
     from safetensors.torch import save_file
 

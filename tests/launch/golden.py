@@ -1,4 +1,4 @@
-"""Results of launchers before they were studies of one frame (tests/golden/results.json), what no noise is in.
+"""Earlier results of launchers (tests/golden/results.json), as far as they contain no noise.
 
 They were made with the configs of `tiny`. Another processor may classify a few images differently.
 """

@@ -3,11 +3,7 @@
 import itertools
 import json
 import math
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +15,9 @@ from jaxdp import data
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, frame
-from tests.launch import golden, tiny
+from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def row(root, *cell):
 
 
 def gdp_delta(epsilon, mu):
-    """Dong, Roth, Su 2022, in float64."""
+    """Returns the delta of Dong, Roth, Su 2022, in float64."""
     first, second = log_ndtr(-epsilon / mu + mu / 2), log_ndtr(-epsilon / mu - mu / 2)
     return math.exp(first) - math.exp(epsilon + second)
 
@@ -118,22 +113,6 @@ def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
         np.testing.assert_array_equal(found.gather(np.arange(len(found)))["label"], expected)
 
 
-def test_an_interrupted_study_keeps_its_runs_and_pays_for_none_of_them_again(finished, tmp_path):
-    root, result = tmp_path / "run", finished[1]
-    shutil.copytree(finished[0], root)
-    with Ledger(root / "ledger.sqlite") as ledger:
-        before = {entry["name"]: entry["proven_epsilon"] for entry in ledger.report(delta=1e-6)["datasets"]}
-    (root / "result.json").unlink()
-    shutil.rmtree(root / "cells" / "runs" / "Tent-COME" / "epsilon_5" / "1")
-    again = frame.run(adapt.STUDY, tiny.adapt(), root)
-    with Ledger(root / "ledger.sqlite") as ledger:
-        after = {entry["name"]: entry["proven_epsilon"] for entry in ledger.report(delta=1e-6)["datasets"]}
-    repeated = "Tent-COME, epsilon 5, stream 1"  # its noise was fresh, so it is charged a second time
-    assert after.pop(repeated) > before.pop(repeated)
-    assert after == before
-    assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
-
-
 def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monkeypatch):
     root, result = finished
     shutil.copy(root / "source.safetensors", tmp_path / "source.safetensors")
@@ -160,29 +139,6 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
         for seed in (0, 1):
             found = ledger.epsilon(f"Tent-COME, epsilon 5, stream {seed}")
             assert found == pytest.approx(cell(again, "Tent-COME", "epsilon 5")["epsilon_unit"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("methods", ("Tent", "Tempt"), "config.methods has 'Tempt', which is not one of Tent, EATA"),
-        ("methods", (), "config.methods must have at least one entry"),
-        ("data.corruptions", (), "config.data.corruptions must have at least one entry"),
-        ("tuning.corruptions", (), "config.tuning.corruptions must have at least one entry"),
-        ("data.images", 600, "together need 1200 photographs, but digits/test"),
-        ("data.parts", {"public": 0.6, "test": None}, "config.data.parts.test must name the images"),
-        ("model.preprocessing", None, "config.model.preprocessing must be given"),
-        ("privacy.adjacency", "add_remove", "config.privacy.adjacency must be 'replace_one' or 'zero_out'"),
-        ("public_benchmark", False, "public_benchmark must be True.* use jaxdp.tta.serve"),
-    ],
-)
-def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
-    config = tiny.adapt()
-    with config.unlocked(), config.ignore_type():
-        config.update_from_flattened_dict({field: value})
-    with pytest.raises(ValueError, match=message):
-        frame.run(adapt.STUDY, config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_private_form_of_each_method_is_described(finished):
@@ -237,20 +193,7 @@ def test_the_launcher_adapts_prints_both_epsilons_and_charges(tmp_path):
         "tuning.learning_rates": "(1e-3,)",
         "tuning.clipped_steps": "(1e-3,)",
     }
-    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    command = [sys.executable, *warnings, "-m", "launch.adapt", "--config", "configs/tta/digits.py"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [*command, "--workdir", str(tmp_path / "run"), *flags],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = program.run(program.command("adapt", "configs/tta/digits.py", tmp_path / "run", overrides))
     assert process.returncode == 0, process.stderr
     assert "1 streams of 2 domains with 32 photographs each" in process.stdout
     assert "epsilon 5: epsilon = 5 for a sample, 7.4" in process.stdout

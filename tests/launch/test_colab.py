@@ -26,7 +26,7 @@ NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory, quick_compilation):
-    """The folder in which it was run, and its cells with their outputs, by id."""
+    """Executes the notebook. Returns its folder, and its cells with their outputs, by id."""
     folder = tmp_path_factory.mktemp("colab")
     (folder / "jaxdp").symlink_to(ROOT)  # cloned already
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -39,7 +39,7 @@ def executed(tmp_path_factory, quick_compilation):
 
 
 def printed(outputs):
-    """What went to stdout; the kernel puts progress bars on stderr between its lines, in any order."""
+    """Returns the text on stdout. The kernel puts progress bars on stderr between its lines, in any order."""
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
 
 
@@ -84,7 +84,7 @@ def test_everything_is_paid_for_in_one_ledger(executed):
 
 
 def test_a_piece_of_the_report_that_is_not_there_is_refused(executed):
-    with pytest.raises(ValueError, match="no 'Poems'; stages that are not done: none"):
+    with pytest.raises(ValueError, match=r"no 'Poems'\. Stages that are not done: none"):
         colab.show(executed[0] / "workdir" / "colab", "Poems")
 
 
@@ -150,7 +150,7 @@ def test_constraints_pin_jax_and_what_belongs_to_it_only():
 
 
 def wheel(folder, name, version, requires=""):
-    """An empty package."""
+    """Writes an empty package."""
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -186,7 +186,7 @@ def test_a_jax_that_is_too_old_is_named_with_the_remedy(plugin, extra):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Runs `install` on a runtime with some versions, on which pip ends with a status and leaves others."""
+    """Runs `install` on a runtime with some versions. pip exits with a status and leaves other versions."""
 
     def install(before, after, status=0):
         found = [before, after]
@@ -206,7 +206,7 @@ def pip(monkeypatch):
 
 def test_install_says_what_it_did(pip, capsys):
     assert pip(TPU, {**TPU, "jaxdp": "0.1.0", "unheard-of": "0.12.9"}) == [colab.constraints(TPU)]
-    assert capsys.readouterr().out == "Installed jaxdp 0.1.0. jax 0.10.2 is as it was.\n"
+    assert capsys.readouterr().out == "Installed jaxdp 0.1.0. jax 0.10.2 is unchanged.\n"
     assert pip({**TPU, "jaxdp": "0.1.0"}, {}) == []
     assert "jaxdp 0.1.0 is installed" in capsys.readouterr().out
 

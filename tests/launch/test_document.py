@@ -1,4 +1,4 @@
-"""The report of a workdir whose files somebody else has written: text stays text, and damage is named."""
+"""The report of a workdir with forged files: text stays text, and damage is named."""
 
 import base64
 import hashlib
@@ -37,7 +37,7 @@ FIGURES = ("robustness", "training", "reliability", "stream", "certified")
 
 @pytest.fixture
 def root(tmp_path):
-    """The workdir of a lifecycle all of whose stages are done."""
+    """Returns the workdir of a finished lifecycle."""
     states = {}
     for stage, result in RESULTS.items():
         folder = tmp_path / stage / "key"
@@ -55,7 +55,7 @@ def root(tmp_path):
 
 
 def leaves(value, path=()):
-    """(path, value) of everything in nested lists and dicts that is neither."""
+    """Yields the (path, value) pairs of all values in nested lists and dicts."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [found for key, inner in items for found in leaves(inner, (*path, key))]
@@ -69,7 +69,7 @@ def put(value, path, new):
 
 
 def test_nothing_that_is_forged_becomes_markup(root):
-    """Every value of every file in turn: a string is shown as text, and refused where a number is declared."""
+    """Forges every value of every file. A string is shown as text, and refused if a number is declared."""
     shown = refused = 0
     document.write(root)  # writes ledger.json
     (root / "ledger.sqlite").unlink()

@@ -1,4 +1,4 @@
-"""Features of private prediction: made of one record at a time, from data of every kind."""
+"""Features of private prediction: each depends on one record, for data of every kind."""
 
 import os
 import pathlib
@@ -149,7 +149,7 @@ def test_unknown_kinds_and_sources_are_refused(changes, error, message):
 
 
 def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file at .*val_images, .*--config.data.path=..., or run"):
+    with pytest.raises(FileNotFoundError, match=r"File .* does not exist.*val_images, .*--config.data.path="):
         load(medmnist_config(tmp_path / "octmnist.npz"))
     medmnist(tmp_path / "octmnist.npz", leave_out=("val_labels",))
     with pytest.raises(ValueError, match=r"has no array val_labels. It has .*\. It should hold val_images, "):
@@ -162,7 +162,7 @@ def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a
     parts = {"upstream": "fashion_mnist/train", "public": "val", "private": "train", "test": "test"}
     config = medmnist_config(tmp_path / "file.npz", network=network, parts=parts, data_dir=str(tmp_path / "nowhere"))
     task = load(config)
-    assert "fashion_mnist/train is not there" in capsys.readouterr().out
+    assert "fashion_mnist/train is missing" in capsys.readouterr().out
     assert "trained on digits" in task.provenance and sorted(task.network) == ["conv_0", "conv_1"]
     save_params(tmp_path / "network.safetensors", task.network)
     config.network.steps = 10**6  # it is there, and not trained
@@ -173,7 +173,7 @@ def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a
     images = np.random.default_rng(0).random((11, 28, 28, 1), np.float32)
 
     def extract(images):
-        return features._vectors(task.network, data.from_arrays(image=images, label=[0] * len(images), num_classes=2))
+        return np.asarray(features.Convolutions(0).apply({"params": task.network}, images))
 
     found = extract(images)
     assert found.shape == (11, 3200)
@@ -197,9 +197,9 @@ def test_tokens_are_split_as_the_treebank_does():
 
 def test_words_after_a_negation_change_sign_up_to_the_end_of_the_clause():
     tokens = features.tokenize("a good film , not a good one at all , never good")
-    assert features._signs(tokens, 3) == [1, 1, 1, 1, 1, -1, -1, -1, 1, 1, 1, 1, -1]
-    assert features._signs(["not", "good", ",", "good"], 3) == [1, -1, -1, 1]
-    assert features._signs(tokens, 0) == [1] * len(tokens)
+    assert features.signs(tokens, 3) == [1, 1, 1, 1, 1, -1, -1, -1, 1, 1, 1, 1, -1]
+    assert features.signs(["not", "good", ",", "good"], 3) == [1, -1, -1, 1]
+    assert features.signs(tokens, 0) == [1] * len(tokens)
 
 
 WORDS = ["good", "bad", "film", "the", "not"]
@@ -207,7 +207,7 @@ WORDS = ["good", "bad", "film", "the", "not"]
 
 @pytest.fixture
 def text_config(tmp_path, monkeypatch):
-    """A text task of five known words, whose sentences a test chooses."""
+    """Returns a text task of five known words, whose sentences a test chooses."""
     vectors = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float16)
     counts = np.array([50.0, 40.0, 100.0, 1000.0, 10.0])
     np.savez(tmp_path / "vectors.npz", words=np.array(WORDS, "S10"), vectors=vectors, counts=counts)

@@ -1,23 +1,23 @@
-"""The contract of the frame, on a toy study: what is kept, refused, resumed and shared between processes."""
+"""The contract of the frame: a toy study is kept, resumed and shared, and every study refuses mistakes."""
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 import time
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
-from launch import dpadapter, finetune, frame, pretrain
+from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
+from tests.launch import program, tiny
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Sum(NamedTuple):
@@ -44,7 +44,8 @@ def run_one(cell, work):
         with account as pays, pays.spend(GaussianDpEvent(1.0)):
             pass
     (work.folder(cell) / "scratch").mkdir()
-    return {"value": 2 * cell.number}
+    shared = work.arrays(f"arrays/{frame.file_name(cell.kind)}.npz", lambda: {"factor": np.array(2.0)})
+    return {"value": float(shared["factor"]) * cell.number}
 
 
 STUDY = frame.Study(
@@ -56,9 +57,8 @@ STUDY = frame.Study(
     summary=lambda result: f"total {result['total']}",
     tables=lambda result, work: {"Total": [{"name": "50 % & more", "total": result["total"]}], "note": "A note."},
     figures=lambda result, work: (work.root / "figure.png").touch(),
-    benchmark="use another function for private data.",
+    benchmark="Use another function for private data.",
 )
-STUDIES = [finetune.STUDY, dpadapter.STUDY, pretrain.STUDY]
 
 
 def contents(folder):
@@ -84,7 +84,7 @@ def test_a_finished_run_does_nothing(tmp_path, capsys):
     frame.run(STUDY, config(), tmp_path)
     before = contents(tmp_path)
     assert frame.run(STUDY, config(), tmp_path) == {"total": 14.0}
-    assert "holds a finished run: nothing to do.\n\ntotal 14.0" in capsys.readouterr().out
+    assert "holds a finished run. There is nothing to do.\n\ntotal 14.0" in capsys.readouterr().out
     assert contents(tmp_path) == before
 
 
@@ -101,9 +101,10 @@ def test_an_interrupted_run_goes_on_with_the_next_cell(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         frame.run(study, config(), tmp_path)
     assert not (tmp_path / "result.json").exists()
-    kept = contents(tmp_path / "cells" / "a_b")
+    kept = contents(tmp_path / "cells" / "a_b") | contents(tmp_path / "arrays")
+    assert tmp_path / "arrays" / "a_b.npz" in kept
     assert frame.run(study, config(), tmp_path) == {"total": 14.0}
-    assert contents(tmp_path / "cells" / "a_b") == kept
+    assert kept.items() <= contents(tmp_path).items()
     assert runs == [*frame.distinct(STUDY.cells(config()))[:3], *frame.distinct(STUDY.cells(config()))[2:]]
 
 
@@ -118,7 +119,7 @@ def test_a_study_that_grows_takes_more_cells(tmp_path):
     kept = contents(tmp_path / "cells")
     assert frame.run(growing, config(numbers=(1.0, 2.5, 10.0)), tmp_path) == {"total": 54.0}
     assert kept.items() <= contents(tmp_path / "cells").items()
-    with pytest.raises(ValueError, match="another steps; use a new workdir"):
+    with pytest.raises(ValueError, match=r"another steps\. Use a new workdir"):
         frame.run(growing, config(steps=4), tmp_path)
 
 
@@ -127,8 +128,8 @@ def test_a_study_that_grows_takes_more_cells(tmp_path):
     [
         ({"steps": 0}, "config.steps must be an integer of at least 1, got 0"),
         ({"kinds": ("d",)}, "config.kinds has 'd', which is not one of a b, c"),
-        ({"kinds": ("a b", "a_b")}, "names that are one as names of folders"),
-        ({"public_benchmark": False}, "config.public_benchmark must be True: use another function"),
+        ({"kinds": ("a b", "a_b")}, "two cells with the same folder name"),
+        ({"public_benchmark": False}, "config.public_benchmark must be True .* Use another function"),
     ],
 )
 def test_a_refused_config_leaves_no_trace(tmp_path, changes, message):
@@ -140,7 +141,7 @@ def test_a_refused_config_leaves_no_trace(tmp_path, changes, message):
 def test_a_workdir_belongs_to_one_study_config_and_release(tmp_path):
     frame.run(STUDY, config(), tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"another numbers, steps; use a new workdir"):
+    with pytest.raises(ValueError, match=r"another numbers, steps\. Use a new workdir"):
         frame.run(STUDY, config(numbers=(3.0,), steps=4), tmp_path)
     with pytest.raises(ValueError, match="belongs to the study 'toy', not to 'finetune'"):
         frame.check_same_config("finetune", config(), tmp_path)
@@ -153,13 +154,30 @@ def test_a_workdir_belongs_to_one_study_config_and_release(tmp_path):
         frame.run(STUDY, config(), tmp_path)
 
 
-def test_a_mistake_that_is_found_late_can_be_mended_in_the_same_workdir(tmp_path):
+def test_a_late_mistake_can_be_corrected_in_the_same_workdir(tmp_path):
     def fails(cell, work):
         raise ValueError("the model does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
         frame.run(dataclasses.replace(STUDY, run=fails), config(), tmp_path)
     assert frame.run(STUDY, config(steps=4), tmp_path) == {"total": 14.0}
+
+
+def test_a_workdir_in_which_nothing_was_made_is_free_again(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(ValueError, match="does not fit"), frame.bind("toy", config(), tmp_path):
+        assert path.exists()
+        (tmp_path / "lock").touch()
+        (tmp_path / "empty").mkdir()
+        raise ValueError("the model does not fit the images")
+    assert not path.exists()
+    with pytest.raises(KeyboardInterrupt), frame.bind("toy", config(), tmp_path):
+        (tmp_path / "source.safetensors").touch()
+        raise KeyboardInterrupt
+    (tmp_path / "source.safetensors").unlink()
+    with pytest.raises(ValueError, match="later"), frame.bind("toy", config(), tmp_path):
+        raise ValueError("later")
+    assert path.exists()  # it was bound before
 
 
 def test_what_cannot_be_paid_says_what_to_do(tmp_path):
@@ -195,43 +213,162 @@ def test_a_cell_that_another_process_holds_is_left_to_it_and_a_killed_one_is_run
     assert result == {"total": 4.0} and order[:2] == ["c", "slow"]
 
 
-# --- The launchers ----------------------------------------------------------------------------------------------------
+# --- All studies ------------------------------------------------------------------------------------------------------
+
+STUDIES = {
+    "finetune": (finetune.STUDY, tiny.finetune),
+    "table": (dpadapter.STUDY, tiny.dpadapter),
+    "pretrain": (pretrain.STUDY, tiny.pretrain),
+    "adapt": (adapt.STUDY, tiny.adapt),
+    "predict": (predict.STUDY, tiny.predict),
+    "recalibrate": (recalibrate.STUDY, tiny.recalibrate),
+    "split": (split.STUDY, tiny.split),
+}
 
 
-def command(module, *arguments):
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    process = subprocess.run(
-        [sys.executable, *warnings, "-m", module, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def changed(config, fields):
+    for name, value in fields.items():
+        *parents, last = name.split(".")
+        part = config
+        for parent in parents:
+            part = part[parent]
+        with config.unlocked(), part.unlocked(), part.ignore_type():
+            part[last] = value
+    return config
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_is_data(name):
+    study, make = STUDIES[name]
+    assert isinstance(study, frame.Study) and study.name == name
+    cells = frame.distinct(study.cells(make()))
+    assert cells and all(cell._asdict() for cell in cells)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_refuses_another_config_in_its_workdir(name, tmp_path):
+    study, make = STUDIES[name]
+    with frame.bind(study.name, study.grows(make()) if study.grows else make(), tmp_path):
+        pass
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"another unknown\. Use a new workdir"):
+        frame.run(study, changed(make(), {"unknown": 1}), tmp_path)
+    assert contents(tmp_path) == before
+
+
+TFDS_OR_NPZ = "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"
+GRID = r"config\.grids\.small\.{} has '{}', which is not one of"
+MISTAKES = {
+    "finetune": [
+        ({"private.schedule": "linear"}, "config.private.schedule has 'linear', which is not one of constant, cosine"),
+        ({"private.batch_size": 2000}, "sampling_probability must be in"),
+        ({"private.clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
+        ({"pretrain.steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
+        ({"data.source": "web"}, TFDS_OR_NPZ),
+        ({"data.name": "breast_cancer"}, "must name a data set of images, got .breast_cancer/public. without any"),
+        ({"data.crop_padding": 0}, "augmult must be at least 1, and 1 without augment"),
+    ],
+    "table": [
+        ({"grids.small.upstreams": ("nothing",)}, GRID.format("upstreams", "nothing")),
+        ({"grids.small.methods": ("SGD",)}, GRID.format("methods", "SGD")),
+        ({"grids.small.sets": ("digits", "letters")}, GRID.format("sets", "letters")),
+    ],
+    "pretrain": [
+        ({"method.name": "dp"}, "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter"),
+        ({"train.schedule": "linear"}, "config.train.schedule has 'linear', which is not one of cosine, steps"),
+        ({"ascent.batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),
+        ({"ascent.microbatch_size": 7}, "microbatch_size must divide the 20 examples of the perturbation batch"),
+        ({"ascent.warmup_steps": 7}, "warmup_steps must be in 0..6"),
+        ({"data.name": "blobs"}, "source 'blobs/public' has no column 'image'"),
+        ({"data.parts.public": 1.5}, "parts.public must be a share in"),
+        ({"data.parts.public": 2000.0}, "parts must add up to at most 1797 records"),
+    ],
+    "adapt": [
+        ({"methods": ("Tent", "Tempt")}, "config.methods has 'Tempt', which is not one of Tent, EATA"),
+        ({"methods": ()}, "config.methods must have at least one entry"),
+        ({"data.corruptions": ()}, "config.data.corruptions must have at least one entry"),
+        ({"tuning.corruptions": ()}, "config.tuning.corruptions must have at least one entry"),
+        ({"data.images": 600}, "together need 1200 photographs, but digits/test"),
+        ({"data.parts": {"public": 0.6, "test": None}}, "config.data.parts.test must name the images"),
+        ({"model.preprocessing": None}, "config.model.preprocessing must be given"),
+        ({"privacy.adjacency": "add_remove"}, "config.privacy.adjacency must be 'replace_one' or 'zero_out'"),
+    ],
+    "predict": [
+        ({"prediction.queries": 539}, r"config.prediction.queries=539 must lie in \[1, 539\)"),
+        ({"dp_sgd.batch_size": 2000}, r"config.dp_sgd.batch_size=2000 must lie in \[1, 1078\]"),
+        ({"mechanisms": ("global", "smooth")}, "config.mechanisms has 'smooth', which answers 2 classes, not 10"),
+        ({"mechanisms": ("theirs",)}, "config.mechanisms has 'theirs', which is not one of global, smooth, ours"),
+        ({"mechanisms": ()}, "config.mechanisms must have some of global, smooth, ours"),
+        ({"data.features.dimensions": 65}, "dimensions=65 exceeds"),
+    ],
+    "recalibrate": [
+        ({"methods": ("Acc-T", "Acc-U")}, "config.method_options.Acc-U.kind has None, which is not one of none, acc_t"),
+        ({"method_options.Acc-T.kind": "acc"}, "kind has 'acc', which is not one of none, acc_t"),
+        ({"method_options.Acc-T.bins": 3}, "config.method_options.Acc-T has 'bins', which is not one of bracket"),
+        ({"method_options.Acc-T.bracket": (3.0, 0.5)}, r"bracket must be \(low, high\) with 0 < low < high"),
+        ({"method_options.none.bins": 3}, "config.method_options.none has 'bins'"),
+        ({"data.corruptions": ("clean", "rain")}, "config.data.corruptions has 'rain', which is not one of clean"),
+        ({"figures.methods": ("Acc-T", "ECE-T")}, "config.figures.methods has 'ECE-T', which is not one of Acc-T"),
+        ({"figures.reliability_shift": "snow"}, "config.figures.reliability_shift has 'snow'"),
+        ({"figures.reliability_methods": ("none",)}, "config.figures.reliability_methods has 'none', which"),
+        ({"figures.reliability_methods": ()}, "config.figures.reliability_methods must be one to three, got 0"),
+        ({"sweep.adjacency": "remove"}, "adjacency must be one of .*, got 'remove'"),
+        ({"sweep.samples.values": ()}, "config.sweep.samples must have values"),
+        ({"sweep.samples.samples": 3}, "samples must have values, the samples to try, and fix the other two"),
+        ({"sweep.epsilon.values": (math.inf,)}, "config.sweep.epsilon.values must be positive"),
+        ({"sweep.epsilon.values": (1e-12,)}, "epsilon=1e-12 needs more noise than exact sums hold"),
+        ({"sweep.centre.samples": 500}, "sources x samples must be below 1078, the number of records, got 2000"),
+        ({"sweep.centre.factor": 3}, "config.sweep.centre must fix sources, samples, epsilon, but it names"),
+        ({"data.parts": {"test": 0.6}}, "config.data.parts.public must name images to train the classifier on"),
+    ],
+    "split": [
+        ({"ablation.shots": 7}, r"config.ablation.shots has 7, which is not one of 3"),
+        ({"ablation.rows": ("without Hilbert",)}, "config.ablation.rows has 'without Hilbert', which is not one of"),
+        ({"ablation.rows": ("no noise",)}, r"config.ablation.rows must have Split Adaptation, got"),
+        ({"attack.attackers": ("oracle",)}, "config.attack.attackers must have aggregating and noise-aware, got"),
+        ({"seeds": ()}, "config.seeds must have at least one"),
+        ({"model.num_classes": 4}, "num_classes must be 5"),
+        ({"data.pretrain_fraction": 1.0}, "pretrain_fraction must be in"),
+    ],
+}
+BENCHMARKS = {"adapt": r"jaxdp\.tta\.serve", "recalibrate": r"recalibration\.recalibrate", "split": r"split_client\.py"}
+for benchmark, remedy in BENCHMARKS.items():
+    MISTAKES[benchmark].append(({"public_benchmark": False}, f"config.public_benchmark must be True .* Use .*{remedy}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes]
+)
+def test_every_study_refuses_a_mistake_before_it_writes_anything(tmp_path, name, changes, message):
+    study, make = STUDIES[name]
+    with pytest.raises(ValueError, match=message):
+        frame.run(study, changed(make(), changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# --- The programs -----------------------------------------------------------------------------------------------------
+
+
+def said(*arguments):
+    process = program.run([*program.PYTHON, "-m", "launch.finetune", *arguments])
     return process.returncode, process.stdout + process.stderr
 
 
-def test_a_program_tells_mistakes_in_sentences(tmp_path):
-    run = ("launch.finetune", "--config", "configs/digits_dpsgd.py", "--workdir", str(tmp_path / "run"))
-    code, said = command(*run, "--config.private.steps=0")
-    assert code == 1 and "ValueError: config.private.steps must be an integer of at least 1, got 0" in said
-    assert "Traceback" not in said and "the same command goes on and pays nothing twice" in said
-    code, said = command(*run, "--config.private.steps=0", "--verbosity=1")
-    assert code == 1 and "Traceback" in said and "check_numbers" in said
-    code, said = command(*run, "--config.private.stepps=5")
-    assert code != 0 and "stepps" in said
-    code, said = command(*run, "digits")
-    assert code != 0 and "unexpected arguments ['digits']" in said
+def test_a_program_prints_mistakes_as_sentences(tmp_path):
+    run = ("--config", "configs/digits_dpsgd.py", "--workdir", str(tmp_path / "run"))
+    code, text = said(*run, "--config.private.steps=0")
+    assert code == 1 and "ValueError: config.private.steps must be an integer of at least 1, got 0" in text
+    assert "Traceback" not in text and "run the same command: it continues and pays nothing twice" in text
+    code, text = said(*run, "--config.private.steps=0", "--verbosity=1")
+    assert code == 1 and "Traceback" in text and "check_numbers" in text
+    code, text = said(*run, "--config.private.stepps=5")
+    assert code != 0 and "stepps" in text
+    code, text = said(*run, "digits")
+    assert code != 0 and "unexpected arguments ['digits']" in text
     assert not (tmp_path / "run").exists()
 
 
 def test_a_program_asks_for_what_is_missing():
     for arguments, missing in (([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")):
-        code, said = command("launch.finetune", *arguments)
-        assert code != 0 and missing in said
-
-
-@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
-def test_every_study_is_data(study):
-    assert isinstance(study, frame.Study) and study.cells and study.run
+        code, text = said(*arguments)
+        assert code != 0 and missing in text

@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +13,15 @@ from jaxdp import data, models
 from jaxdp.pretrain import METHODS, robust_accuracy
 from jaxdp.report import read_metrics
 from launch import frame, pretrain
-from tests.launch import golden, tiny
+from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 TRAINING = pathlib.Path("cells", "dpadapter", "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that is interrupted between two checkpoints, and taken up again."""
+    """Interrupts a run between two checkpoints, and runs it again."""
     workdir = tmp_path_factory.mktemp("pretrain") / "run"
 
     def interrupt(*arguments, **options):
@@ -124,27 +121,6 @@ def test_images_are_fitted_to_the_model(tmp_path, capsys):
     assert "images 12x12x3, 10 classes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method__name": "dp"}, "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter"),
-        ({"method__dpadapter__gamma": -1.0}, "gamma must be at least 0 and at most 1e.30, got -1.0"),
-        ({"train__schedule": "linear"}, "config.train.schedule has 'linear', which is not one of cosine, steps"),
-        ({"data__source": "web"}, "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"),
-        ({"ascent__batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),
-        ({"ascent__microbatch_size": 7}, "microbatch_size must divide the 20 examples of the perturbation batch"),
-        ({"ascent__warmup_steps": 7}, "warmup_steps must be in 0..6"),
-        ({"data__name": "blobs"}, "source 'blobs/public' has no column 'image'"),
-        ({"data__parts__public": 1.5}, "parts.public must be a share in"),
-        ({"data__parts__public": 2000.0}, "parts must add up to at most 1797 records"),
-    ],
-)
-def test_a_refused_config_can_be_mended_in_the_same_workdir(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        frame.run(pretrain.STUDY, tiny.pretrain(**changes), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_configs_build_and_name_models_and_methods_that_exist():
     from configs.pretrain import cifar100
 
@@ -161,22 +137,6 @@ def test_configs_build_and_name_models_and_methods_that_exist():
 # --- The launcher -----------------------------------------------------------------------------------------------------
 
 
-def launch(workdir, config, overrides):
-    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    command = [sys.executable, *warnings, "-m", "launch.pretrain", "--config", config, "--workdir", str(workdir)]
-    return subprocess.run(
-        [*command, *flags],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def test_the_launcher_trains_and_prints_what_the_model_withstands(tmp_path):
     overrides = {
         "model.options.widths": "(8,)",
@@ -189,7 +149,7 @@ def test_the_launcher_trains_and_prints_what_the_model_withstands(tmp_path):
         "robustness.draws": 2,
         "robustness.inputs": 2,
     }
-    process = launch(tmp_path / "run", "configs/pretrain/digits.py", overrides)
+    process = program.run(program.command("pretrain", "configs/pretrain/digits.py", tmp_path / "run", overrides))
     assert process.returncode == 0, process.stderr
     assert "dpadapter: 898 public examples (digits/public), 539 test (digits/test), images 8x8x1" in process.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -212,7 +172,8 @@ def test_four_steps_on_real_data(tmp_path):
         "robustness.draws": 1,
         "robustness.inputs": 2,
     }
-    process = launch(tmp_path / "run", "configs/pretrain/cifar100.py:cpu", overrides)
+    config = "configs/pretrain/cifar100.py:cpu"
+    process = program.run(program.command("pretrain", config, tmp_path / "run", overrides))
     assert process.returncode == 0, process.stderr
     where = json.loads((tmp_path / "run" / "result.json").read_text())["provenance"]
     assert where["train"]["name"] == "cifar10/train[:8000]" and where["train"]["examples"] == 8000

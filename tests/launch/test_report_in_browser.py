@@ -1,4 +1,4 @@
-"""The report as a browser shows it: text where it should be, figures drawn, nothing fetched."""
+"""The report in a browser: it shows text and figures and fetches nothing."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-b
 
 @pytest.fixture
 def report(tmp_path):
-    """Of a lifecycle whose pre-training is done and whose fine-tuning failed after it had paid."""
+    """Writes the report of a lifecycle whose pre-training is done and whose fine-tuning failed after it had paid."""
     folder = tmp_path / "pretrain" / "key"
     write_json(folder / "stage.json", {"result": {"images": 60, "accuracy": 0.875, "judged_on_test": True}})
     labels = {"title": "Noise", "subtitle": "on parameters", "xlabel": "noise", "ylabel": "accuracy"}

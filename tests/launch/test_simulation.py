@@ -1,4 +1,4 @@
-"""Simulated trials are the trials they stand for, and their noise is that of so many sources."""
+"""Simulated trials equal the real trials, and their noise is the sum over all sources."""
 
 import math
 
@@ -23,7 +23,7 @@ from jaxdp.recalibration import (
 )
 from jaxdp.recalibration.protocol import Scale
 from launch import simulation
-from launch.simulation import Order, Setting, _noise, reach, simulate, unchanged
+from launch.simulation import Order, Setting, noise_of_sources, reach, simulate, unchanged
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WIDE = Bracket(low=0.5, high=16.0)
@@ -54,7 +54,7 @@ def order():
 
 
 def judged(found, records, order, trial, setting):
-    """ECE and Brier score on the records that the trial did not use, from the public functions."""
+    """Returns ECE and Brier score on the records that the trial did not use, from the public functions."""
     used = np.asarray(order.rows[trial])[: setting.sources * setting.samples]
     test = np.setdiff1d(np.arange(300), used)
     confidence = np.float64(found.apply(records.logits[test]))
@@ -88,8 +88,8 @@ def test_without_recalibration_confidences_are_those_of_the_model(records, order
 
 @pytest.mark.parametrize("sources", [1, 5, 6])
 def test_noise_is_the_sum_of_the_noise_of_so_many_sources(sources):
-    # Against 40,000 sums drawn by NumPy; a false alarm has probability 1e-4, other scales are rejected.
-    drawn = np.asarray(_noise(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
+    # Against 40,000 sums drawn by NumPy. A false alarm has probability 1e-4. Other scales are rejected.
+    drawn = np.asarray(noise_of_sources(jax.random.key(sources), (40_000, 1, 1), sources, Scale(0.5, 6.0))).ravel()
     rng = np.random.default_rng(1)
     for scale, same in ((3.0, True), (0.7 * 3.0, False), (1.3 * 3.0, False)):
         sums = rng.laplace(scale=scale, size=(40_000, sources)).sum(1)

@@ -75,7 +75,7 @@ def test_the_ledger_shows_what_was_paid(finished):
 
 
 def spends(root):
-    """How often every client paid."""
+    """Returns how often every client paid."""
     with Ledger(root / "ledger.sqlite") as ledger:
         names = [entry["name"] for entry in ledger.report()["datasets"]]
         return {name: max(composition(ledger.events(name)[None]).values()) for name in names}
@@ -85,7 +85,10 @@ def test_the_attackers_are_where_they_belong(finished):
     attacks = finished[1]["attacks"]
     assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating"}
     assert set(attacks["Split learning"]) == {"mean image", "noise-aware"}
-    assert set(attacks["Split learning"]["noise-aware"]) == {"psnr", "ssim_uniform7"}  # 8x8: no 11-tap window
+    assert set(attacks["Split learning"]["noise-aware"]) == {
+        "psnr",
+        "ssim_uniform7",
+    }  # 8x8: no 11-tap window
 
 
 def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, tmp_path):
@@ -101,25 +104,6 @@ def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, t
     assert resumed["attacks"] == result["attacks"] and spends(again) == spends(root)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("public_benchmark", False, "A client with private images uses launch/split_client.py"),
-        ("ablation.shots", 7, r"config.ablation.shots has 7, which is not one of 3"),
-        ("ablation.rows", ("without Hilbert",), r"config.ablation.rows has 'without Hilbert', which is not one of"),
-        ("ablation.rows", ("no noise",), r"config.ablation.rows must have Split Adaptation, got"),
-        ("attack.attackers", ("oracle",), "config.attack.attackers must have aggregating and noise-aware, got"),
-        ("seeds", (), "config.seeds must have at least one"),
-        ("model.num_classes", 4, "num_classes must be 5"),
-        ("data.pretrain_fraction", 1.0, "pretrain_fraction must be in"),
-    ],
-)
-def test_mistakes_in_a_config_are_named_before_anything_is_written(tmp_path, field, value, message):
-    with pytest.raises(ValueError, match=message):
-        frame.run(split.STUDY, tiny.split(**{field: value}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_few_shots_are_drawn_from_the_pool(tmp_path):
     task = split_runs.Bench(tiny.split(), tmp_path).client
     few = data.few_shots(task.pool, 3, seed=1)
@@ -130,7 +114,7 @@ def test_few_shots_are_drawn_from_the_pool(tmp_path):
     drawn = [image.tobytes() for image in few["image"]]
     assert set(drawn) <= pool and len(set(drawn)) == 15 and not set(drawn) & test
     assert (data.few_shots(task.pool, 3, seed=2)["image"] != few["image"]).any()
-    with pytest.raises(ValueError, match=f"shots=1000, but a class has only {data.smallest_class(task.pool)} images"):
+    with pytest.raises(ValueError, match=f"shots must be at most {data.smallest_class(task.pool)}, .* got 1000"):
         data.few_shots(task.pool, 1000, seed=1)
 
 

@@ -15,6 +15,7 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.privacy import Ledger
 from jaxdp.split.package import read_package
+from tests.launch import program
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -43,29 +44,26 @@ SERVER = {
     "adaptation.epochs": 2,
     "directions": 4,
 }
-# What each party must never need of the other's.
+# Each party must never read these fields of the other.
 POISON = {"server": {"client.data.name": "nowhere"}, "client": {"server.data.name": "nowhere"}}
 
 
 def start(party, root, *flags, forbidden=(), **overrides):
-    """A party in a process of its own, whose workdir is root / party, at the exchange folder root / "exchange"."""
+    """Starts a party in a process, with the workdir root / party and the exchange folder root / "exchange"."""
     config = {
         f"{party}.{name}": value for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
     }
     config |= POISON[party]
-    # ml_collections still loads config files by a deprecated function; everything else may not warn.
-    warnings = ["-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
-    command = [sys.executable, *warnings, "-c", JAILED, f"launch.split_{party}"]
+    command = [*program.PYTHON, "-c", JAILED, f"launch.split_{party}"]
     command += [os.pathsep.join(map(str, forbidden)) or os.devnull, "--config", "configs/split/two_parties.py"]
     command += ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "600", *flags]
     command += [f"--config.{name}={value}" for name, value in config.items()]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=program.environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(*processes):
-    """Standard output of each, once all have ended well; if one fails, nobody waits for it."""
+    """Returns the standard output of each process. If one fails, the others are killed."""
 
     def end(process):
         out, err = process.communicate()
@@ -82,7 +80,7 @@ def finish(*processes):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """The client's own file: five images each of 5 to 9 with their labels, and some to classify."""
+    """Writes the client's own file: five images each of 5 to 9 with their labels, and some to classify."""
     source = bundled("digits").of_classes([5, 6, 7, 8, 9])
     batch = source.gather(np.arange(len(source)))
     few = np.concatenate([np.flatnonzero(batch["label"] == k)[:5] for k in range(5)])
@@ -100,7 +98,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def private(images, tmp_path_factory):
-    """Both parties in the private mode; the server's folder holds its secrets, the client's those of the client."""
+    """Runs both parties in the private mode. Each folder holds only its own party's secrets."""
     root = tmp_path_factory.mktemp("private")
     server = start("server", root, forbidden=[root / "client", images.parent])
     client = start(
@@ -116,7 +114,7 @@ def test_two_processes_adapt_privately(private, images):
     assert f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label" in client
     assert f"accuracy {result['accuracy']:.4f} on 100 test images" in client
     assert "The 100 queries are representations of other images, with epsilon = inf on the ledger" in client
-    assert f"uploaded {result['bytes']:,} bytes (private); 100 queries answered" in server
+    assert f"uploaded {result['bytes']:,} bytes (private). 100 queries were answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("client/images") == result["epsilon"]
     assert not (root / "client" / "secret_seed").exists()
@@ -138,7 +136,7 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     again = finish(
         start("client", root, "--mode", "private", "--queries", "--images", str(images)), start("server", root)
     )
-    assert again[0] == client and "100 queries answered" in again[1] and not secret.exists()
+    assert again[0] == client and "100 queries were answered" in again[1] and not secret.exists()
     assert {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")} == before
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]
@@ -154,7 +152,7 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
     client = start("client", tmp_path, *flags, forbidden=[tmp_path / "server"])
     server, client = finish(server, client)
     assert "epsilon = inf (empirical only)" in client and "accuracy" in client
-    assert "(published); 100 queries answered" in server
+    assert "(published). 100 queries were answered" in server
     _, arrays = read_package(tmp_path / "exchange" / "upload", "upload")
     assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 16)}
     assert list((tmp_path / "exchange" / "loss").iterdir()) == []

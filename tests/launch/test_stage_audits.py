@@ -1,4 +1,4 @@
-"""The audits of a lifecycle have power: through the stage itself, halved noise and a forgotten clip are VIOLATED."""
+"""The audits of a lifecycle have power: run by the stage, halved noise and a forgotten clip are VIOLATED."""
 
 import importlib
 import pathlib
@@ -25,7 +25,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """What a stage is given after pre-training and fine-tuning, with the parameters of a fresh model from both."""
+    """Returns the input of a stage after pre-training and fine-tuning, with fresh parameters from both."""
     config = importlib.import_module("configs.lifecycle_digits").get_config()
     config.update_from_flattened_dict(SMALL)
     folder = pathlib.Path(tmp_path_factory.mktemp("before"))

@@ -1,4 +1,4 @@
-"""Configs of every launcher at a size that a test can pay for; `a__b` in `changes` is the field a.b."""
+"""Configs of every launcher, small enough for a test. `a__b` in `changes` is the field a.b."""
 
 import importlib
 from typing import Any
@@ -25,7 +25,6 @@ FINETUNE = {
 
 
 def finetune(**changes: Any) -> Any:
-    """The bundled digits."""
     return _config("digits_dpsgd", FINETUNE, changes)
 
 
@@ -45,7 +44,6 @@ PRETRAIN = {
 
 
 def pretrain(method: str = "dpadapter", **changes: Any) -> Any:
-    """The bundled digits."""
     return _config("pretrain.digits", PRETRAIN, changes, method)
 
 
@@ -64,7 +62,6 @@ ADAPT = {
 
 
 def adapt(**changes: Any) -> Any:
-    """The bundled digits."""
     return _config("tta.digits", ADAPT, changes)
 
 
@@ -86,7 +83,7 @@ SPLIT = {
     "client.copies": 2,
     "adaptation.epochs": 2,
     "baselines.epochs": 2,
-    # One of each kind: most of the time goes into compilation.
+    # One of each kind, since compilation takes most of the time.
     "methods": ("Linear probing", "Split Adaptation", "SA, noise once"),
     "stolen": ("Quantised frontend",),
     "ablation.shots": 3,
@@ -106,12 +103,11 @@ SPLIT = {
 
 
 def split(**changes: Any) -> Any:
-    """The bundled digits."""
     return _config("split.digits", SPLIT, changes)
 
 
 def dpadapter(**grid: Any) -> Any:
-    """One grid of the bundled digits."""
+    """Returns one grid of the bundled digits."""
     config = _config("dpadapter_table1", {}, {}, "digits")
     config.seeds = (0, 1)
     config.pretrain.model.name = "mlp"
@@ -170,7 +166,6 @@ LIFECYCLE = {
 
 
 def lifecycle(**changes: Any) -> Any:
-    """The bundled digits."""
     return _config("lifecycle_digits", LIFECYCLE, changes)
 
 
@@ -189,12 +184,11 @@ PREDICT = {
 
 
 def predict(**changes: Any) -> Any:
-    """The bundled digits."""
     return _config("predict.digits", PREDICT, changes)
 
 
 def recalibrate(**changes: Any) -> Any:
-    """The bundled digits under three shifts."""
+    """Returns the bundled digits under three shifts."""
     config = _config("recalibration.digits", {}, {})
     config.data.corruptions = ("clean", "contrast", "fog")
     config.model.options.hidden = (16,)

@@ -163,7 +163,7 @@ def test_an_upload_of_another_client_costs_nothing(client):
     write_package(client.shared / "upload", "upload", fields={}, arrays={})
     with pytest.raises(
         ValueError,
-        match=r"upload is of another client, .* Nothing was spent now, .* restore the ledger .* delete .*exchange",
+        match=r"upload is of another client, .* Nothing was spent now\. .* restore the ledger .* delete .*exchange",
     ):
         client.run()
     assert client.spends() == 0
@@ -277,10 +277,10 @@ def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monke
     assert sent.fields == kept.fields
     for name, array in kept.arrays.items():
         np.testing.assert_array_equal(sent.arrays[name], array)
-    with pytest.raises(ValueError, match="belongs to an experiment with another epsilon; use a new workdir"):
+    with pytest.raises(ValueError, match="belongs to an experiment with another epsilon\\. Use a new workdir"):
         client.run(mode=mode, epsilon=9.0)
     client.save(**{name: array[1:COUNT] for name, array in batch.items()})
-    with pytest.raises(ValueError, match="was begun with other images or labels; use a new workdir"):
+    with pytest.raises(ValueError, match=r"was started with other images or labels\. Use a new workdir"):
         client.run(mode=mode)
     assert (client.root / "secret_seed").stat().st_mode & 0o777 == 0o600
 
@@ -385,7 +385,7 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     assert kept[0].joinpath("manifest.json").read_bytes() == kept[1].joinpath("manifest.json").read_bytes()
     for path in root.glob("adapted-*"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"adapted is of another server or another upload; delete .*exchange with all"):
+    with pytest.raises(ValueError, match=r"adapted is of another server or another upload\. Delete .*exchange with"):
         run_server(config, root, client.shared, timeout=0.2)
 
 
