@@ -229,7 +229,7 @@ def test_another_run_in_the_workdir_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             fit(other, PARAMS, SOURCE, steps=4, **{**options, **changed})
-    with pytest.raises(ValueError, match="another data[.]"):
+    with pytest.raises(ValueError, match=r"another data[.]"):
         fit(trainer(), PARAMS, data.bundled("blobs").take(np.arange(1, 61)), steps=4, **options)
     with pytest.raises(ValueError, match="holds a run of 4 steps, more than steps=3"):
         fit(trainer(), PARAMS, SOURCE, steps=3, **options)
