@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
 
-# XLA reads these flags when JAX starts. Eight devices cost nothing measurable on one. LLVM compiles XLA's older code for
-# fusions a third faster.
+# XLA reads flags when JAX starts. Eight devices cost nothing measurable. Its older code for fusions compiles a third
+# faster.
 for flag in ("--xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"):
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-# The compiler's expensive passes take longer than the programs of the tests. CI of the hosting platform runs them as well.
+# The compiler's expensive passes take longer than the tests' programs. Public CI also runs the tests with them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # All workers, the programs that they start, and the next run share what was compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
@@ -31,7 +31,7 @@ import pytest
 # flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Nothing here makes garbage by the gigabyte. Collecting it takes a third of the time of imports, and a tenth of tracing.
+# The tests make little garbage. Looking for it takes a third of the time of imports, and a tenth of tracing.
 gc.freeze()
 gc.set_threshold(100_000, 50, 1000)
 
@@ -59,11 +59,6 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
     strict = request.path.is_relative_to(ROOT / "tests" / "transforms")
     with jax.numpy_dtype_promotion("strict") if strict else nullcontext():
         yield
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> None:
-    """Nothing."""
 
 
 @pytest.fixture(scope="module", autouse=True)

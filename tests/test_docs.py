@@ -37,7 +37,6 @@ def blocks(page, language):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("page", RUNNING, ids=title)
 def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for rows in page.parent.glob("*_rows.jsonl"):  # what a reader has from the commands of the page

@@ -21,8 +21,6 @@ from jaxdp.transforms.clip_rules import CLIP_RULES
 from launch import data as images
 from launch import frame
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # --- A clipping rule --------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     [block] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,6 @@ from jaxdp.audit import accuracy
 from jaxdp.data import from_arrays
 from jaxdp.privacy import GaussianDpEvent, epsilon
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED, DELTA = bytes(range(16)), 1e-5
 # Of class 0, which is always predicted, are rows 0, 1, 4, 5, ...
 SOURCE = from_arrays(features=np.ones((40, 1), np.float32), label=np.arange(40) // 2 % 2, num_classes=2)

@@ -17,7 +17,6 @@ from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.privacy import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, epsilon
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED = bytes(range(16))
 CLIP, MANY = 0.5, 3000
 FULL = epsilon(GaussianDpEvent(1.0), delta=1e-5)

@@ -26,7 +26,6 @@ from jaxdp.prediction import (
 from jaxdp.prediction import answers as answering
 from jaxdp.privacy import epsilon
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED, ROWS, CLIP = bytes(range(16)), 24, 0.1
 QUERY = np.float32(1.0)
 # A record (x, y) pushes the weight by the sign of y, and by CLIP / ROWS whatever x > 0 is.

@@ -15,7 +15,6 @@ import pytest
 from jaxdp.audit import recalibration as canaries
 from jaxdp.recalibration import AccT, HistogramBinning, NllT, Party
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
 SEED, CLASSES = bytes(range(16)), 3
 RNG = np.random.default_rng(0)

@@ -8,8 +8,6 @@ import pytest
 from jaxdp.audit.representations import psnr, ssim
 from jaxdp.data import bundled
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def pairs(height: int = 13, width: int = 12) -> tuple[np.ndarray, np.ndarray]:
     """Three colour images and what noise of growing strength makes of them; the last pair is unrelated."""

@@ -23,7 +23,6 @@ from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.method import entropy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 _spec = importlib.util.spec_from_file_location(
     "tiny_model", pathlib.Path(__file__).parents[1] / "tta" / "tiny_model.py"
 )

@@ -17,7 +17,6 @@ from jaxdp.privacy import epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms.noise import PrivatizeState, privatize
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, CLIP = 40, 1.5
 
 # Each schedule with its formula, in float64 and in the order of the docstring of `adp_alloc`.

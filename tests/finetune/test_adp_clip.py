@@ -14,7 +14,6 @@ from jaxdp.privacy import epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, FEATURES, PHYSICAL = 40, 5, 4
 
 

@@ -15,7 +15,6 @@ from jaxdp.files import write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import Checkpoints
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 BLOBS = data.bundled("blobs").take(np.arange(100))
 DAMAGED = 48
 

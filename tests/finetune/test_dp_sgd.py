@@ -17,7 +17,6 @@ from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import losses, noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, FEATURES, CLASSES = 40, 6, 3
 CLIP, SIGMA, RATE, MOMENTUM = 1.5, 0.7, 0.5, 0.9
 

@@ -16,7 +16,6 @@ from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, ANCHORS, PHYSICAL = 30, 14, 5
 SHAPES = {"a": (6,), "b": (3, 4), "c": (8,)}
 SIZE = 26

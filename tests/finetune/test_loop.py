@@ -22,7 +22,6 @@ from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROGRAM = pathlib.Path(__file__).with_name("killed_runs.py")
 _spec = importlib.util.spec_from_file_location("killed_runs", PROGRAM)
 killed_runs = importlib.util.module_from_spec(_spec)

@@ -17,7 +17,6 @@ from jaxdp.privacy.events import composition
 from jaxdp.release import digest
 from jaxdp.transforms import losses, noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
 
 

@@ -17,8 +17,6 @@ from jaxdp.tta.adapter import Adapter
 from launch import adapt, frame
 from tests.launch import golden, program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

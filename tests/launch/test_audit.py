@@ -12,7 +12,6 @@ import pytest
 from launch import audits
 from launch.audits.case import Case
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED = bytes(range(16))
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = audits.cases()

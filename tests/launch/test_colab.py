@@ -16,7 +16,6 @@ from configs import lifecycle_digits
 from jaxdp.privacy import Ledger
 from launch import colab
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 
@@ -25,7 +24,7 @@ NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory, quick_compilation):
+def executed(tmp_path_factory):
     """Executes the notebook. Returns its folder, and its cells with their outputs, by id."""
     folder = tmp_path_factory.mktemp("colab")
     (folder / "jaxdp").symlink_to(ROOT)  # cloned already

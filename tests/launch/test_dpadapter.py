@@ -12,8 +12,6 @@ from jaxdp.privacy import Ledger
 from launch import dpadapter, frame, results
 from tests.launch import golden, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -22,7 +22,6 @@ from launch import finetune as launched
 from launch import frame
 from tests.launch import golden, program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CELL = pathlib.Path("cells", "private")
 UNOPTIMISED = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"  # compiles faster

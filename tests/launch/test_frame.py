@@ -17,8 +17,6 @@ from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
 from tests.launch import program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 class Sum(NamedTuple):
     kind: str

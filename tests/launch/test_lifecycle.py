@@ -30,7 +30,6 @@ from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
 from tests.launch import golden, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 NAMES = [stage.name for stage in stages.STAGES]
@@ -159,7 +158,7 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     report = (copied / "report.html").read_text()
     (said,) = re.findall("<li>[^<]*certificates.html[^<]*</li>", report)
     assert said.count(".") == 4 and not re.search("[0-9]", said)
-    assert report.replace(f"{said}\n", "").replace('show&#34;: true', 'show&#34;: false') == plain
+    assert report.replace(f"{said}\n", "").replace("show&#34;: true", "show&#34;: false") == plain
     assert document.write(copied).name == "report.html" and apart.read_text() == text
 
     life.run(tiny.lifecycle(), copied)

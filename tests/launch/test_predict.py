@@ -22,7 +22,6 @@ from launch import frame, predict, teachers
 from launch.models import Dense
 from tests.launch import program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIGS = [
     ("blobs", ()),
     ("blobs", ("close",)),

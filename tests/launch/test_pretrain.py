@@ -15,7 +15,6 @@ from jaxdp.report import read_metrics
 from launch import frame, pretrain
 from tests.launch import golden, program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 TRAINING = pathlib.Path("cells", "dpadapter", "metrics.jsonl")
 
 

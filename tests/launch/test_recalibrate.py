@@ -15,8 +15,6 @@ from launch import frame, recalibrate
 from launch.simulation import Order
 from tests.launch import program, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHIFTS, METHODS = ("clean", "contrast", "fog"), ("Acc-T", "HB split", "one source", "none")
 PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
 

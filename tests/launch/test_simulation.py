@@ -25,7 +25,6 @@ from jaxdp.recalibration.protocol import Scale
 from launch import simulation
 from launch.simulation import Order, Setting, noise_of_sources, reach, simulate, unchanged
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 WIDE = Bracket(low=0.5, high=16.0)
 METHODS = [
     AccT(bracket=WIDE, iterations=3),

@@ -12,11 +12,9 @@ from jaxdp.privacy.events import composition
 from launch import data, frame, split, split_runs
 from tests.launch import golden, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("split")
     return root, frame.run(split.STUDY, tiny.split(), root)
 

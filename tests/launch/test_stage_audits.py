@@ -13,7 +13,6 @@ from jaxdp.transforms import noise
 from launch import models as networks
 from launch.lifecycle import parts, stages
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SMALL = {
     "model.options.widths": (8,),
     "finetune.augmult": 0,

@@ -8,8 +8,6 @@ from scipy import special
 
 from jaxdp import models
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TINY = {
     "mlp": ("mlp", {"hidden": (7, 5)}),
     "cnn": ("cnn", {"widths": (4, 8), "dense": 6}),

@@ -8,7 +8,6 @@ import pytest
 from jaxdp import data
 from jaxdp.pretrain import parameter_robustness, robust_accuracy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SOURCE = data.bundled("blobs").take(np.arange(103))
 RNG = np.random.default_rng(0)
 PARAMS = {

@@ -14,8 +14,6 @@ from scipy import special
 from jaxdp import models
 from jaxdp.models.vit import Product
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # A grid of 8x8 whose windows shift and one of 4x4, one window; a grid of 6x6 with nine windows.
 TWO_STAGES = {"patch_size": 2, "window": 4, "width": 8, "depths": (2, 2), "num_heads": (2, 4)}
 NINE_WINDOWS = {"patch_size": 2, "window": 2, "width": 6, "depths": (2,), "num_heads": (3,)} | {

@@ -8,8 +8,6 @@ import pytest
 
 from jaxdp.models.training import epoch_batches, fit_in_memory
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 # Five examples in batches of two: the last batch of an epoch has one.

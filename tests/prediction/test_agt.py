@@ -28,7 +28,6 @@ def _load(name):
 
 published, retraining = _load("reference_agt"), _load("retraining")
 QUICK = "jax_disable_most_optimizations"
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.pretrain import amp, dpadapter, sam
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 RNG = np.random.default_rng(0)
 GAMMA = {"global": 0.6, "per_tensor": 0.35}
 SIZES = {"w1": (4, 5), "b1": (5,), "w2": (5, 3)}

@@ -18,7 +18,6 @@ from jaxdp import data
 from jaxdp.pretrain import Batches, dpadapter, fit, sam
 from jaxdp.report import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED = bytes(range(16))
 SOURCE = data.bundled("blobs").take(np.arange(60))
 PARAMS = {"w": np.zeros((2, 4), np.float32), "b": np.zeros(4, np.float32)}

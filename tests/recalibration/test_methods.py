@@ -25,7 +25,6 @@ from jaxdp.recalibration import (
 )
 from jaxdp.recalibration.protocol import noise_scale, summands
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 RATIO = (math.sqrt(5) - 1) / 2
 SPACINGS = ("linear", "log")
 

@@ -42,7 +42,6 @@ from jaxdp.recalibration import (
 )
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = noise.stream(bytes(range(16)), "test")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
 ROOT = Path(__file__).parent.parent.parent

@@ -17,7 +17,6 @@ from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import to_json
 from jaxdp.transforms import losses
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 GOLDEN = json.loads(pathlib.Path(__file__).with_name("golden_charges.json").read_text())
 RNG = np.random.default_rng(0)
 

@@ -14,8 +14,6 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # --- Hilbert transform ------------------------------------------------------------------------------------------------
 
 

@@ -10,8 +10,6 @@ import pytest
 from jaxdp.models import MLP, Preprocessing, Swin, ViT
 from jaxdp.split.backbone import Backbone, two_thirds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SWIN = Swin(num_classes=3, patch_size=2, window=2, width=4, depths=(2, 1), num_heads=(2, 2), mlp_ratio=1)
 
 

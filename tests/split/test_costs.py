@@ -12,8 +12,6 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.costs import cost, count_macs
 from launch.measure import measure
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def backbone_of(model, size, channels, cut):
     return Backbone(model, Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels), cut)

@@ -42,8 +42,6 @@ from jaxdp.split.quantization import quantize_frontend, search_scales
 from jaxdp.split.server import adapt, adapt_by_client
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = noise.stream(bytes(range(16)), "test", impl="threefry2x32")
 DIRECTIONS, COPIES, PATCHES = 4, 2, 4
 

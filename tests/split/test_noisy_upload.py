@@ -43,8 +43,6 @@ from jaxdp.split.noisy_upload import (
 )
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")

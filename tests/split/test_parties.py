@@ -26,8 +26,6 @@ from jaxdp.split.package import read_package, write_package
 from launch import parties
 from launch.parties import run_client, run_server
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COUNT = 12
 

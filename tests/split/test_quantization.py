@@ -22,8 +22,6 @@ from jaxdp.split.quantization import (
     search_scales,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Few enough that roundings matter.
 BITS = 4
 CANDIDATES = 0.01 + 1.19 / 100 * np.arange(100)
@@ -97,7 +95,7 @@ def calibration(vit):
 
 
 @pytest.fixture(scope="module")
-def observed(vit, calibration, quick_compilation):
+def observed(vit, calibration):
     parts = [observe(vit.backbone, vit.params, *(x[i : i + 2] for x in calibration)) for i in (0, 2)]
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
@@ -170,7 +168,7 @@ def test_one_backward_pass_has_the_gradients_of_every_site_on_its_own(vit, calib
 
 
 @pytest.fixture(scope="module")
-def scales(vit, calibration, quick_compilation):
+def scales(vit, calibration):
     return search_scales(vit.backbone, vit.params, *calibration, bits=BITS, batch_size=2)
 
 

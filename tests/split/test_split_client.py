@@ -15,8 +15,6 @@ from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import augment_then_noise, noise_then_augment
 from jaxdp.transforms import noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 ALPHA = 0.05

@@ -22,8 +22,6 @@ from jaxdp.split.server import (
     tune_backend,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 # --- Data and frontends -----------------------------------------------------------------------------------------------

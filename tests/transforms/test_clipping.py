@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxdp
 from jaxdp.transforms import clipping
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 

@@ -13,8 +13,6 @@ import jaxdp
 from jaxdp import losses, models
 from jaxdp.transforms import boxes, intervals
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def box(tree, radius):
     return jaxdp.Interval(jax.tree.map(lambda x: x - radius, tree), jax.tree.map(lambda x: x + radius, tree))

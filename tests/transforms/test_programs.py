@@ -21,8 +21,6 @@ from jax import lax
 import jaxdp
 from jaxdp.transforms import sites, walker
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROGRAMS = 3_000 if os.environ.get("JAXDP_SLOW") == "1" else 100
 FIRST = int(os.environ.get("JAXDP_SEED", "0"))
 BATCH = 4

@@ -22,7 +22,6 @@ def _load(name):
     return module
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 tiny = _load("tiny_model")
 LN = math.log(tiny.CLASSES)
 SGD = optax.sgd(0.1, momentum=0.9)

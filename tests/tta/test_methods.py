@@ -31,7 +31,6 @@ def _load(name):
     return module
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 tiny = _load("tiny_model")
 published = tiny.published
 LN = math.log(tiny.CLASSES)

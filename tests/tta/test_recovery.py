@@ -25,7 +25,6 @@ _spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED, SIGMA = bytes(range(16)), 2.0
 EVENT = GaussianDpEvent(SIGMA)

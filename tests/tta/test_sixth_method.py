@@ -10,7 +10,6 @@ import pytest
 
 from jaxdp import tta
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 _spec = importlib.util.spec_from_file_location("test_methods", pathlib.Path(__file__).with_name("test_methods.py"))
 methods = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(methods)
