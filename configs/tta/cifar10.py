@@ -6,7 +6,7 @@ r"""Test-time adaptation of a small ViT to CIFAR-10 under 15 corruptions of seve
 
 The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's training images. The second reads one
 of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's nn.TransformerEncoder (73.7% clean). Results
-and times: BUILD_NOTES.md, "Test-time adaptation". On CPU, set the environment variables MALLOC_TRIM_THRESHOLD_ and
+and times: docs/results/tta.md. On CPU, set the environment variables MALLOC_TRIM_THRESHOLD_ and
 MALLOC_MMAP_THRESHOLD_ to 8589934592. Otherwise glibc returns memory after every step, which may cost half of the time.
 """
 

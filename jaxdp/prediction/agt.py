@@ -9,7 +9,7 @@ Training" (ICML 2025, arXiv:2406.13433). One compiled program covers all distanc
 4. `_train` runs all batches, for all k.
 5. `certify` finds the predictions that no parameters in the box change (Lemma 4.4).
 
-T1..T10 are derivations in BUILD_NOTES.md, with the proofs of soundness and of the 1-Lipschitz stable distance.
+docs/design/prediction.md has the derivations T1 to T10 and the proof that the stable distance is 1-Lipschitz.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@
     copies = augment_then_noise(key, x, laplace_scale=0.8)             # section 3.5: Eq. 13, then Laplace on every copy
     copies = noise_then_augment(key, x, laplace_scale=0.8)             # our advice: one noisy copy, augmented
 
-Neither order has a privacy guarantee (BUILD_NOTES.md, "Split adaptation"). `jaxdp.split.noisy_upload` has one.
+Neither order has a privacy guarantee (docs/design/split.md). `jaxdp.split.noisy_upload` has one.
 """
 
 import functools

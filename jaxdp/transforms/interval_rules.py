@@ -1,7 +1,7 @@
 """The rules of `jaxdp.interval`, one per primitive, simple ones first.
 
 Every rule is inclusion-isotonic, because endpoints come from monotone formulas. The choice of a formula depends on
-shapes and on the structure of the function, never on endpoints. BUILD_NOTES.md has the derivations T1 to T3.
+shapes and on the structure of the function, never on endpoints. docs/design/prediction.md has the derivations T1 to T3.
 """
 
 import functools
