@@ -98,6 +98,8 @@ def _cells(config: Any) -> Iterator[Cell]:
     for name, grid in config.grids.items():
         for field, choices in (("upstreams", upstreams), ("methods", config.methods), ("sets", config.sets)):
             frame.known(f"grids.{name}.{field}", grid[field], choices)
+        for key, *pair in grid.comparisons:
+            frame.known(f"grids.{name}.comparisons", pair, config.methods if key == "method" else upstreams)
     for seed in config.seeds:
         for grid in config.grids.values():
             for dataset in grid.sets:
@@ -162,7 +164,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     grids = {}
     for name, grid in config.grids.items():
         mine = _of_grid(rows, grid)
-        grids[name] = {"table": layout(mine, grid), "differences": [_difference(mine, *c) for c in grid.comparisons]}
+        # A grid with fewer methods or upstreams has fewer comparisons.
+        compared = [c for c in grid.comparisons if {*c[1:]} <= {*grid.upstreams, *grid.methods}]
+        grids[name] = {"table": layout(mine, grid), "differences": [_difference(mine, *c) for c in compared]}
     return {"seeds": len(config.seeds), "grids": grids, "upstreams": upstreams}
 
 

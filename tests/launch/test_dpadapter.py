@@ -49,12 +49,21 @@ def test_a_finished_table_takes_more_seeds_and_computes_nothing_again(finished, 
     config, root, result = finished
     again = shutil.copytree(root, tmp_path / "again")
     before = {p: p.stat().st_mtime_ns for p in [*again.rglob("row.json"), *again.glob("upstream/**/result.json")]}
-    more = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), figures=False)
+    compared = (("upstream", "none", "standard"), ("method", "DP-SGD", "GEP"))
+    more = tiny.dpadapter(methods=("DP-SGD",), upstreams=("none",), figures=False, comparisons=compared)
     more.seeds = (0, 1, 2)
     found = frame.run(dpadapter.STUDY, more, again)
     assert {row["seed"] for row in rows_of(again)} == {0, 1, 2} and found["seeds"] == 3
+    assert found["grids"]["small"]["differences"] == []  # the grid has one method and one upstream
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert frame.run(dpadapter.STUDY, config, again) == result
+
+
+def test_a_comparison_of_an_unknown_name_is_refused_first(tmp_path):
+    config = tiny.dpadapter(comparisons=(("method", "DP-SGD", "DP-SDG"),))
+    with pytest.raises(ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of AdpAlloc, "):
+        frame.run(dpadapter.STUDY, config, tmp_path)
+    assert not list(tmp_path.rglob("ledger.sqlite*"))
 
 
 def test_an_interrupted_cell_resumes_and_pays_once(tmp_path, monkeypatch):
