@@ -11,8 +11,8 @@ It needs an accelerator. Not run by us. On CPUs
 
 runs the same grids with a small CNN on 16x16 images: 8000 public images of CIFAR-100, and 5000 private images of each
 of CIFAR-10, Fashion-MNIST and MNIST. It takes about an hour per seed on one core. Start it twice to use two. It stops
-and resumes at any cell. configs/dpadapter_table1.py:digits takes two minutes, on bundled data. docs/results/dpadapter.md
-has the results of a run with USPS in place of MNIST.
+and resumes at any cell. configs/dpadapter_table1.py:digits takes two minutes, on bundled data. The page
+docs/results/dpadapter.md has the results of a run with USPS in place of MNIST.
 
 The grid "table1" is the paper's table, "gamma" its Figures 2, 5 and 6. "equal_norm" has perturbations of one length
 from large and from small batches, which the paper does not separate. "beyond" has other ways to more accuracy at the

@@ -61,7 +61,7 @@ def test_a_finished_table_takes_more_seeds_and_computes_nothing_again(finished, 
 
 def test_a_comparison_of_an_unknown_name_is_refused_first(tmp_path):
     config = tiny.dpadapter(comparisons=(("method", "DP-SGD", "DP-SDG"),))
-    with pytest.raises(ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of AdpAlloc, "):
+    with pytest.raises(ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of Adp"):
         frame.run(dpadapter.STUDY, config, tmp_path)
     assert not list(tmp_path.rglob("ledger.sqlite*"))
 
