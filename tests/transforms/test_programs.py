@@ -2,7 +2,7 @@
 
 A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers `i`. Weights pass
 through random functions before they meet data, and meet it in every way that the generator supports. A failure
-prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 100, and JAXDP_SEED=n starts at program n.
+prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 50, and JAXDP_SEED=n starts at program n.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax import lax
 import jaxdp
 from jaxdp.transforms import sites, walker
 
-PROGRAMS = 3_000 if os.environ.get("JAXDP_SLOW") == "1" else 100
+PROGRAMS = 3_000 if os.environ.get("JAXDP_SLOW") == "1" else 50
 FIRST = int(os.environ.get("JAXDP_SEED", "0"))
 BATCH = 4
 INDEX_TYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32")
