@@ -241,7 +241,7 @@ def test_a_schedule_that_turns_negative_is_no_privacy(truncated):
     sampler = data.PoissonSampler(N, 0.5, truncated_batch_size=truncated)
     trainer = trainer_of(sampler, falling, 1.5)
     assert composition(trainer.event(0, 4)) == composition(schedule_event(falling, 1.5, sampler, 4))
-    with pytest.raises(ValueError, match=r"noise_multiplier\(4\)=-0.5"):
+    with pytest.raises(ValueError, match=r"noise_multiplier\(4\) must be at least 0, got -0.5"):
         trainer.event(0, 5)
     for steps in (5, 7):
         assert epsilon(schedule_event(falling, 1.5, sampler, steps), delta=1e-5) == math.inf

@@ -152,7 +152,7 @@ def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_p
     with pytest.raises(FileNotFoundError, match=r"File .* does not exist.*val_images, .*--config.data.path="):
         load(medmnist_config(tmp_path / "octmnist.npz"))
     medmnist(tmp_path / "octmnist.npz", leave_out=("val_labels",))
-    with pytest.raises(ValueError, match=r"has no array val_labels. It has .*\. It should hold val_images, "):
+    with pytest.raises(ValueError, match=r"has no array val_labels. It has .*\. Make it again with val_images, "):
         load(medmnist_config(tmp_path / "octmnist.npz"))
 
 

@@ -117,7 +117,7 @@ def test_a_wrong_config_costs_nothing(client, changes, match):
 def test_wrong_images_cost_nothing(client, batch):
     image, label = batch["image"], batch["label"]
     for arrays, match in (
-        ({"image": image}, r"images.npz has no array label; it has image\. Make it again"),
+        ({"image": image}, r"images.npz has no array label. It has image\. Make it again"),
         ({"image": image[:1], "label": label[:1]}, "one image has no neighbours, which must give 4 patches"),
         ({"image": image[:0], "label": label[:0]}, r"images must be \[n, 8, 8, 1\] with n >= 1"),
         ({"image": image, "label": label[1:]}, "labels must be 17 integers, one per image"),
