@@ -40,8 +40,11 @@ hypothesis.settings.register_profile("jaxdp", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("jaxdp")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and say why."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `make parity` runs. Skips what this machine cannot run, and says why."""
+    if "parity" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("parity")])
+        items[:] = [item for item in items if not item.get_closest_marker("parity")]
     skip_download = pytest.mark.skip(reason="set JAXDP_DATA_DIR to a TFDS directory")
     skip_gpu = pytest.mark.skip(reason="JAX finds no GPU")
     for item in items:
