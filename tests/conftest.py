@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -13,8 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
 
 # XLA reads flags when JAX starts. Eight devices cost nothing measurable. Its older code for fusions compiles a third
-# faster.
-for flag in ("--xla_force_host_platform_device_count=8", "--xla_cpu_use_fusion_emitters=false"):
+# faster. Later releases do not have it, and stop at a flag that they do not know.
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+for flag in FLAGS:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 # The compiler's expensive passes take longer than the tests' programs. Public CI also runs the tests with them.
