@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test docs lint format bench faults clean
+.PHONY: demo check test parity docs lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -21,6 +21,10 @@ check: $(VENV)/.test
 
 test: $(VENV)/.test
 	$(PYTEST) --durations=25
+
+# Torch, transformers and timm are large: they have an environment of their own.
+parity: .venv-parity/.parity
+	.venv-parity/bin/python -m tests.parity --output docs/results/parity.md
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -60,6 +64,11 @@ $(VENV)/.docs: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --group docs
 	@touch $@
 
+.venv-parity/.parity: pyproject.toml
+	$(MAKE) VENV=.venv-parity .venv-parity/.run
+	.venv-parity/bin/python -m pip install --quiet --group test --group parity
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-parity build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in public namings, with the logits of the libraries that publish in them.
 
 `python tests/golden/make_checkpoints.py` (needs `pip install --group parity`) rewrites tests/golden/checkpoints.
-tests/models/test_checkpoints.py reads them without those libraries, and calls `write` if they are installed.
+tests/models/test_checkpoints.py reads them without those libraries, and calls `write` in `make parity`.
 """
 
 import sys

@@ -300,7 +300,7 @@ def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
         lambda path, x: 3 * x + 0.5 if "conv" in str(path) and path[-1].key == "kernel" else x, params
     )
     expected, found = (model.apply({"params": p}, images) for p in (params, moved))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # float32 loses a digit to the shift
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
 
 

@@ -1,0 +1,96 @@
+"""The files around the code: workflows, make targets, the citation, the hooks. What they name exists."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jaxdp
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.MULTILINE))
+
+
+def steps(workflow):
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def unknown(command):
+    """Returns what a shell command names and the project does not have: targets, groups, modules, files."""
+    missing = {f"make {name}" for name in re.findall(r"\bmake ([a-z]\w*)", command) if name not in TARGETS}
+    groups = re.findall(r"--group (\w+)", command)
+    missing |= {f"--group {name}" for name in groups if name not in PYPROJECT["dependency-groups"]}
+    modules = re.findall(r"-m ((?:jaxdp|launch|tests|benchmarks)\.[\w.]+\w)", command)
+    missing |= {f"-m {name}" for name in modules if importlib.util.find_spec(name) is None}
+    files = re.findall(r"(?<![\w/.$-])((?:\.ci|docs|tests|benchmarks|configs|launch)/[\w/.]+\w)", command)
+    return missing | {name for name in files if not (ROOT / name).exists()}
+
+
+def test_the_check_of_names_can_fail():
+    bad = "make nonsense && pip install --group no -m tests.no\n.ci/no && cat docs/no.md"
+    assert unknown(bad) == {"make nonsense", "--group no", "-m tests.no", ".ci/no", "docs/no.md"}
+    assert unknown("make test WORKERS=4; .ci/run; pip install --group test; python -m tests.parity") == set()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_exists_and_may_only_read(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["name"] == path.stem and workflow[True]  # YAML reads the key `on` as a boolean
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all(0 < job["timeout-minutes"] <= 60 for job in workflow["jobs"].values())
+    assert {key for step in steps(workflow) for key in ("run", "uses") if key in step} == {"run", "uses"}
+    for step in steps(workflow):
+        assert unknown(step.get("run", "")) == set()
+        assert re.fullmatch(r"actions/(checkout|setup-python)@v\d+", step.get("uses", "actions/checkout@v1"))
+
+
+def test_the_workflows_cover_the_oldest_and_newest_python_that_the_package_names():
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    pattern = r"Programming Language :: Python :: (3\.\d+)"
+    named = [match[1] for name in PYPROJECT["project"]["classifiers"] if (match := re.fullmatch(pattern, name))]
+    assert PYPROJECT["project"]["requires-python"] == f">={named[0]}"
+    assert set(re.findall(r'python: "([\d.]+)"', text)) == {named[0], named[-1]}
+    assert {path.stem for path in WORKFLOWS} == {"tests", "dependencies", "docs", "wheel", "parity"}
+
+
+def test_the_makefile_and_the_pages_name_what_exists():
+    assert {"check", "test", "docs", "parity", "lint", "format", "bench", "faults"} <= TARGETS
+    recipes = "".join(line for line in MAKEFILE.splitlines(keepends=True) if "VENV=" not in line)
+    assert unknown(recipes) == set()
+    assert set(re.search(r"^\.PHONY: (.*)", MAKEFILE, flags=re.MULTILINE)[1].split()) == TARGETS
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"):
+        text = (ROOT / name).read_text()
+        quoted = "\n".join(re.findall("`([^`\n]+)`", text))
+        assert {missing for missing in unknown(quoted) if not re.search(r"/x(\.py)?$", missing)} == set()
+        assert not [link for link in re.findall(r"\]\(([^):#]+)\)", text) if not (ROOT / link).exists()]
+
+
+def test_the_hooks_run_tools_of_the_lint_group():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    tools = {name.split(">=")[0] for name in PYPROJECT["dependency-groups"]["lint"]}
+    local, public = hooks["repos"]
+    assert {hook["entry"].split()[0] for hook in local["hooks"]} == tools == {"ruff", "mypy"}
+    assert all(hook["language"] == "system" for hook in local["hooks"])
+    assert re.fullmatch(r"v\d+\.\d+\.\d+", public["rev"])
+
+
+def test_the_citation_is_that_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == jaxdp.__version__
+    assert citation["license"] == PYPROJECT["project"]["license"]
+    assert citation["authors"] == PYPROJECT["project"]["authors"]
+    assert len({reference["title"] for reference in citation["references"]}) == 5
+    assert not {"doi", "url", "repository-code"} & set(citation)
+
+
+def test_the_package_says_that_it_is_typed():
+    """tests/test_wheel.py looks for the file in the wheel."""
+    assert (ROOT / "jaxdp" / "py.typed").exists()
+    assert "Typing :: Typed" in PYPROJECT["project"]["classifiers"]
