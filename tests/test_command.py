@@ -168,6 +168,7 @@ def test_mistakes_are_sentences(path, tmp_path, arguments, words):
     assert not (tmp_path / "missing.sqlite").exists()
 
 
+@pytest.mark.slow
 def test_the_command_is_installed(path):
     command = pathlib.Path(sys.executable).with_name("jaxdp")
     start = [str(command)] if command.exists() else [sys.executable, "-m", "jaxdp.command"]

@@ -86,6 +86,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site):
     packages = ["files", *(name for name in jaxdp.__all__ if hasattr(getattr(jaxdp, name), "__path__"))]
     for package in packages:
@@ -101,6 +102,7 @@ def test_the_reference_has_every_public_name(site):
     assert not [name for name in jaxdp.__all__ if not name.startswith("_") and f"jaxdp.{name}" not in index]
 
 
+@pytest.mark.slow
 def test_a_reader_needs_no_network(site):
     loaded = r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*\bhref=["']?(?:https?:)?//"""
     pages = list(site.rglob("*.html"))
@@ -187,6 +189,7 @@ def test_files_in_the_text_exist():
     assert not [(page, path) for page, path in sorted(named) if path not in made_up and not (ROOT / path).is_file()]
 
 
+@pytest.mark.slow
 def test_names_of_jax_privacy_in_the_migration_table_exist():
     page = DOCS / "migration.md"
     [version] = re.findall(r"jax_privacy (\d[\d.]*\d)", page.read_text())

@@ -39,6 +39,7 @@ def loss(params, example):
     return jnp.vdot(params["w"], example["features"])
 
 
+@pytest.mark.slow
 def test_a_clipping_rule_reaches_every_engine_and_trainer(monkeypatch):
     monkeypatch.setitem(CLIP_RULES, "half", Half())
     examples = data.from_arrays(
@@ -57,6 +58,7 @@ def test_a_clipping_rule_reaches_every_engine_and_trainer(monkeypatch):
     assert trainer.query.sensitivity("add_remove") == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(finetune.METHODS))
 def test_no_contribution_exceeds_the_sensitivity_under_a_rule_of_ones_own(monkeypatch, method):
     monkeypatch.setitem(CLIP_RULES, "half", Half())
@@ -88,6 +90,7 @@ class Confident(tta.Method):
         return jax.nn.softmax(sample.logits).max() > 0.5
 
 
+@pytest.mark.slow
 def test_a_method_adapts_privately_and_is_served(monkeypatch):
     monkeypatch.setitem(tta.METHODS, "Confident", Confident)
     params = {"norm": {"scale": jnp.ones(4), "bias": jnp.zeros(4)}}
@@ -156,6 +159,7 @@ STUDY = frame.Study(
 )
 
 
+@pytest.mark.slow
 def test_a_stage_pays_once_and_its_study_runs_in_the_frame(tmp_path):
     shared = {"source": "bundled", "name": "digits", "split_seed": 0, "parts": {"private": 0.5}}
     config = ConfigDict({"data": shared, "epsilons": (0.5, 50.0)})
@@ -166,6 +170,7 @@ def test_a_stage_pays_once_and_its_study_runs_in_the_frame(tmp_path):
     assert "## Errors" in (tmp_path / "tables.md").read_text() and not list(tmp_path.rglob("secret_seed"))
 
 
+@pytest.mark.slow
 def test_its_audit_has_power():
     """Honest noise is consistent with the claim. An eighth of it is VIOLATED.
 

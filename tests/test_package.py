@@ -102,6 +102,7 @@ for name in ("tensorflow", "tensorflow_datasets", "torch"):
     assert result.stdout == "" and result.stderr == ""
 
 
+@pytest.mark.slow
 def test_every_public_name_loads_without_tensorflow(run_in_subprocess):
     code = """
 import sys

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     [block] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -27,6 +28,7 @@ def test_the_readme_is_one_page_whose_links_exist():
     assert not [target for target in targets if not (ROOT / target).is_file()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -30,12 +30,14 @@ def without_a_full_stop(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(message)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [without_a_verb, without_a_full_stop])
 def test_sentences(check):
     found = {str(path.relative_to(ROOT)): list(check(ast.parse(path.read_text()))) for path in CODE}
     assert len(found) > 150 and not {path: lines for path, lines in found.items() if lines}
 
 
+@pytest.mark.slow
 def test_the_checks_can_fail():
     tree = ast.parse('def f(x):\n    """The sum."""\n    raise ValueError(f"x must be positive, got {x}")')
     assert list(without_a_verb(tree)) == ["line 1: f: The sum."] and not list(without_a_full_stop(tree))

@@ -36,6 +36,7 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
 
 
+@pytest.mark.slow
 def test_every_launcher_can_be_imported(installed, tmp_path):
     code = """
 import importlib, pathlib, pkgutil
@@ -52,6 +53,7 @@ assert len(found) > 30
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["configs/digits_dpsgd.py", "configs/pretrain/digits.py:sam"])
 def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path, config):
     """Configs import each other, and the name of a config is looked up in the package."""

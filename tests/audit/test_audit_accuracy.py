@@ -29,6 +29,7 @@ def audit(*, sigma=1.0, trials=2000, **options):
     return accuracy.audit_accuracy(predict, PARAMS, SOURCE, noise_multiplier=sigma, trials=trials, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
 def test_an_estimate_passes_and_most_of_epsilon_is_found(adjacency):
     found = audit(adjacency=adjacency)
@@ -36,6 +37,7 @@ def test_an_estimate_passes_and_most_of_epsilon_is_found(adjacency):
     assert 0.5 * found.upper < found.lower <= found.upper < found.ceiling
 
 
+@pytest.mark.slow
 def test_a_replaced_example_is_charged_twice_what_it_can_show():
     once, replaced = audit(), audit(adjacency="replace_one")
     assert replaced.upper == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=DELTA))

@@ -62,6 +62,7 @@ def test_worst_case_gradients_are_orthogonal_and_of_the_norm():
     np.testing.assert_array_equal(grads["direction"], 2.5 * np.eye(3))
 
 
+@pytest.mark.slow
 def test_one_run_passes_and_finds_much_of_epsilon():
     audit = one_run(trainer_of(MANY), claim="gaussian")
     assert audit.upper == pytest.approx(FULL)
@@ -69,11 +70,13 @@ def test_one_run_passes_and_finds_much_of_epsilon():
     assert audit.trials == MANY and not audit.violated
 
 
+@pytest.mark.slow
 def test_one_run_catches_half_the_noise(half_the_noise):
     audit = one_run(trainer_of(MANY), confidence=0.95, claim="gaussian")
     assert audit.violated and audit.upper == pytest.approx(FULL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_one_run_of_sampled_steps_and_its_forgotten_clip(broken):
     trainer = trainer_of(MANY, probability=0.2)
@@ -93,6 +96,7 @@ def recording(released):
     return optax.GradientTransformation(lambda params: (), update)
 
 
+@pytest.mark.slow
 def test_canaries_among_other_examples():
     """Rows name the canaries; the others are in every run, and are not scored."""
     released = []
@@ -155,6 +159,7 @@ def silent_in(trainer, name):
 SMALL, LARGE, OTHER = (0.0, 0.01, 0.0, 0.0), (0.0, 0.0, 5.0, 0.0), (0.01, 0.0, 0.0, -5.0)
 
 
+@pytest.mark.slow
 def test_a_step_shows_the_canary_that_changes_it_most():
     trainer = trainer_of(100, probability=0.1, loss=two_tensors)
     audit = audit_step(trainer, SMALL, LARGE)
@@ -164,6 +169,7 @@ def test_a_step_shows_the_canary_that_changes_it_most():
     assert audit_step(trainer, SMALL).lower < 0.1 * FULL
 
 
+@pytest.mark.slow
 def test_a_step_under_replace_one_is_charged_for_both_records():
     trainer = trainer_of(100, probability=0.1, loss=two_tensors)
     audit = audit_step(trainer, LARGE, SMALL, [-x for x in LARGE], adjacency="replace_one")
@@ -171,24 +177,28 @@ def test_a_step_under_replace_one_is_charged_for_both_records():
     assert audit.verdict == "consistent" and audit.lower > FULL
 
 
+@pytest.mark.slow
 def test_a_tensor_without_noise_is_found_by_the_canary_that_hits_it():
     """The two candidates change the sum by the same norm; one of them in the tensor that has no noise as well."""
     audit = audit_step(silent_in(trainer_of(100, probability=0.1, loss=two_tensors), "one"), LARGE, OTHER)
     assert audit.verdict == "VIOLATED" and audit.lower > 0.9 * audit.ceiling
 
 
+@pytest.mark.slow
 def test_others_in_the_batch_and_steps_before_change_nothing():
     trainer = trainer_of(100, probability=0.1, loss=two_tensors, optimizer=optax.adam(0.1))
     audit = audit_step(trainer, LARGE, OTHER, SMALL, rows=[0], others=[1, 2], step=3)
     assert audit.verdict == "consistent" and audit.lower > 0.35 * FULL
 
 
+@pytest.mark.slow
 def test_runs_of_a_step_have_noise_of_their_own_and_repeat_from_a_seed():
     trainer = trainer_of(100, probability=0.1, loss=two_tensors)
     found = [audit_step(trainer, LARGE, seed=seed) for seed in (SEED, SEED, SEED[::-1])]
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
 def test_bad_arguments_of_a_step_are_refused():
     trainer = trainer_of(100, probability=0.1, loss=two_tensors)
     with pytest.raises(ValueError, match="rows must name at least 2 examples under 'replace_one', got 1"):

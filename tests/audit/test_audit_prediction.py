@@ -82,6 +82,7 @@ def audit(
 
 
 # Rounding Cauchy noise makes no use of some of its epsilon: log((1 - p) / p) is 0.63 there.
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "least"), [("randomised_response", 0.8), ("smooth_cauchy", 0.5)])
 def test_private_answers_pass_where_a_record_flips_the_label(mechanism, least):
     found = audit(records(10, 10), mechanism=mechanism)
@@ -89,6 +90,7 @@ def test_private_answers_pass_where_a_record_flips_the_label(mechanism, least):
     assert least < found.lower <= found.upper
 
 
+@pytest.mark.slow
 def test_half_the_noise_is_caught(monkeypatch):
     whole = METHODS["randomised_response"].answer
     half = functools.wraps(whole)(lambda *args, epsilon, **kwargs: whole(*args, epsilon=2 * epsilon, **kwargs))
@@ -101,6 +103,7 @@ def test_half_the_noise_is_caught(monkeypatch):
 SPARSE = functools.partial(train, ks=(0, 10))
 
 
+@pytest.mark.slow
 def test_distances_counted_on_a_sparse_grid_pass():
     """With a surplus of 11 records of a label, 10 changes do not flip it; with one of 10, they may."""
     assert [int(certify(SPARSE(records(5, n)), apply_fn, QUERY[None]).distance[0]) for n in (15, 16)] == [0, 1]
@@ -108,6 +111,7 @@ def test_distances_counted_on_a_sparse_grid_pass():
     assert 0.3 < found.lower <= found.upper
 
 
+@pytest.mark.slow
 def test_distances_read_off_a_sparse_grid_are_caught(monkeypatch):
     """The distance itself, not its number on the grid, jumps by 10 between neighbours: no sensitivity is smooth."""
 
@@ -121,6 +125,7 @@ def test_distances_read_off_a_sparse_grid_are_caught(monkeypatch):
         assert found.violated and found.upper == pytest.approx(1.0, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_clip_that_training_forgets_is_caught():
     """Boxes for clipped gradients around a model that was trained with others."""
 
@@ -135,6 +140,7 @@ def test_a_clip_that_training_forgets_is_caught():
     assert not audit(records(16, 4)).violated
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_audited_by_its_vote():
     def members(data):
         parts = [{name: leaf[i::3] for name, leaf in data.items()} for i in range(3)]
@@ -149,6 +155,7 @@ def test_a_replaced_record_is_two_changes():
     assert 1.4 < found.lower <= found.upper == pytest.approx(2.0, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "least"), [("cauchy_values", 0.5), ("laplace_values", 0.3)])
 def test_values_are_audited_by_the_ranges_in_which_they_are_heard(mechanism, least):
     found = audit(records(10, 10), mechanism=mechanism, apply_fn=surplus, output_range=(-1.0, 1.0))
@@ -195,6 +202,7 @@ def pate_audit(*, sigma=1.0, **options):
     return canaries.audit_answers(ask, cost, QUERY, undecided, CANDIDATES, claim="gaussian", **options)
 
 
+@pytest.mark.slow
 def test_pate_passes_and_much_of_mu_is_found():
     found = pate_audit()
     claimed = ConfidentGNMax(threshold=-20.0, sigma_threshold=10.0, sigma_votes=1.0).event(1, max_answers=1)
@@ -202,6 +210,7 @@ def test_pate_passes_and_much_of_mu_is_found():
     assert 0.6 * found.upper < found.lower <= found.upper < found.ceiling
 
 
+@pytest.mark.slow
 def test_pate_with_half_the_noise_is_caught():
     found = dataclasses.replace(pate_audit(sigma=0.5), upper=pate_audit(trials=2).upper)
     assert found.verdict == "VIOLATED"

@@ -35,6 +35,7 @@ def half_the_noise(monkeypatch):
     monkeypatch.setattr(MODULE, "noise_scale", noise_scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adjacency"), [(HistogramBinning(bins=2), "add_remove"), (AccT(iterations=1), "replace_one")]
 )
@@ -44,6 +45,7 @@ def test_private_answers_pass_and_much_of_epsilon_is_found(method, adjacency):
     assert 0.3 * found.upper < found.lower <= found.upper
 
 
+@pytest.mark.slow
 def test_half_the_noise_is_caught(half_the_noise):
     found = audit(HistogramBinning(bins=2), epsilon=2.0, trials=800)
     assert found.violated and found.upper == 2.0
@@ -57,6 +59,7 @@ class Unbounded(NllT):
         return dataclasses.replace(NllT(), bound=1e6).summand(k, records, temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [NllT, Unbounded])
 def test_a_clip_passes_and_a_forgotten_one_is_caught(kind):
     lost = np.array([[1000, 0, 0], [0, 0, 0]], np.float32), np.array([1, 0])
@@ -65,6 +68,7 @@ def test_a_clip_passes_and_a_forgotten_one_is_caught(kind):
     assert found.upper == 2.0 and found.violated == (kind is Unbounded)
 
 
+@pytest.mark.slow
 def test_a_source_of_one_record_that_may_be_null():
     none = np.zeros((0, CLASSES), np.float32), np.zeros(0, np.int32)
     found = canaries.audit_source(
@@ -73,6 +77,7 @@ def test_a_source_of_one_record_that_may_be_null():
     assert 0.25 < found.lower / 2.0 <= 1
 
 
+@pytest.mark.slow
 def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
     undecided = np.zeros((2, CLASSES), np.float32), np.array([0, 1])
     terms = {"epsilon": 8.0, "trials": 100, "adjacency": "replace_one"}
@@ -81,6 +86,7 @@ def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
     assert audit(NllT(bound=10.0, iterations=1), candidates=sure, **terms).lower > 1.0
 
 
+@pytest.mark.slow
 def test_conversations_of_one_call_are_those_of_single_calls_each_with_noise_of_its_own():
     """The claim is of one conversation; a call makes many."""
     terms = {"epsilon": 2.0, "adjacency": "add_remove"}

@@ -24,6 +24,8 @@ from jaxdp.data import bundled
 from jaxdp.models import Preprocessing, ViT
 from jaxdp.split.backbone import Backbone
 
+pytestmark = pytest.mark.slow
+
 MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
 BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 EXTRACT = BACKBONE.front

@@ -51,6 +51,7 @@ def audit(adapter, *, trials=240, adjacency="zero_out", **options):
     return canaries.audit_stream(adapter, BATCH, CANDIDATES, trials=trials, adjacency=adjacency, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["zero_out", "replace_one"])
 def test_a_private_stream_passes_and_most_of_epsilon_is_found(adjacency):
     sigma = {"zero_out": SIGMA, "replace_one": 2 * SIGMA}[adjacency]
@@ -60,12 +61,14 @@ def test_a_private_stream_passes_and_most_of_epsilon_is_found(adjacency):
     assert found.trials == 480 and not found.violated
 
 
+@pytest.mark.slow
 def test_half_the_noise_is_caught(monkeypatch):
     monkeypatch.setattr(jaxdp.tta.adapter, "gaussian", lambda key, tree, std: gaussian(key, tree, std / 2))
     found = audit(adapter_of(optimizer=optax.sgd(1.0)))
     assert found.violated and found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
 
 
+@pytest.mark.slow
 def test_a_forgotten_clip_is_caught(monkeypatch):
     def unclipped(loss, *, clip_norm, **options):
         return clipped_grad(loss, clip_norm=1e6 * clip_norm, **options)
@@ -79,6 +82,7 @@ def test_a_forgotten_clip_is_caught(monkeypatch):
 EATA = tta.EATA(tiny.CLASSES, margin=MARGIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypatch):
     """As published, the mean is over the images that the filter lets pass: their number tells about each of them."""
@@ -101,12 +105,14 @@ def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypa
     assert found.lower > 0 and found.violated == outside
 
 
+@pytest.mark.slow
 def test_canaries_in_accumulated_batches():
     found = audit(adapter_of(accumulate=2))
     assert found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
     assert 0 < found.lower <= found.upper
 
 
+@pytest.mark.slow
 def test_updates_of_one_call_are_those_of_single_calls_each_with_noise_of_its_own():
     """The claim is of one update; a call makes many, and fills up its last part."""
     adapter, keys = adapter_of(), jax.random.split(jax.random.key(0), 3)
@@ -125,6 +131,7 @@ def scores_of(monkeypatch, *args, **kwargs):
     return heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [2, 257, 300])
 def test_every_trial_has_noise_of_its_own(trials, monkeypatch):
     scores = scores_of(monkeypatch, adapter_of(), trials=trials)
@@ -132,6 +139,7 @@ def test_every_trial_has_noise_of_its_own(trials, monkeypatch):
     assert len(np.unique(scores)) == 2 * trials
 
 
+@pytest.mark.slow
 def test_scores_have_the_noise_of_the_method_and_other_scales_are_rejected(monkeypatch):
     present, absent = scores_of(monkeypatch, adapter_of(), trials=600)
     # The canary moves the update by at most C / B along the score's direction, the noise is sigma C / B.
@@ -144,6 +152,7 @@ def test_scores_have_the_noise_of_the_method_and_other_scales_are_rejected(monke
     assert accepted(noise) and not accepted(0.7 * noise) and not accepted(1.4 * noise)
 
 
+@pytest.mark.slow
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match=r"adapter must have a private method, got Tent. Use tta.private\(\)"):
         audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.Tent(), optax.sgd(1.0)))

@@ -59,6 +59,7 @@ MULTI = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 @pytest.mark.parametrize(("draw", "strength", "terms", "truth"), MULTI)
 def test_bounds_of_many_runs_hold_with_their_confidence(draw, strength, terms, truth, confidence):
@@ -70,6 +71,7 @@ def test_bounds_of_many_runs_hold_with_their_confidence(draw, strength, terms, t
     assert not exceeds(bounds, truth, confidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draw", "strength", "terms", "truth"), MULTI[2:])
 def test_bounds_of_many_runs_find_much_of_epsilon(draw, strength, terms, truth):
     rng = np.random.default_rng(1)
@@ -88,6 +90,7 @@ def test_more_confidence_and_fewer_runs_find_less():
     assert audit.multi_run(scores[0][:100], scores[1][:100], **terms).lower < bounds[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [audit.multi_run, audit.one_run])
 @pytest.mark.parametrize("claim", ["approximate", "gaussian"])
 def test_only_the_order_of_scores_counts(run, claim):
@@ -110,6 +113,7 @@ ONE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draw", "strength", "terms", "truth", "confidence"), ONE)
 def test_bounds_of_one_run_hold_with_their_confidence(draw, strength, terms, truth, confidence):
     rng = np.random.default_rng(4)
@@ -121,6 +125,7 @@ def test_bounds_of_one_run_hold_with_their_confidence(draw, strength, terms, tru
     assert not exceeds(bounds, truth, confidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "strength", "terms", "truth", "part"),
     [
@@ -180,6 +185,7 @@ def test_a_finding_says_what_it_is():
         assert not blind.violated and blind.describe().startswith("cannot tell: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [audit.multi_run, audit.one_run])
 @pytest.mark.parametrize("claim", ["approximate", "gaussian"])
 def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim):
@@ -252,5 +258,6 @@ def test_trials_are_checked(trials):
         audit.audit_mechanism(pytest.fail, pytest.fail, pytest.fail, trials=trials, upper=1.0, delta=0.1)
 
 
+@pytest.mark.slow
 def test_accounting_needs_no_jax(run_in_subprocess):
     run_in_subprocess("import sys, jaxdp.audit; assert not {'jax', 'jax_privacy'} & set(sys.modules)")

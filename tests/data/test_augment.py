@@ -64,6 +64,7 @@ def test_augment_refuses_batches_and_too_much_padding():
         random_crop(jax.random.key(0), image(), padding=5)
 
 
+@pytest.mark.slow
 def test_normalise_per_channel_and_with_one_number():
     x = image()
     expected = (x - np.array([1.0, 2.0])) / np.array([0.5, 4.0])

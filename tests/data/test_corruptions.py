@@ -70,6 +70,7 @@ def test_names_are_the_published_ones_in_order():
     assert sorted(HELD_OUT_CORRUPTIONS) == sorted(imagecorruptions.get_corruption_names("validation"))
 
 
+@pytest.mark.slow
 @each_scale
 @each_corruption
 def test_pixels_depend_on_position_and_seed_alone(name, scale):
@@ -94,6 +95,7 @@ def test_pixels_depend_on_position_and_seed_alone(name, scale):
     assert np.array_equal(first, second) == (name not in RANDOM)
 
 
+@pytest.mark.slow
 @each_scale
 @each_corruption
 def test_severity_moves_images_away(name, scale):
@@ -135,6 +137,7 @@ def test_auto_is_cifar_up_to_64_pixels():
         assert not np.array_equal(by_scale["cifar"], by_scale["imagenet"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("severity", [1, 3, 5])
 @each_corruption
 def test_small_grey_floating_point_images_are_handled(name, severity):
@@ -147,6 +150,7 @@ def test_small_grey_floating_point_images_are_handled(name, severity):
     np.testing.assert_array_equal(corrupted, pixels(corrupt(colour, name, severity=severity))[..., 1:2])
 
 
+@pytest.mark.slow
 @each_corruption
 def test_sides_may_differ(name):
     image = photographs(64, 1).arrays["image"][:, :40, :57]
@@ -208,6 +212,7 @@ def test_impulse_noise_sets_the_published_share_to_black_and_white(scale, consta
         assert np.isin(noisy, (0, 128, 255)).all()
 
 
+@pytest.mark.slow
 @each_scale
 @pytest.mark.parametrize("name", (*BLURS, "elastic_transform", "pixelate", "jpeg_compression", "contrast"))
 def test_an_image_of_one_colour_has_nothing_to_blur(name, scale):
@@ -296,6 +301,7 @@ def test_what_cannot_be_corrupted_is_refused():
             corrupt(photographs(side, 1), "fog", scale=scale)
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_named_and_not_needed_to_import(monkeypatch, run_in_subprocess):
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     with pytest.raises(ImportError, match=r'pip install "jaxdp\[corruptions\]"'):
@@ -355,6 +361,7 @@ def test_imagenet_r_has_200_classes_of_imagenet():
     assert not {0, 3} & set(classes.tolist())
 
 
+@pytest.mark.slow
 def test_restricted_classes_leave_a_classifier_of_those_alone():
     def apply_fn(params, images):
         return images @ params

@@ -53,6 +53,7 @@ def test_nothing_to_do_is_nothing_done():
     assert resize_images(given) is given and resize_images(given, 6, 3) is given
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="channels must be 3 or 0 for source 'made'"):
         resize_images(source((6, 6, 3)), 0, 1)

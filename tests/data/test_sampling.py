@@ -108,6 +108,7 @@ WRONG_SAMPLERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_SAMPLERS)
 def test_wrong_samplers_are_rejected(name):
     assert not is_poisson(WRONG_SAMPLERS[name])
@@ -178,6 +179,7 @@ def test_the_event_comes_from_the_sampler():
     assert truncated.expected_batch_size == sampler.expected_batch_size
 
 
+@pytest.mark.slow
 def test_truncation_costs_what_dp_accounting_says():
     def epsilon(sampler: PoissonSampler) -> float:
         event = sampler.event(dp_accounting.GaussianDpEvent(1.0))
@@ -252,6 +254,7 @@ def test_padding_to_physical_batches(size, rows):
     assert np.all(padded[~mask] == 0)
 
 
+@pytest.mark.slow
 def test_padding_refuses_what_is_not_a_batch_of_indices():
     with pytest.raises(ValueError, match="physical_batch_size must be at least 1, got 0"):
         pad_to_physical(np.arange(3), 0)

@@ -214,6 +214,7 @@ def test_records_without_the_column_that_is_needed_are_refused():
         Source((np.zeros(2), np.zeros(2)), 2, "tuple").of_classes([0, 1])
 
 
+@pytest.mark.slow
 def test_nested_records_are_sampled_and_clipped():
     """Poisson batches of nested records, padded and masked, give the sum that one record after the other gives."""
     source, sampler = pairs(), PoissonSampler(40, 0.2, seed=bytes(16))
@@ -329,6 +330,7 @@ def test_an_unknown_bundled_name_is_refused():
         bundled("mnist")
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_light(run_in_subprocess):
     code = (
         "import sys, jaxdp.data\n"
@@ -354,6 +356,7 @@ def test_classes_that_are_not_there_are_refused(classes):
         pixels().of_classes(classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "shape"), [("image", (3, 2, 2, 1)), ("features", (3, 2))])
 def test_records_without_a_finite_number_are_refused_and_single_ones_are_not(key, shape):
     values = np.full(shape, np.nan, np.float32)

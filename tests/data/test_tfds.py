@@ -91,6 +91,7 @@ def data_dir(tmp_path_factory) -> str:
     return directory
 
 
+@pytest.mark.slow
 def test_a_prepared_image_data_set_is_read_without_tensorflow(data_dir):
     source = from_tfds("tiny_image", "train", data_dir=data_dir)
     assert (len(source), source.num_classes, source.name) == (7, 3, "tiny_image/train")
@@ -105,6 +106,7 @@ def test_a_prepared_image_data_set_is_read_without_tensorflow(data_dir):
     assert "tensorflow" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_directory_comes_from_the_environment(data_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", data_dir)
     assert len(from_tfds("tiny_image", "train")) == 7
@@ -285,6 +287,7 @@ def test_real_image_data_sets(name, split):
     assert example["image"].shape == shape and 0 <= example["image"].min() <= example["image"].max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.download
 def test_adult_is_encoded_with_public_constants():
     from sklearn.linear_model import LogisticRegression

@@ -78,6 +78,7 @@ def damage(path, rng):
     return kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["", ".head", "-wal"], ids=["database", "head", "log"])
 def test_no_damage_under_counts(whole, tmp_path, record_property, victim):
     folder, said = whole["log" if victim == "-wal" else "database"]
@@ -102,6 +103,7 @@ def test_no_damage_under_counts(whole, tmp_path, record_property, victim):
     assert refused > count / 4
 
 
+@pytest.mark.slow
 def test_without_the_checks_damage_would_be_believed(whole, tmp_path, monkeypatch):
     """Tests the broken twin: a ledger opened as in the first release says less than was spent."""
     folder, said = whole["log"]

@@ -156,6 +156,7 @@ def refused(read, path):
         assert time.perf_counter() - start < SECONDS and peak < BYTES
 
 
+@pytest.mark.slow
 def test_every_damaged_file_is_read_or_named(tmp_path, watched, record_property):
     rng, count = np.random.default_rng(0), 0
     originals = {}
@@ -186,6 +187,7 @@ def test_every_damaged_file_is_read_or_named(tmp_path, watched, record_property)
     assert count > FILES / 2
 
 
+@pytest.mark.slow
 def test_whole_files_are_read(tmp_path):
     for name in set(KINDS) - {"checkpoint.safetensors"}:  # which has the names of no model
         make, read = KINDS[name]
@@ -209,6 +211,7 @@ def zipped(path, name, header, size):
             member.write(bytes(min(2**20, size - start)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["label"], ["bomb"]])
 def test_a_small_npz_of_large_arrays_is_not_decompressed(tmp_path, names):
     path, size = tmp_path / "bomb.npz", 2**28
@@ -250,6 +253,7 @@ def test_a_manifest_that_declares_too_much_is_refused_before_a_file_is_read(tmp_
         read_package(tmp_path / "package", "upload")
 
 
+@pytest.mark.slow
 def test_limits_are_positive_integers():
     for value in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="limits need a positive integer for bytes"):

@@ -72,6 +72,7 @@ def test_damaged_json_is_named_with_the_remedy(tmp_path, content):
         read_json(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_what_a_process_that_died_left_is_replaced(tmp_path):
     path = tmp_path / "state.json"
     (tmp_path / "state.json.tmp").write_bytes(b"half of the st")

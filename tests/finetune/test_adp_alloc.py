@@ -88,6 +88,7 @@ def claimed(privatizer, step):
         return 0.0
 
 
+@pytest.mark.slow
 @every_schedule
 def test_the_noise_added_is_never_less_than_what_is_charged(name):
     schedule, _ = SCHEDULES[name]
@@ -124,6 +125,7 @@ def digits_like():
     return data.from_arrays(features=np.zeros((N, 1), np.float32), label=np.arange(N) % 2, num_classes=2)
 
 
+@pytest.mark.slow
 def test_the_noise_of_every_epoch_has_its_own_scale_and_wrong_scales_are_rejected():
     # Parameters of size 1 hold the last epoch's noise to 1e-7; failing a right variance has probability below 1e-6.
     def right(sample):
@@ -170,6 +172,7 @@ def test_an_epoch_of_a_broken_number_of_steps_is_rounded_up():
     assert multipliers(schedule_event(finetune.step_noise(0.5, 1), 1.0, sampler, 197)) == {1.0: 196, 0.5: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "steps", "sigma_0", "last", "target", "loss"),
     [
@@ -185,6 +188,7 @@ def test_known_runs(size, batch, steps, sigma_0, last, target, loss):
     assert epsilon(event, delta=1e-5) == pytest.approx(loss, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_calibrated_run_meets_its_target_and_less_noise_does_not():
     schedule, q, steps, target = finetune.polynomial_noise(9.0, 2.0, 2), 0.25, 4 * 3, 1.2
     sampler = data.PoissonSampler(N, q)
@@ -216,6 +220,7 @@ def test_calibration_by_renyi_divergences_asks_for_more_noise():
 # --- What cannot be ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_epsilon_below_what_the_schedule_reaches_says_what_it_reaches():
     q, schedule, sampler = 0.2, finetune.polynomial_noise(1.0, 2.0, 2), data.PoissonSampler(N, 0.2)
     arguments = {"steps": 20, "delta": 1e-5}
@@ -248,6 +253,7 @@ def test_a_schedule_that_turns_negative_is_no_privacy(truncated):
     assert epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf  # no noise at all
 
 
+@pytest.mark.slow
 def test_calibration_keeps_noise_in_every_epoch():
     def falling(sigma_0, epoch):
         return sigma_0 - 1.0 * epoch
@@ -264,6 +270,7 @@ def test_a_schedule_without_noise_cannot_be_calibrated(schedule):
         finetune.calibrate_schedule(schedule, data.PoissonSampler(N, 0.5), steps=6, epsilon=3.0, delta=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [

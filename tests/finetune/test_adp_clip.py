@@ -62,6 +62,7 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count_noise", [0.351, 2.0, 1e6])
 def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
     query = trainer_of(data.PoissonSampler(N, 0.2), count_noise=count_noise).query
@@ -112,6 +113,7 @@ def test_masked_rows_and_empty_batches_do_not_move_the_count():
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit_norm", [True, False])
 @pytest.mark.parametrize("probability", [0.35, 0.03])  # several physical batches; often empty ones
 def test_steps_equal_float64(probability, unit_norm):
@@ -153,6 +155,7 @@ def test_steps_equal_float64(probability, unit_norm):
     assert max(sizes) > 2 * PHYSICAL if probability > 0.1 else min(sizes) == 0
 
 
+@pytest.mark.slow
 def test_with_unit_norm_the_scale_of_the_loss_is_no_learning_rate():
     factor = 10.0
 
@@ -175,6 +178,7 @@ def test_with_unit_norm_the_scale_of_the_loss_is_no_learning_rate():
     np.testing.assert_allclose(published, factor * steps(1.0, False)[0], rtol=1e-3, atol=1e-5 * factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantile", "start"), [(0.5, 50.0), (0.8, 0.05)])
 def test_the_clip_norm_finds_the_quantile_through_the_noise(quantile, start):
     n, steps = 400, 70
@@ -199,6 +203,7 @@ def test_the_clip_norm_finds_the_quantile_through_the_noise(quantile, start):
     assert np.std(tail) > 1e-3  # it is the noisy count that it follows
 
 
+@pytest.mark.slow
 def test_the_clip_norm_stays_where_float32_can_divide_by_it():
     source, lost = source_of(1e6 * features_of()), source_of(0 * features_of())
     for start, examples, quantile, end in ((1e7, source, 1.0, 1e8), (1e-7, lost, 0.0, 1e-8)):
@@ -234,6 +239,7 @@ def has_std(sample, std):
     return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit_norm", [True, False])
 def test_both_parts_have_the_noise_of_the_formula_and_wrong_scales_are_rejected(unit_norm):
     z, sigma_b, clip_norm, batch = 1.3, 0.9, 2.5, 0.5 * N
@@ -253,6 +259,7 @@ def test_both_parts_have_the_noise_of_the_formula_and_wrong_scales_are_rejected(
     assert not has_std(0.7 * fraction, sigma_b / batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "z", "inflation", "uncentred"),
     [(256, 1.02, 0.0008, None), (256, 2.77, 0.0059, None), (64, 2.45, 0.082, 2.04), (32, 2.45, 0.55, 1.48)],
@@ -318,6 +325,7 @@ def test_impossible_arguments(change, message):
         trainer_of(data.PoissonSampler(N, 0.2), **{"noise_multiplier": 0.5, **change})
 
 
+@pytest.mark.slow
 def test_what_the_refusal_asks_for_is_enough():
     trainer_of(data.PoissonSampler(N, 0.2), noise_multiplier=5.0, count_noise=2.51)
     trainer_of(data.PoissonSampler(N, 0.21), noise_multiplier=0.8)

@@ -66,6 +66,7 @@ def damage(path, rng):
     return kind
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_noticed_or_harmless(trainer, tmp_path, record_property):
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -129,6 +130,7 @@ def test_without_digests_a_wrong_state_goes_unnoticed(tmp_path):
     kept.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_crash_left_unnamed_is_made_again(tmp_path):
     kept = Checkpoints(tmp_path, keep=2)
     kept.save(1, {"w": np.zeros(2)})

@@ -83,6 +83,7 @@ def assert_close(tree, expected):
 
 
 # Batches of several physical batches; and batches that are often empty.
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.35, 0.03])
 @pytest.mark.parametrize("augmult", [None, 3])
 def test_steps_equal_float64(probability, augmult):
@@ -139,6 +140,7 @@ def test_clipping_is_active_and_inactive_in_the_comparison_above():
     assert min(norms) < CLIP < max(norms)
 
 
+@pytest.mark.slow
 def test_views_differ_between_examples_steps_and_parts():
     keys = []
 
@@ -155,6 +157,7 @@ def test_views_differ_between_examples_steps_and_parts():
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_stochastic_loss_has_one_key_per_example_and_step():
     sampler = data.PoissonSampler(N, 0.4)
     used = collections.defaultdict(list)
@@ -195,6 +198,7 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
     assert sum(first[i] == second[i] for i in both) < len(both) / 2
 
 
+@pytest.mark.slow
 def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
     def two_layers(params, example):
         hidden = jnp.tanh(example["features"][1:] @ params["backbone"])
@@ -226,6 +230,7 @@ def test_frozen_leaves_stay_bit_identical_and_have_no_optimizer_state():
         assert (np.asarray(now["head"]) != np.asarray(params["head"])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.35, 0.03])
 def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability):
     radius = 0.8
@@ -252,6 +257,7 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
         assert_close(state.params, params)
 
 
+@pytest.mark.slow
 def test_ascent_of_no_radius_is_dp_sgd_to_the_bit_and_another_is_not():
     sampler, source, ends = data.PoissonSampler(N, 0.3), source_of(), []
     trainers = [trainer_of(sampler), *(trainer_of(sampler, ascent_radius=radius) for radius in (0.0, 0.5))]
@@ -267,6 +273,7 @@ def test_ascent_of_no_radius_is_dp_sgd_to_the_bit_and_another_is_not():
     assert (ends[2][1] != ends[0][1]).any()
 
 
+@pytest.mark.slow
 def test_ascent_leaves_frozen_parameters_where_they_are():
     seen = []
 
@@ -288,6 +295,7 @@ def test_ascent_leaves_frozen_parameters_where_they_are():
         assert count == 3
 
 
+@pytest.mark.slow
 def test_noise_schedule_and_its_events():
     def schedule(step):
         return 1.0 + 0.5 * step
@@ -306,6 +314,7 @@ def test_noise_schedule_and_its_events():
     assert composition(trainer.event(2, 2)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise_multiplier", [0.9, lambda step: 0.8 + 0.1 * step])
 def test_events_cost_what_dp_accounting_says_and_chunks_compose_to_the_run(noise_multiplier):
     trainer = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=noise_multiplier)
@@ -332,6 +341,7 @@ def test_truncation_is_in_the_event():
     assert event.event.truncated_batch_size == 6
 
 
+@pytest.mark.slow
 def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
     sampler, params = data.PoissonSampler(N, 1.0, seed=bytes(16)), params_of()
     bad = source_of().arrays["features"].copy()
@@ -358,6 +368,7 @@ def test_a_step_on_another_number_of_examples_is_refused(size):
         trainer.step(trainer.init(params_of()), source_of(size))
 
 
+@pytest.mark.slow
 def test_physical_batch_larger_than_the_data():
     sampler = data.PoissonSampler(N, 0.3, seed=bytes(16))
     small, large = (trainer_of(sampler, physical_batch_size=size) for size in (4, 3 * N))
@@ -414,6 +425,7 @@ def is_standard_normal(sample):
     )
 
 
+@pytest.mark.slow
 def test_noise_of_a_run_has_the_right_scale_and_wrong_scales_are_rejected():
     right = noise_of_run(1.0)
     assert all(is_standard_normal(chunk) for chunk in right)
@@ -424,6 +436,7 @@ def test_noise_of_a_run_has_the_right_scale_and_wrong_scales_are_rejected():
 # --- Compilation and transfers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     traces = collections.Counter()
 
@@ -510,6 +523,7 @@ def test_no_noise_is_no_privacy():
     assert epsilon(event, delta=1e-5) == math.inf
 
 
+@pytest.mark.slow
 def test_the_sampler_keeps_its_seed_out_of_sight():
     trainer = trainer_of(data.PoissonSampler(N, 0.1, seed=b"0123456789abcdef"))
     assert "0123456789" not in repr(trainer)

@@ -112,6 +112,7 @@ def estimates(noise_multiplier, count=400):
     )
 
 
+@pytest.mark.slow
 def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
     def accepted(sample):
         return abs((sample**2).mean() - 1) < 4.9 * math.sqrt(2 / len(sample)) and abs(sample.mean()) < 4.9 / math.sqrt(
@@ -124,6 +125,7 @@ def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
     assert not accepted(1.3 * right)
 
 
+@pytest.mark.slow
 def test_estimates_stay_in_the_unit_interval():
     sample = estimates(1e8, count=40)  # one in a million lies between the ends
     assert set(sample) == {0.0, 1.0}
@@ -137,6 +139,7 @@ def test_by_default_the_noise_is_fresh():
     assert composition(ledger.events("blobs")[None]) == {dp_event.GaussianDpEvent(5.0): 8}
 
 
+@pytest.mark.slow
 def test_an_estimate_that_is_kept_is_paid_for_once(tmp_path):
     ledger = ledger_of(delta=1e-5)
     arguments = {"account": ledger.account("blobs"), "noise_multiplier": 5.0, "workdir": tmp_path}

@@ -90,6 +90,7 @@ def projector(columns):
 # --- The basis --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_the_basis_is_orthonormal_and_the_power_iteration_of_the_anchors_gradients(iterations):
     trainer = trainer_of(power_iterations=iterations)
@@ -108,6 +109,7 @@ def test_the_basis_is_orthonormal_and_the_power_iteration_of_the_anchors_gradien
             np.testing.assert_allclose(projector(basis[rows, columns]), projector(power), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_basis_as_large_as_the_rank_spans_the_anchors_gradients():
     rng = np.random.default_rng(0)
     low = (rng.normal(size=(ANCHORS, 5)) @ rng.normal(size=(5, SIZE))).astype(np.float32)
@@ -117,6 +119,7 @@ def test_a_basis_as_large_as_the_rank_spans_the_anchors_gradients():
     np.testing.assert_allclose(basis @ (basis.T @ low.T), low.T, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_basis_follows_the_parameters_and_does_not_depend_on_chunks():
     def quadratic(params, example):
         return 0.5 * linear(params, example) ** 2
@@ -129,6 +132,7 @@ def test_the_basis_follows_the_parameters_and_does_not_depend_on_chunks():
     assert np.abs(projector(basis) - projector(blocks(refreshed(small, other)))).max() > 0.1
 
 
+@pytest.mark.slow
 def test_whole_leaves_go_to_consecutive_groups_of_about_equal_size():
     params = {f"layer {i}": jnp.zeros(size) for i, size in enumerate((10, 10, 15, 10, 45))}
 
@@ -145,6 +149,7 @@ def test_whole_leaves_go_to_consecutive_groups_of_about_equal_size():
     np.testing.assert_allclose(np.asarray(basis[4]).T @ np.asarray(basis[4]), np.eye(10), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_basis_lasts_for_basis_every_steps():
     trainer = trainer_of(basis_every=3)
     state, source, bases = keyed(trainer.init(params_of())), source_of(features_of()), []
@@ -182,6 +187,7 @@ def bad_bases():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.0])
 def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis(share):
     query = trainer_of(residual_share=share, clip_norm=0.9, residual_clip_norm=0.2).query
@@ -201,6 +207,7 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis
     assert max(norms["orthonormal"]) > 0.999  # and nothing is wasted
 
 
+@pytest.mark.slow
 def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
     query = trainer_of(clip_norm=0.9, residual_clip_norm=0.2).query
     sums, basis, moved = jax.jit(query.sums), refreshed(trainer_of()), []
@@ -219,6 +226,7 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
 # --- Steps ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("probability", "share"), [(0.4, 0.5), (0.04, 0.2), (0.4, 0.0)])
 def test_steps_equal_float64(probability, share):
     z, c0, c1 = 0.6, 0.5, 0.3
@@ -255,6 +263,7 @@ def test_steps_equal_float64(probability, share):
         assert min(sizes) == 0
 
 
+@pytest.mark.slow
 def test_without_clipping_and_noise_it_is_dp_sgd():
     """With augmentation, a stochastic loss and frozen leaves, whose keys and shapes are those of DP-SGD."""
 
@@ -295,6 +304,7 @@ def test_without_clipping_and_noise_it_is_dp_sgd():
     assert [len(x) for x in basis] == [6, 12, 8]
 
 
+@pytest.mark.slow
 def test_without_a_residual_the_gradient_stays_in_the_subspace():
     trainer = trainer_of(residual_share=0.0)
     state = keyed(trainer.init(params_of()))
@@ -329,6 +339,7 @@ def has_std(sample, std):
     return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "factors"), [(0.5, (math.sqrt(2), math.sqrt(2))), (0.2, (0.8**-0.5, 0.2**-0.5))])
 def test_noise_along_and_across_the_basis(share, factors):
     z, batch = 0.9, 0.4 * N
@@ -343,6 +354,7 @@ def test_noise_along_and_across_the_basis(share, factors):
     assert np.abs(correlation - np.eye(SIZE)).max() < 5.4 / math.sqrt(len(along))
 
 
+@pytest.mark.slow
 def test_without_a_residual_all_of_the_budget_is_the_embeddings():
     along, across = noise_of_empty_batches(0.9, 0.0)
     assert has_std(along, 0.9 * 2.0 / (0.4 * N))
@@ -385,6 +397,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_a_crash_pays_again(change, tmp_path, monkeypatch):
     def crash(*args):
@@ -412,6 +425,7 @@ def test_what_is_changed_after_a_crash_pays_again(change, tmp_path, monkeypatch)
 # --- What cannot be ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_basis_larger_than_the_rank_says_what_would_work():
     rng = np.random.default_rng(0)
     low = (rng.normal(size=(ANCHORS, 3)) @ rng.normal(size=(3, SIZE))).astype(np.float32)
@@ -423,6 +437,7 @@ def test_a_basis_larger_than_the_rank_says_what_would_work():
     trainer_of(anchors=anchors_of(), basis_size=7).init(params_of())
 
 
+@pytest.mark.slow
 def test_anchors_without_finite_gradients_span_nothing():
     anchors = {"features": np.full((ANCHORS, SIZE), np.nan, np.float32)}
     with pytest.raises(ValueError, match="span only 0"):
@@ -438,6 +453,7 @@ def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_g
         trainer_of(basis_size=2, groups=lambda path: path).init(params_of())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

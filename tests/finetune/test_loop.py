@@ -98,6 +98,7 @@ def killed(tmp_path_factory):
     return {name: folder / name for name in scenarios}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chosen", "random"])
 def test_a_killed_run_ends_like_one_that_was_not(killed, name):
     whole, other = killed["whole"], killed[name]
@@ -109,6 +110,7 @@ def test_a_killed_run_ends_like_one_that_was_not(killed, name):
     assert charged(other) == charged(whole) == {STEP: STEPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chosen", "random"])
 def test_a_killed_run_has_charged_what_it_released_at_every_instant(killed, name):
     attempts = json.loads((killed[name] / "attempts.json").read_text())
@@ -185,6 +187,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, source, change):
     crash, arguments, touch = CHANGES[change]
@@ -215,6 +218,7 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_constant_in_the_loss_is_part_of_the_program():
     """JAX may hand a function's constants to its program as arguments; they must count nevertheless."""
     source = data.bundled("blobs")
@@ -238,6 +242,7 @@ def test_a_constant_in_the_loss_is_part_of_the_program():
             assert text(array(base), size) != text(array(moved), size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["environment", "cores", "sampling package", "nothing"])
 def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, monkeypatch, change):
     trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
@@ -293,6 +298,7 @@ def fit(trainer, ledger, *, source=BLOBS, params=None, **kwargs):
     return finetune.fit(trainer, params, source, account=account, **{**defaults, **kwargs})
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
     trainer = blobs_trainer()
     budget = epsilon(trainer.event(0, 5), delta=1e-5)
@@ -312,6 +318,7 @@ def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
     assert int(state.step) == 5 and composition(ledger.events("blobs")[None]).popitem()[1] == 5
 
 
+@pytest.mark.slow
 def test_nobody_takes_the_room_of_a_run_that_has_begun(tmp_path):
     trainer = blobs_trainer()
     ledger = blobs_ledger(epsilon=epsilon(trainer.event(0, 4), delta=1e-5), delta=1e-5)
@@ -328,6 +335,7 @@ def test_nobody_takes_the_room_of_a_run_that_has_begun(tmp_path):
     assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_chunk_needs_no_room(tmp_path):
     """It is paid for: with the whole budget reserved, the run still comes to its end."""
     trainer = blobs_trainer()
@@ -407,6 +415,7 @@ def test_without_noise_a_budget_refuses_before_anything_runs():
     assert ledger.events("blobs") == {}
 
 
+@pytest.mark.slow
 def test_steps_and_chunk_sizes_may_change_on_resume(tmp_path):
     trainer, ledger = blobs_trainer(optimizer=optax.adam(0.01)), blobs_ledger(delta=1e-5)
     first = fit(trainer, ledger, workdir=tmp_path, steps=3, checkpoint_every=100)
@@ -506,6 +515,7 @@ def test_one_workdir_has_one_process(tmp_path):
     fit(trainer, ledger, workdir=tmp_path, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 @pytest.mark.parametrize("place", ["evaluate", "save"])
 def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, error, place):
@@ -535,6 +545,7 @@ def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, err
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
     def loss(params, example):
         hidden = jnp.tanh(example["features"] @ params["backbone"])
@@ -574,6 +585,7 @@ def test_nan_in_the_data_does_not_stop_training():
     assert np.isfinite(np.asarray(state.params["w"])).all()
 
 
+@pytest.mark.slow
 def test_metrics_of_a_run(tmp_path):
     trainer, ledger = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5)
     seen = []
@@ -596,6 +608,7 @@ def test_metrics_of_a_run(tmp_path):
     assert not np.array_equal(np.asarray(state.ema["w"]), np.asarray(state.params["w"]))
 
 
+@pytest.mark.slow
 def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     source = data.bundled("digits").take(np.arange(150))
     trainer = killed_runs.trainer_of.__wrapped__(150)

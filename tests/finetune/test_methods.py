@@ -117,6 +117,7 @@ def fit(trainer, ledger, steps=7, **kwargs):
     )
 
 
+@pytest.mark.slow
 @every_method
 def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dtypes(name):
     traces = collections.Counter()
@@ -144,6 +145,7 @@ def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dty
     assert int(state.step) == int(state.noise.step) == 5
 
 
+@pytest.mark.slow
 @every_method
 def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
     monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.zeros(0, np.int64))
@@ -155,6 +157,7 @@ def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
     assert all((change != 0).all() for change in [*changes, changes[0] - changes[1]])
 
 
+@pytest.mark.slow
 @every_method
 def test_the_state_is_a_function_of_what_was_released(name):
     """Examples of two data sets differ, their sums do not: masked examples, and ones that are not finite."""
@@ -210,6 +213,7 @@ class Crash(Exception):
     pass
 
 
+@pytest.mark.slow
 @every_method
 def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(name, tmp_path, monkeypatch):
     trainer, ledger = compiled(name), ledger_of()
@@ -238,6 +242,7 @@ def test_a_run_that_is_interrupted_ends_like_one_that_was_not_and_both_pay_once(
     assert composition(ledger.events("data")[None]) == composition(trainer.event(0, 7))
 
 
+@pytest.mark.slow
 def test_what_a_token_hashes_tells_methods_apart():
     source = source_of()
 
@@ -249,6 +254,7 @@ def test_what_a_token_hashes_tells_methods_apart():
     assert identity(trainer_of("gep, basis kept")) in identities
 
 
+@pytest.mark.slow
 @every_method
 def test_unknown_and_missing_arguments_are_refused(name):
     with pytest.raises(TypeError, match="learning_rat"):

@@ -17,6 +17,8 @@ from jaxdp.tta.adapter import Adapter
 from launch import adapt, frame
 from tests.launch import golden, program, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -18,6 +18,7 @@ CASES = audits.cases()
 NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
     honest = case.honest(SEED)
@@ -53,6 +54,7 @@ def test_a_case_says_why_a_twin_is_missing():
     assert all(any(not isinstance(twin, str) for twin in case.twins.values()) for case in CASES)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path):
     page = tmp_path / "docs" / "audits.md"
     command = [sys.executable, "-m", "launch.audit", "--mechanism=Poisson sampling", f"--output={page}"]

@@ -16,6 +16,8 @@ from configs import lifecycle_digits
 from jaxdp.privacy import Ledger
 from launch import colab
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 

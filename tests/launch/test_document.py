@@ -68,6 +68,7 @@ def put(value, path, new):
     value[path[-1]] = new
 
 
+@pytest.mark.slow
 def test_nothing_that_is_forged_becomes_markup(root):
     """Forges every value of every file. A string is shown as text, and refused if a number is declared."""
     shown = refused = 0
@@ -124,6 +125,7 @@ def test_a_folder_outside_of_the_workdir_is_not_read(root):
             document.write(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lifecycle.json", "adapt/key/stage.json"])
 def test_a_truncated_file_is_named(root, name):
     path = root / name

@@ -12,6 +12,8 @@ from jaxdp.privacy import Ledger
 from launch import dpadapter, frame, results
 from tests.launch import golden, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -92,6 +92,7 @@ def medmnist_config(path, **changes):
     return digits_config(source="npz", name="octmnist", **{**fields, **changes})
 
 
+@pytest.mark.slow
 def test_two_classes_of_a_medmnist_file(tmp_path):
     arrays = medmnist(tmp_path / "octmnist.npz")
     task = load(medmnist_config(tmp_path / "octmnist.npz", classes=(3, 2)))
@@ -156,6 +157,7 @@ def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_p
         load(medmnist_config(tmp_path / "octmnist.npz"))
 
 
+@pytest.mark.slow
 def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a_time(tmp_path, capsys):
     medmnist(tmp_path / "file.npz")
     network = {"steps": 3, "batch_size": 8, "learning_rate": 1e-3, "seed": 0}
@@ -304,6 +306,7 @@ def test_embeddings_come_from_a_file_with_a_public_part(tmp_path):
     assert task.train.num_classes == 3 and task.train.name == "texts/train"
 
 
+@pytest.mark.slow
 @pytest.mark.download
 def test_the_real_texts_and_images(tmp_path):
     directory = os.environ["JAXDP_DATA_DIR"]

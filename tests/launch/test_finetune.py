@@ -22,6 +22,8 @@ from launch import finetune as launched
 from launch import frame
 from tests.launch import golden, program, tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CELL = pathlib.Path("cells", "private")
 UNOPTIMISED = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"  # compiles faster

@@ -189,6 +189,7 @@ def _other(root):
     frame.run(STUDY, config(kinds=("slow", "c"), numbers=(1.0,)), root)
 
 
+@pytest.mark.slow
 def test_a_cell_that_another_process_holds_is_left_to_it_and_a_killed_one_is_run_again(tmp_path, monkeypatch):
     other = multiprocessing.get_context("spawn").Process(target=_other, args=(tmp_path,))
     other.start()
@@ -334,6 +335,7 @@ for benchmark, remedy in BENCHMARKS.items():
     MISTAKES[benchmark].append(({"public_benchmark": False}, f"config.public_benchmark must be True .* Use .*{remedy}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "message"), [(name, *mistake) for name, mistakes in MISTAKES.items() for mistake in mistakes]
 )
@@ -352,6 +354,7 @@ def said(*arguments):
     return process.returncode, process.stdout + process.stderr
 
 
+@pytest.mark.slow
 def test_a_program_prints_mistakes_as_sentences(tmp_path):
     run = ("--config", "configs/digits_dpsgd.py", "--workdir", str(tmp_path / "run"))
     code, text = said(*run, "--config.private.steps=0")
@@ -366,6 +369,7 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_program_asks_for_what_is_missing():
     for arguments, missing in (([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")):
         code, text = said(*arguments)

@@ -30,6 +30,8 @@ from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
 from tests.launch import golden, tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 NAMES = [stage.name for stage in stages.STAGES]

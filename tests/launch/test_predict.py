@@ -22,6 +22,8 @@ from launch import frame, predict, teachers
 from launch.models import Dense
 from tests.launch import program, tiny
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = [
     ("blobs", ()),
     ("blobs", ("close",)),

@@ -15,6 +15,8 @@ from jaxdp.report import read_metrics
 from launch import frame, pretrain
 from tests.launch import golden, program, tiny
 
+pytestmark = pytest.mark.slow
+
 TRAINING = pathlib.Path("cells", "dpadapter", "metrics.jsonl")
 
 

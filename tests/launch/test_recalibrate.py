@@ -15,6 +15,8 @@ from launch import frame, recalibrate
 from launch.simulation import Order
 from tests.launch import program, tiny
 
+pytestmark = pytest.mark.slow
+
 SHIFTS, METHODS = ("clean", "contrast", "fog"), ("Acc-T", "HB split", "one source", "none")
 PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
 

@@ -55,6 +55,7 @@ def browse(report, *flags):
     ).stdout
 
 
+@pytest.mark.slow
 def test_the_text_is_in_the_page(report):
     page = browse(report, "--dump-dom")
     with Ledger(report.parent / "ledger.sqlite") as ledger:
@@ -63,6 +64,7 @@ def test_the_text_is_in_the_page(report):
     assert "a &lt;b&gt;bold&lt;/b&gt; claim" in page and "87.5 %" in page
 
 
+@pytest.mark.slow
 def test_the_page_is_not_blank(report):
     browse(report, f"--screenshot={report.parent / 'page.png'}", "--window-size=1100,2600")
     with Image.open(report.parent / "page.png") as image:
@@ -73,6 +75,7 @@ def test_the_page_is_not_blank(report):
     assert blue > 300  # the bar of the budget, and the figure's curve
 
 
+@pytest.mark.slow
 def test_the_report_prints(report):
     browse(report, f"--print-to-pdf={report.parent / 'report.pdf'}")
     assert (report.parent / "report.pdf").read_bytes().startswith(b"%PDF")

@@ -63,6 +63,7 @@ def test_mistakes_are_refused_with_field_value_and_remedy(field, value, message)
         check_numbers(config)
 
 
+@pytest.mark.slow
 def test_what_is_no_mistake_passes():
     check_numbers(
         ConfigDict(

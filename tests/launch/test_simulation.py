@@ -25,6 +25,8 @@ from jaxdp.recalibration.protocol import Scale
 from launch import simulation
 from launch.simulation import Order, Setting, noise_of_sources, reach, simulate, unchanged
 
+pytestmark = pytest.mark.slow
+
 WIDE = Bracket(low=0.5, high=16.0)
 METHODS = [
     AccT(bracket=WIDE, iterations=3),

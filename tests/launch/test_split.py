@@ -12,6 +12,8 @@ from jaxdp.privacy.events import composition
 from launch import data, frame, split, split_runs
 from tests.launch import golden, tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -17,6 +17,8 @@ from jaxdp.privacy import Ledger
 from jaxdp.split.package import read_package
 from tests.launch import program
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # A launcher in a process for which some folders are as if they were on another machine.

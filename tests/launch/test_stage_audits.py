@@ -13,6 +13,8 @@ from jaxdp.transforms import noise
 from launch import models as networks
 from launch.lifecycle import parts, stages
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "model.options.widths": (8,),
     "finetune.augmult": 0,

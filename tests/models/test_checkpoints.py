@@ -110,6 +110,7 @@ def compiled(case):
     return pretrained, jax.jit(pretrained.apply_fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_publishing_library(case):
     pretrained, apply = compiled(case)
@@ -120,6 +121,7 @@ def test_logits_are_those_of_the_publishing_library(case):
     jax.tree.map(np.testing.assert_array_equal, load(case, naming=CASES[case][0]).params, pretrained.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_two_tensors_could_be_exchanged_unnoticed(case):
     """The parity above can fail: any two parameters of one shape, exchanged, move the logits well over its bound."""
@@ -133,6 +135,7 @@ def test_no_two_tensors_could_be_exchanged_unnoticed(case):
             assert np.abs(apply(exchanged, images) - LOGITS[case]).max() > 2e-4, (a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_missing_superfluous_or_misshapen_tensor_is_named(case, tmp_path):
     required = sorted(dict(np.load(FILES[case])) if case in ("augreg", "torch_encoder") else load_file(FILES[case]))
@@ -152,6 +155,7 @@ def test_every_missing_superfluous_or_misshapen_tensor_is_named(case, tmp_path):
     assert {line.split(":")[0] for line in lines} == {gone, *wrong}
 
 
+@pytest.mark.slow
 def test_the_message_names_both_sides_of_a_mismatch():
     with pytest.raises(ValueError) as caught:
         load("timm_vit", model=build("timm_vit", depth=3, mlp_width=13))
@@ -170,6 +174,7 @@ def test_the_message_names_both_sides_of_a_mismatch():
         load("timm_vit", preprocessing=Preprocessing(size=16, mean=(0.5,) * 3, std=(0.5,) * 3))
 
 
+@pytest.mark.slow
 def test_a_pooler_is_ignored_and_nothing_else(tmp_path):
     extra = {"vit.pooler.dense.weight": np.zeros((8, 8), np.float32)}
     path = changed("hf_vit", tmp_path, lambda tensors: tensors.update(extra))
@@ -179,6 +184,7 @@ def test_a_pooler_is_ignored_and_nothing_else(tmp_path):
         load("hf_vit", path)
 
 
+@pytest.mark.slow
 def test_half_precision_becomes_float32_and_integers_are_refused(tmp_path):
     def halve(tensors):
         tensors.update({name: array.astype(jnp.bfloat16) for name, array in tensors.items()})
@@ -238,6 +244,7 @@ def test_augreg_files_are_normalised_by_a_half_and_say_their_size():
         load("augreg", preprocessing=Preprocessing(size=8, mean=models.IMAGENET_MEAN, std=models.IMAGENET_STD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != "augreg"])
 def test_a_file_that_does_not_say_its_normalisation_needs_it(case):
     with pytest.raises(ValueError, match=r"(?s)preprocessing must be given.*0\.5, 0\.5, 0\.5.*0\.485, 0\.456, 0\.406"):
@@ -380,6 +387,7 @@ def resnet_logits(tensors, images):
     return x.mean(axis=(2, 3)) @ w["linear.weight"].T + w["linear.bias"]
 
 
+@pytest.mark.slow
 def test_a_batch_norm_resnet_is_its_numpy_forward_pass_and_no_two_tensors_could_be_exchanged(tmp_path):
     tensors = resnet_tensors()
     pretrained, expected = load_resnet(tmp_path, tensors), resnet_logits(tensors, make_checkpoints.images("vit"))
@@ -586,6 +594,7 @@ VIT_CIFAR10 = {"width": 128, "depth": 6, "num_heads": 8, "mlp_width": 256} | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.download
 @pytest.mark.parametrize(
     ("file", "name", "attributes", "normalisation", "accuracy"),

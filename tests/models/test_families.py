@@ -213,6 +213,7 @@ def reference(kind, x, variables):
     return dense(x.mean(axis=1) if kind == "vit mean" else x[:, 0], p["head"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(kind):
     model, variables = build(kind)
@@ -229,6 +230,7 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ki
     np.testing.assert_allclose(apply(variables, poisoned)[0], logits[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
     model, variables = build(kind, jnp.bfloat16)
@@ -243,6 +245,7 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
         np.testing.assert_allclose(jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"])
 def test_every_parameter_receives_a_gradient(kind):
     model, variables = build(kind)
@@ -258,6 +261,7 @@ def test_every_parameter_receives_a_gradient(kind):
         assert np.abs(gradient).max() > 1e-6, name
 
 
+@pytest.mark.slow
 def test_frozen_statistics_are_constants():
     model, variables = build("resnet frozen")
     _, state = model.apply(variables, IMAGES, mutable=["batch_stats"])
@@ -292,6 +296,7 @@ def test_impossible_models_are_refused(name, attributes, message):
         jax.eval_shape(model.init, jax.random.key(0), IMAGES)
 
 
+@pytest.mark.slow
 def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     model = models.ResNet(num_classes=3, depth=8, standardise=True)
     images = jax.random.uniform(jax.random.key(0), (2, 16, 16, 3))
@@ -304,6 +309,7 @@ def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
 
 
+@pytest.mark.slow
 def test_without_its_head_the_distillation_token_only_takes_part_in_attention() -> None:
     attributes = TINY["vit distilled"][1]
     _, variables = build("vit distilled")
@@ -315,6 +321,7 @@ def test_without_its_head_the_distillation_token_only_takes_part_in_attention() 
     np.testing.assert_allclose(model.apply({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vit distilled", "convnext"])
 def test_layer_norms_are_recognised_by_their_paths(kind: str) -> None:
     for path, _ in jax.tree_util.tree_leaves_with_path(build(kind)[1]["params"]):

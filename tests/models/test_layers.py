@@ -6,6 +6,7 @@ import pytest
 from jaxdp.models import FrozenBatchNorm, WSConv
 
 
+@pytest.mark.slow
 def test_a_standardised_kernel_ignores_shift_and_scale_of_its_weights():
     x = np.random.default_rng(0).standard_normal((2, 5, 5, 3)).astype(np.float32)
     layer = WSConv(4, (3, 3))
@@ -16,6 +17,7 @@ def test_a_standardised_kernel_ignores_shift_and_scale_of_its_weights():
     )
 
 
+@pytest.mark.slow
 def test_a_constant_kernel_is_bounded_by_the_floor_on_the_variance():
     """var = 0: the formula divides by sqrt(1e-4), so the result is zero and the gradient finite."""
     x = np.ones((1, 3, 3, 1), np.float32)
@@ -35,6 +37,7 @@ def test_ws_conv_pads_like_a_same_convolution(size):
     assert shape == (1, 4, 4, 2)
 
 
+@pytest.mark.slow
 def test_frozen_batch_norm_starts_as_the_identity_and_uses_its_statistics():
     x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     layer = FrozenBatchNorm(epsilon=1e-3)

@@ -71,6 +71,7 @@ def test_impossible_constants_are_refused(change, message):
         Preprocessing(**({"size": 8, **IMAGENET} | change))
 
 
+@pytest.mark.slow
 def test_images_of_other_kinds_are_refused():
     preprocessing = Preprocessing(size=8, **IMAGENET)
     with pytest.raises(ValueError, match=r"every image must be \[H, W, 3\], got shape \(9, 9, 1\). Make a grey image"):

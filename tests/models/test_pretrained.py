@@ -68,6 +68,7 @@ def backbone(num_classes: int, seed: int, **attributes):
     return model.init(jax.random.key(seed), jnp.zeros((1, 5)))["params"]
 
 
+@pytest.mark.slow
 def test_a_backbone_gets_a_new_head():
     fresh, pretrained = backbone(3, seed=0), backbone(10, seed=1)
     merged = models.merge_pretrained(fresh, pretrained)
@@ -78,6 +79,7 @@ def test_a_backbone_gets_a_new_head():
     assert_same(models.merge_pretrained(fresh, without_head), merged)
 
 
+@pytest.mark.slow
 def test_arrays_take_the_dtype_of_the_model():
     fresh = backbone(3, seed=0)
     half = jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), backbone(3, seed=1))
@@ -95,6 +97,7 @@ def test_excluded_paths_are_whole_components():
         models.merge_pretrained(fresh, pretrained, exclude=["dense"])
 
 
+@pytest.mark.slow
 def test_every_mismatch_is_listed():
     fresh, pretrained = backbone(3, seed=0), backbone(10, seed=1, hidden=(6, 5, 4))
     with pytest.raises(ValueError) as caught:

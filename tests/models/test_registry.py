@@ -42,6 +42,7 @@ def vit_size(width: int, depth: int, tokens: int, patch: int, channels: int, cla
     return embed + depth * (attention + mlp + 4 * width) + 2 * width + width * classes + classes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected", "published"),
     [
@@ -60,6 +61,7 @@ def test_sizes_on_cifar(name, expected, published):
         assert expected == pytest.approx(published, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "depth", "published"),
     [
@@ -76,6 +78,7 @@ def test_vit_sizes_are_the_published_ones(name, width, depth, published):
     assert count(name, (224, 224, 3), 1000) == vit_size(width, depth, 196, 16, 3, 1000) == published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "published"),
     [("deit_ti16", 192, 5_910_800), ("deit_s16", 384, 22_436_432), ("deit_b16", 768, 87_338_192)],
@@ -86,6 +89,7 @@ def test_distillation_adds_a_token_its_position_and_a_head(name, width, publishe
     assert count(f"{name}_distilled", (224, 224, 3), 1000) == published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published"),
     [
@@ -99,6 +103,7 @@ def test_convnext_sizes_are_the_published_ones(name, published):
     assert count(name, (224, 224, 3), 1000) == published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "published"),
     [
@@ -127,6 +132,7 @@ def test_an_unknown_name_lists_the_models():
     assert set(required.split()) <= set(models.MODELS)
 
 
+@pytest.mark.slow
 def test_an_unknown_attribute_lists_the_attributes():
     with pytest.raises(TypeError, match=r"model 'mlp' has no depth\. Its attributes are activation, dtype, hidden"):
         models.create("mlp", num_classes=10, depth=3)

@@ -33,6 +33,7 @@ def capture(params, inputs, **options):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", [False, True])
 def test_it_is_the_accuracy_of_perturbed_models(relative):
     rows = SOURCE.gather(np.arange(len(SOURCE)))
@@ -45,6 +46,7 @@ def test_it_is_the_accuracy_of_perturbed_models(relative):
     np.testing.assert_allclose(found, expected, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws_per_call", [2, 100])
 def test_how_the_work_is_cut_changes_nothing(draws_per_call):
     options = {"std": (0.0, 0.5, 1.0), "draws": 5}
@@ -65,6 +67,7 @@ def test_no_noise_is_the_accuracy_and_much_noise_is_chance():
     assert abs(found[1].mean() - 0.25) < 5 * 0.25 / np.sqrt(40)
 
 
+@pytest.mark.slow
 def test_seeds_differ_and_draws_do_not_depend_on_the_data():
     one, two = (robust_accuracy(predict, PARAMS, SOURCE, std=1.0, seed=seed) for seed in (0, 1))
     assert one.shape == (10,) and not np.array_equal(one, two)
@@ -79,6 +82,7 @@ def large(params, inputs):
     return jnp.zeros((inputs.shape[0], 4)) + 0 * params["w"].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", [False, True])
 def test_the_noise_has_the_standard_deviation_that_is_asked_for(relative):
     """The sum of n squares over n deviates from its mean by 5 sqrt(2 / n) once in two million tests."""
@@ -129,6 +133,7 @@ def test_what_cannot_be_is_refused(options, message):
 INPUTS = RNG.normal(size=(11, 2)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_rho_of_a_linear_model(batch_size):
     """Logits x W + b: J J^T = (||x||^2 + 1) I, whatever the parameters."""
@@ -145,6 +150,7 @@ def test_rho_of_a_linear_model(batch_size):
     assert found.random == pytest.approx(max(ratios), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rho_of_a_network_is_the_largest_spectral_norm():
     params = {"u": RNG.normal(size=(2, 6)), "w": RNG.normal(size=(6, 5))}
     params = jax.tree.map(jnp.float32, params)
@@ -164,10 +170,12 @@ def test_rho_of_a_network_is_the_largest_spectral_norm():
     assert early.local <= exact * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_constant_model_does_not_move():
     assert parameter_robustness(large, LARGE, INPUTS, draws=1, iterations=2) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -108,6 +108,7 @@ def reference(case, x, p):
     return dense(layer_norm(x, p["norm"], epsilon).mean(axis=1), p["head"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(case):
     _, images, params = example(case)
@@ -125,6 +126,7 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ca
 # Cutting --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_parts_are_the_whole_at_every_cut():
     model, images, params = example("two stages")
     cuts = {1: (64, 8), 2: (16, 16), 3: (16, 16)}  # a cut between stages comes after the merging
@@ -149,6 +151,7 @@ def test_two_parts_are_the_whole_at_every_cut():
         np.testing.assert_allclose(logits[cut], whole("two stages")[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_may_be_cut_where():
     model, images, params = example("two stages")
     assert (model.num_blocks, model.prefix_tokens) == (4, 0)
@@ -166,6 +169,7 @@ def test_what_may_be_cut_where():
 # What the rest of the package relies on -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_interceptors_see_every_product_and_heads_come_fastest():
     model, images, params = example("two stages")
     modules, operands = [], {}
@@ -194,6 +198,7 @@ def test_interceptors_see_every_product_and_heads_come_fastest():
             np.testing.assert_array_equal(together, seen[f"{block}/attention/{name}"][-1])
 
 
+@pytest.mark.slow
 def test_every_parameter_receives_a_gradient_and_layer_norms_are_recognised_by_their_paths():
     _, images, params = example("two stages")
     model = build(TWO_STAGES, depths=(1, 1))
@@ -206,6 +211,7 @@ def test_every_parameter_receives_a_gradient_and_layer_norms_are_recognised_by_t
         assert leaf != "scale" or "norm" in modules[-1]
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_close_to_float32_and_gives_float32_logits():
     _, images, params = example("nine windows")
     model = build(NINE_WINDOWS, dtype=jnp.bfloat16)
@@ -309,6 +315,7 @@ def load(naming, tensors, folder, **attributes):
     return models.load_checkpoint(folder / "swin.safetensors", model=model, preprocessing=preprocessing).params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("naming", NAMES)
 def test_four_stages_are_read_and_buffers_of_old_files_ignored(naming, tmp_path):
     tensors, names = published(naming), NAMES[naming]
@@ -327,6 +334,7 @@ def test_four_stages_are_read_and_buffers_of_old_files_ignored(naming, tmp_path)
             np.testing.assert_array_equal(found["norm"]["scale"], tensors[f"{merging}.norm.weight"])
 
 
+@pytest.mark.slow
 def test_a_file_says_heads_window_and_epsilon(tmp_path):
     tensors = published("timm_swin")
     table = r"layers\.{}\.blocks\.0\.attn\.relative_position_bias_table: shape \(9, {}\) does not fit stage_"

@@ -21,6 +21,7 @@ def loss(params, frozen, batch, key):
     return jax.random.uniform(key) * frozen * (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
 
 
+@pytest.mark.slow
 def test_batches_are_all_examples_in_a_new_order():
     draw = jax.jit(epoch_batches, static_argnums=(1, 2))
     for count, size in [(7, 3), (4, 4), (1, 1)]:
@@ -38,6 +39,7 @@ def test_batches_are_all_examples_in_a_new_order():
     assert len(orders) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [2, 64])
 def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
     found = fit_in_memory(
@@ -61,6 +63,7 @@ def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
     assert not np.allclose(found["w"], START["w"], atol=0.02)
 
 
+@pytest.mark.slow
 def test_one_program_for_all_epochs_rates_keys_and_calls():
     traces = []
 
@@ -87,6 +90,7 @@ def test_numbers_must_be_positive(name):
             fit_in_memory(loss, START, DATA, key=KEY, **{**numbers, name: value})
 
 
+@pytest.mark.slow
 def test_no_data_is_refused():
     with pytest.raises(ValueError, match="data must have at least one example, got none"):
         fit_in_memory(

@@ -237,6 +237,7 @@ def assert_as_published(case, options, order, **blocks):
     assert min(widths) > 1e-3  # the boxes that agree are not points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARITY)
 def test_published_algorithm(name):
     case, options = PARITY[name]
@@ -253,6 +254,7 @@ def cut(monkeypatch, blocks):
     monkeypatch.setattr(plan, "cut_batch", lambda batch, parameters: blocks)
 
 
+@pytest.mark.slow
 def test_published_algorithm_does_not_depend_on_fragments(monkeypatch):
     cut(monkeypatch, (2, 2, 3))
     case, options = PARITY["one layer"]
@@ -260,6 +262,7 @@ def test_published_algorithm_does_not_depend_on_fragments(monkeypatch):
     assert_as_published(case, options, order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threat", ["add_remove", "replace_one", "replace_per_batch"])
 def test_one_step(threat):
     """The rules for sums, from gradients computed here in float64."""
@@ -285,6 +288,7 @@ def test_one_step(threat):
         assert (low - ours[0]).max() <= room and (ours[1] - high).max() <= room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threat", ["add_remove", "replace_one"])
 def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
     case = Case("bce", (4, 1), threat, 24, 1, 0.1, 0.4)
@@ -296,6 +300,7 @@ def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_published_algorithm_with_places_without_a_record():
     case = Case("bce", (4, 1), "replace_per_batch", 24, 2, 0.1, 0.4)
     params, x, y, order = case.problem()
@@ -356,6 +361,7 @@ def witnesses(name, seed):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_retrained_parameters_are_inside(name):
     beyond = 0
@@ -367,6 +373,7 @@ def test_retrained_parameters_are_inside(name):
     assert beyond > 0  # the bounds for one change less do not contain them all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_weight_decay_that_takes_almost_everything(momentum):
     """What is left of the parameters is small beside the rounding of what was taken."""
@@ -419,6 +426,7 @@ def answers(name, seed):
     return x, certify(bounds, logits, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_neighbours(name):
     """The boxes of a neighbour lie inside of those of one distance more; so k' differs by at most 1."""
@@ -437,6 +445,7 @@ def test_neighbours(name):
     assert differ > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_labels_of_retrained_models(name):
     flips = 0
@@ -462,6 +471,7 @@ def saturated(rng, n, wide=1000):
     return params, x, y, extreme, np.float32((extreme @ params[0]).item() < 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "batch_size", "options"),
     [(40, 11, {}), (40, 11, {"momentum": 0.5, "nesterov": True}), (256, 256, {})],
@@ -482,6 +492,7 @@ def test_neighbours_by_a_saturated_record(n, batch_size, options):
             assert within(without, more) and within(more, without)
 
 
+@pytest.mark.slow
 def test_neighbours_where_a_gradient_overflows():
     """0 * inf, in the places without a record of a batch, is nothing; a NaN of a record is any gradient."""
     case = Case("bce", (3, 1), "add_remove", 24, 2, 0.2, 0.3)
@@ -528,6 +539,7 @@ def test_default_batches(arrays, threat):
     assert sum(apart) == (2 if threat == "add_remove" else 4)  # once in each epoch: it leaves; or another enters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 3])
 def test_the_number_of_batches_does_not_depend_on_the_records(arrays, batches):
     for n in (0, 1, 149, 150, 151, 450):
@@ -546,6 +558,7 @@ def test_the_number_of_batches_where_that_of_records_is_public(arrays):
     np.testing.assert_array_equal(order[:, :4], [[0, 2, 4, 6], [1, 3, 5, -1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [None, 2])
 def test_a_neighbour_is_trained_with_as_many_batches(batches):
     """150 records are one and a half batches of 100: rounding would make a batch less of them when one leaves."""
@@ -568,6 +581,7 @@ def test_a_neighbour_is_trained_with_as_many_batches(batches):
         assert (near[differ] == 0).all() and (far[differ] == 0).all()
 
 
+@pytest.mark.slow
 def test_no_records():
     """The neighbour of a single record; a part of an ensemble may be empty, too."""
     case = Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, n=1, ks=2)
@@ -579,6 +593,7 @@ def test_no_records():
             np.testing.assert_array_equal(start, end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("most", [None, 128])
 def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
@@ -601,6 +616,7 @@ def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
     np.testing.assert_allclose(width[1:], 2 * charge * np.arange(1, 3), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_budget_when_batches_are_empty(monkeypatch):
     """Added records may sit in the empty first batch of every epoch."""
     empty = np.array([[-1, -1, -1], [0, 1, 2], [3, 4, 5]] * 2)
@@ -636,6 +652,7 @@ def boxes(rng, sizes, radii):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [1, 4])
 def test_certify_linear_models_exactly(classes):
     rng = np.random.default_rng(0)
@@ -671,6 +688,7 @@ def test_certify_linear_models_exactly(classes):
     assert (np.asarray(answer.logits.lower) <= z_low).all() and (np.asarray(answer.logits.upper) >= z_high).all()
 
 
+@pytest.mark.slow
 def test_certify_networks():
     """No parameters in the box change a certified label; comparing logits one by one certifies less."""
     rng = np.random.default_rng(1)
@@ -695,6 +713,7 @@ def test_certify_networks():
     assert (distance >= one_by_one).all() and distance.sum() > one_by_one.sum()
 
 
+@pytest.mark.slow
 def test_certify_counts_certified_distances():
     """Of a sparse grid the index, never k; nothing beyond a distance that is not certified."""
     for ks, ends, expected in (
@@ -897,6 +916,7 @@ def behind_convolution(params, image):
     return logits([params["head"]["w"], params["head"]["b"]], convolved(params["conv"], image))
 
 
+@pytest.mark.slow
 def test_frozen_convolution():
     """As if trained on features computed outside, up to the rounding of the features."""
     rng = np.random.default_rng(0)
@@ -926,6 +946,7 @@ def test_frozen_convolution():
     np.testing.assert_allclose(ours.logits.lower, theirs.logits.lower, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_one_program():
     """Equal shapes and settings share a program, for all ks; values do not matter."""
     case = CASES["full"]
@@ -951,6 +972,7 @@ def digits():
     return source[np.arange(len(source))]
 
 
+@pytest.mark.slow
 def test_convolutional_network():
     model = jaxdp.models.CNN(num_classes=10, widths=(4,), dense=0)
     data = jax.tree.map(lambda v: v[:24], digits())
@@ -983,6 +1005,7 @@ def test_convolutional_network():
     assert answer.logits.shape == (4, 24, 10)
 
 
+@pytest.mark.slow
 def test_ten_classes():
     """Digits by softmax regression: most predictions are right, and do not hinge on one record of 1500."""
     data = digits()

@@ -125,6 +125,7 @@ def paper_query_epsilon(epsilon, delta, queries):
     return max(epsilon / queries, concentrated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries_", [1, 10, 100, 1000])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_planned_queries_cost_the_total_and_no_more(queries_, adjacency):
@@ -174,6 +175,7 @@ def test_every_query_is_charged_once(certified):
     assert len(certified) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", METHODS)
 def test_the_event_of_answers_is_known_before_there_is_a_model(certified, mechanism):
     event = prediction.event(7, epsilon=0.2, mechanism=mechanism)
@@ -255,6 +257,7 @@ def test_answers_flip_with_the_probability_of_their_distance(certified, distance
     assert stats.binomtest(wrong, n, 0.7 * p).pvalue < REJECT and stats.binomtest(wrong, n, 1.3 * p).pvalue < REJECT
 
 
+@pytest.mark.slow
 def test_a_seed_reproduces_a_release_and_two_releases_never_share_noise(certified):
     bounds, ledger = Bounds(0, 0), ledger_for()
     first = predict(bounds, 200, ledger)
@@ -357,6 +360,7 @@ def test_an_ensemble_votes_and_a_replacement_may_touch_two_members(certified, mo
         predict([members[0], fixed[0]], 4, ledger_for("replace_one"))
 
 
+@pytest.mark.slow
 def test_laplace_noise_on_votes_is_doubled_for_replacement(certified):
     n, members = 20_000, [Bounds(1)] * 9 + [Bounds(0)] * 5
     for registered, scale in (("add_remove", 2.5), ("replace_one", 5.0)):
@@ -456,6 +460,7 @@ def test_values_use_the_certified_boxes_of_the_registered_relation(certified, mo
     assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.3), 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["cauchy_values", "laplace_values"])
 def test_values_come_back_noisy_and_refused_calls_compute_nothing(certified, mechanism):
     ask = {"output_range": (0.0, 9.0), "mechanism": mechanism, "seed": SEED}
@@ -503,6 +508,7 @@ def test_a_mechanism_from_outside_is_one_row(certified, monkeypatch):
 # -------------------------------------------------------------------------------------------------------- PATE
 
 
+@pytest.mark.slow
 def test_pate_charges_its_plan_and_answers_where_members_agree():
     mechanism = ensembles.ConfidentGNMax(threshold=8.0, sigma_threshold=0.5, sigma_votes=0.5)
     members = [{"w": jnp.float32(1.0)}] * 9 + [{"w": jnp.float32(0.0)}]
@@ -571,6 +577,7 @@ DOORS = {
 ONCE = {"PATE": PATE.event(60, max_answers=40)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_asked_again_after_a_crash_is_the_same_and_is_charged_once(certified, dying, tmp_path, door):
     ledger, ask = ledger_for(), DOORS[door]
@@ -592,6 +599,7 @@ def scaled(factor):
     return lambda params, query: factor * one_logit(params, query)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "pays"),
     [
@@ -631,6 +639,7 @@ def test_kept_answers_belong_to_one_call(certified, tmp_path):
     assert sum(composition(ledger.events("data")[None]).values()) == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["one model", "PATE"])
 def test_a_model_that_calls_back_to_python_is_charged_again_after_a_crash(certified, dying, tmp_path, door):
     def calling(params, query):
@@ -690,6 +699,7 @@ print("".join(map(str, given)))
 """
 
 
+@pytest.mark.slow
 def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
     path, workdir = tmp_path / "ledger.sqlite", tmp_path / "answers"
     with jaxdp.Ledger(path) as ledger:  # there is no room for a second time
@@ -717,6 +727,7 @@ def test_only_answered_queries_become_examples():
     assert asked["x"].tolist() == [[0, 1], [4, 5]] and answers.tolist() == [1, 0] and answers.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_noisy_answers():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(400, 2)).astype(np.float32)
@@ -759,6 +770,7 @@ def logistic_loss(params, example):
     return jaxdp.losses.sigmoid_cross_entropy(logit(params, example), example["label"])
 
 
+@pytest.mark.slow
 def test_real_bounds_vote_and_answer():
     """Three members on hashed parts: certified labels are those of the models, the answers are theirs with noise."""
     rng = np.random.default_rng(0)

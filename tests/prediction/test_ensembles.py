@@ -253,6 +253,7 @@ def laplace_difference(gap, scale):
     return math.exp(-x) * (0.5 + x / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [1, 2])
 def test_laplace_vote_has_its_noise(changed):
     epsilon, votes = 0.8, split_votes(9, 5)
@@ -268,6 +269,7 @@ def test_laplace_vote_has_its_noise(changed):
     assert p_value(1.0) > ACCEPT and p_value(0.7) < REJECT and p_value(1.3) < REJECT
 
 
+@pytest.mark.slow
 def test_confident_gnmax_has_its_noise():
     mechanism = ensembles.ConfidentGNMax(threshold=10.0, sigma_threshold=2.0, sigma_votes=3.0)
     votes = split_votes(9, 5, 0)
@@ -314,6 +316,7 @@ def test_confident_gnmax_calibrates():
     assert 3.0 * 0.998 < cost <= 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "match"),
     [

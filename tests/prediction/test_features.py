@@ -41,6 +41,7 @@ def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
     assert (mapped[-1] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("public", "options", "message"),
     [

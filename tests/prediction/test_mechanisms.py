@@ -202,6 +202,7 @@ def test_cauchy_loss_is_the_hyperbolic_distance(shift, one, other):
     assert cauchy_loss(shift, one, other) == pytest.approx(exact, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
 def test_cauchy_noise_on_a_label_is_private_before_rounding(epsilon):
     """The noisy label itself: centres differ at distance 0 only, scales change by one step; half the scale is not."""
@@ -217,6 +218,7 @@ def test_cauchy_noise_on_a_label_is_private_before_rounding(epsilon):
     assert cauchy_loss(1.0, half, half) > 1.2 * epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.05, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 0.99])
 def test_cauchy_noise_on_values_is_private_for_joint_changes(epsilon, share):
@@ -405,6 +407,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_values_get_noise_of_their_sensitivity(name):
     draw, law, multiplier, beta = VALUES[name]
@@ -424,6 +427,7 @@ def test_values_get_noise_of_their_sensitivity(name):
     assert p_value(0.7) < REJECT and p_value(1.3) < REJECT
 
 
+@pytest.mark.slow
 def test_values_and_answers_stay_in_the_declared_range():
     values = np.array([-50.0, 0.25, np.nan, 50.0])
     boxes = np.tile(values, (3, 1))
@@ -484,6 +488,7 @@ def test_bad_arguments(change, match):
     assert "-3" not in str(info.value)  # Private values stay out of messages.
 
 
+@pytest.mark.slow
 def test_more_bad_arguments():
     with pytest.raises(TypeError, match="typed key"):
         mechanisms.randomised_response(jax.random.PRNGKey(0), **GOOD)

@@ -90,6 +90,7 @@ def numpy_run(gamma, rate, steps, ball, rule, learning_rate=0.3, momentum=0.9, d
     return params, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ball", ["global", "per_tensor"])
 @pytest.mark.parametrize("rule", ["project", "normalise"])
 @pytest.mark.parametrize("steps", [1, 2])
@@ -120,6 +121,7 @@ def test_the_cases_above_are_different_ones():
     assert (lengths < GAMMA["global"] - 1e-9).any() and (lengths > GAMMA["global"] - 1e-9).any()
 
 
+@pytest.mark.slow
 def test_the_perturbation_is_in_the_ball():
     for ball, bound in (("global", 0.12), ("per_tensor", 0.12 * np.sqrt(3))):
         state, rows = run(dpadapter(mean_loss, optimizer(), gamma=0.12, ascent_rate=100.0, ball=ball))
@@ -129,6 +131,7 @@ def test_the_perturbation_is_in_the_ball():
             assert [norm(leaf) for leaf in state.perturbation.values()] == pytest.approx([0.12] * 3, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_infinite_ball_is_equation_6():
     state, rows = run(dpadapter(mean_loss, optimizer(), gamma=np.inf, ascent_rate=0.7), BATCHES[:1])
     _, gradient = numpy_gradient(PARAMS, BATCHES[0][0])
@@ -140,6 +143,7 @@ def test_an_infinite_ball_is_equation_6():
 # --- Relatives -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sam_is_that_of_optax():
     rho, both = 0.1, BATCHES[0][0]
     ours, _ = run(sam(mean_loss, optax.sgd(0.3, momentum=0.9), gamma=rho), [(both, both)])
@@ -182,6 +186,7 @@ def test_without_a_ball_or_without_ascent_it_is_plain_training():
         assert all(set(row) == {"loss", "perturbation_norm"} and row["perturbation_norm"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_between_ascents_the_perturbation_stays():
     (first, second), (_, third) = BATCHES[:2]
     trainer = dpadapter(mean_loss, optimizer(), gamma=0.2)
@@ -192,6 +197,7 @@ def test_between_ascents_the_perturbation_stays():
     assert float(rows[1]["loss"]) == pytest.approx(float(mean_loss(shifted, third)), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "ball"), [(dpadapter, "global"), (sam, "global"), (sam, "per_tensor")])
 def test_a_zero_gradient_is_no_perturbation(make, ball):
     def flat(params, batch):
@@ -219,6 +225,7 @@ def whole():
     return run(dpadapter(mean_loss, optimizer(), gamma=0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [6, 100])
 def test_microbatches_change_nothing(microbatch_size, whole):
     parts, others = run(dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size))
@@ -226,6 +233,7 @@ def test_microbatches_change_nothing(microbatch_size, whole):
     jax.tree.map(close, whole, (parts, others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [None, 8])
 def test_batches_over_several_devices_change_nothing(microbatch_size, whole):
     devices = jax.devices()[:4]
@@ -268,6 +276,7 @@ def test_nothing_moves_between_host_and_device_by_itself():
         trainer.step(state, first, second)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_keep_their_dtype_and_a_precise_perturbation(caplog):
     def loss(params, batch):
         return mean_loss(float32(params), batch)
@@ -303,6 +312,7 @@ def hidden_mean(params, batch):
     return np.tanh(batch["x"] @ np.asarray(params["w1"]) + np.asarray(params["b1"])).mean(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ascent_steps", "microbatch_size"), [(3, None), (1, 6)])
 def test_statistics_are_of_the_clean_pass(ascent_steps, microbatch_size):
     trainer = dpadapter(
@@ -357,6 +367,7 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         dpadapter(mean_loss, optimizer(), **arguments)
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_are_refused():
     trainer = dpadapter(mean_loss, optimizer(), microbatch_size=5)
     state, (first, second) = trainer.init(float32(PARAMS)), BATCHES[0]

@@ -56,6 +56,7 @@ def rows_of(features):
     return [int(np.flatnonzero((stored == row).all(1))[0]) for row in features]
 
 
+@pytest.mark.slow
 def test_the_loop_is_the_steps_on_two_shuffles(tmp_path):
     recorder = Recorder(trainer())
     state = fit(recorder, PARAMS, SOURCE, steps=9, workdir=tmp_path, checkpoint_every=4, **SIZES)
@@ -75,6 +76,7 @@ def test_the_loop_is_the_steps_on_two_shuffles(tmp_path):
     assert rows[-1]["loss"] == pytest.approx(float(row["loss"]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_shared_batch_is_augmented_once():
     recorder = Recorder(sam(mean_loss, optax.sgd(0.1)))
     sizes = {**SIZES, "perturbation_batch_size": 6}
@@ -86,6 +88,7 @@ def test_a_shared_batch_is_augmented_once():
     assert 0.03 < moved.std() < 0.3 and len(np.unique(moved)) == moved.size
 
 
+@pytest.mark.slow
 def test_augmentation_differs_between_batches_and_steps():
     recorder = Recorder(trainer())
     noise = {"augment": lambda key, example: {**example, "features": jax.random.normal(key, (2,))}}
@@ -94,6 +97,7 @@ def test_augmentation_differs_between_batches_and_steps():
     assert len(np.unique(values)) == len(values)
 
 
+@pytest.mark.slow
 def test_warm_up_and_ascent_every_few_steps():
     recorder = Recorder(trainer())
     fit(recorder, PARAMS, SOURCE, steps=9, warmup_steps=3, ascent_every=2, **SIZES)
@@ -103,6 +107,7 @@ def test_warm_up_and_ascent_every_few_steps():
     jax.tree.map(np.testing.assert_array_equal, plain.params, warm.params)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
     options = {"steps": 10, "augment": jitter, "checkpoint_every": 3, **SIZES}
     whole = fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "whole", **options)
@@ -153,6 +158,7 @@ def long_run(workdir, pause=0.0):
     return fit(trainer(), PARAMS, SOURCE, workdir=workdir, **options)
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_end(tmp_path):
     program = PROGRAM.format(path=str(pathlib.Path(__file__)), workdir=str(tmp_path / "run"))
     process = subprocess.Popen([sys.executable, "-c", program])
@@ -168,6 +174,7 @@ def test_a_killed_process_goes_on_to_the_same_end(tmp_path):
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_a_stateful_trainer_keeps_its_statistics(tmp_path):
     def with_count(params, stats, batch):
         return mean_loss(params, batch), {"passes": stats["passes"] + 1}
@@ -178,6 +185,7 @@ def test_a_stateful_trainer_keeps_its_statistics(tmp_path):
     assert float(fit(made, PARAMS, SOURCE, steps=6, **options).stats["passes"]) == 6
 
 
+@pytest.mark.slow
 def test_the_large_batch_over_several_devices():
     options = {"steps": 4, "augment": jitter, **SIZES}
     over = fit(trainer(microbatch_size=10), PARAMS, SOURCE, devices=jax.devices()[:4], **options)
@@ -235,6 +243,7 @@ def test_another_run_in_the_workdir_is_refused(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["gamma"] == 2.0
 
 
+@pytest.mark.slow
 def test_no_step_at_all_is_the_start():
     state = fit(trainer(), PARAMS, SOURCE, steps=0, **SIZES)
     jax.tree.map(np.testing.assert_array_equal, state.params, jax.tree.map(jnp.asarray, PARAMS))

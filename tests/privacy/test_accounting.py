@@ -68,6 +68,7 @@ def gaussian_epsilon(shift, delta):
     return solve(delta_of, delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "count"), [(0.05, 1), (0.3, 1), (1.0, 1), (20.0, 100), (1000.0, 1_000_000), (300.0, 10)]
 )
@@ -109,6 +110,7 @@ def hockey_stick(p, q, epsilon):
     return float(np.sum(np.maximum(p - math.exp(epsilon) * q, 0.0)) * (X[1] - X[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "sigma"), [(0.005, 0.8), (0.1, 1.0), (0.5, 2.0), (0.9, 0.7)])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_one_poisson_sampled_gaussian_matches_integration(q, sigma, adjacency):
@@ -122,6 +124,7 @@ def test_one_poisson_sampled_gaussian_matches_integration(q, sigma, adjacency):
     assert_tight_bound(epsilon_at(event, delta=1e-3, adjacency=adjacency), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_two_poisson_sampled_gaussians_match_a_double_sum(adjacency):
     """Composition without FFT or grid of losses: all pairs of quantised outputs, sorted by loss."""
@@ -161,6 +164,7 @@ def test_opposite_directions_are_the_worst_replacement():
     assert delta_at(dp_sgd(q, sigma, 1), epsilon=epsilon, adjacency="replace_one") == pytest.approx(worst, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("q", "sigma", "steps", "pld", "rdp"),
     [
@@ -179,6 +183,7 @@ def test_published_runs(q, sigma, steps, pld, rdp):
     assert epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA, method="rdp") == pytest.approx(rdp, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "sigma"), list(itertools.product((1e-6, 0.005, 0.3, 0.99, 1.0), (0.3, 1.0, 30.0))))
 def test_vectorised_pld_is_that_of_dp_accounting(q, sigma):
     interval = 2e-3
@@ -293,6 +298,7 @@ _PLD_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("event", "adjacencies"), _PLD_CASES)
 def test_pld_agrees_with_dp_accounting(event, adjacencies):
     for adjacency in adjacencies:
@@ -301,6 +307,7 @@ def test_pld_agrees_with_dp_accounting(event, adjacencies):
         assert epsilon_at(event, delta=DELTA, adjacency=adjacency) == pytest.approx(reference, rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "equivalent", "adjacency"),
     [
@@ -337,6 +344,7 @@ def test_rdp_only_events(event, equivalent, adjacency):
 # --- Composition, limits, refusals --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_heterogeneous_schedule():
     parts = [dp_sgd(0.01, 2.0 * 0.94**t, 100) for t in range(10)]
     value = epsilon_at(ComposedDpEvent(parts), delta=DELTA)
@@ -358,6 +366,7 @@ def test_mixed_kinds_fall_back_to_rdp():
         )
 
 
+@pytest.mark.slow
 def test_a_million_releases():
     q, sigma, steps = 1e-4, 1.0, 1_000_000
     value = epsilon_at(dp_sgd(q, sigma, steps), delta=DELTA)
@@ -382,6 +391,7 @@ def test_tiny_noise_gives_a_bound_and_returns(sigma, q, adjacency):
         assert value >= math.log(DELTA) - stats.norm.logsf(cut / sigma)
 
 
+@pytest.mark.slow
 def test_delta_and_epsilon_invert_each_other():
     for event in (dp_sgd(0.01, 1.0, 500), SelfComposedDpEvent(PureDpEvent(0.1), 50), ZCDpEvent(0.1)):
         for delta in (1e-3, 1e-6):
@@ -462,6 +472,7 @@ def test_renyi_bound_inverts_the_conversion(epsilon, delta):
     assert reference == pytest.approx(epsilon, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_renyi_divergence_of_gaussians_at_one_order():
     for adjacency, factor in (("add_remove", 1), ("zero_out", 1), ("replace_one", 4)):
         value = accounting.rdp_of_counts({GaussianDpEvent(3.0): 5}, order=6.5, adjacency=adjacency)

@@ -197,6 +197,7 @@ def test_paid(ledger):
         ledger.paid("data", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accounting_name", ["pld", "rdp", "renyi_filter"])
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_would_cost_is_epsilon_after_the_spend(ledger, accounting_name, adjacency):
@@ -281,6 +282,7 @@ def test_what_was_checked_is_spent_without_another_pld(ledger, plds):
     assert len(plds) == asked
 
 
+@pytest.mark.slow
 def test_seventy_unlike_parts_get_their_verdicts(ledger):
     """Each needs a PLD, and more verdicts than are usually remembered; the ledger once asked for ever."""
     events = [GaussianDpEvent(8.0 + 0.001 * index) for index in range(70)]
@@ -502,6 +504,7 @@ def test_a_hold_without_a_budget_limits_nobody(ledger):
         assert hold.left("data") == times(9, STEP)
 
 
+@pytest.mark.slow
 def test_an_event_that_does_not_compose_with_what_is_held_is_refused(ledger):
     account = register(ledger, epsilon=8.0, delta=DELTA)
     event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 4.0)  # has a PLD rule only, the other an RDP rule only
@@ -625,6 +628,7 @@ def test_eight_threads_hold_and_spend_exactly_the_budget(path):
         assert rows(path, "SELECT count(*) FROM holds") == [(0,)]
 
 
+@pytest.mark.slow
 def test_total_is_the_epsilon_of_all_events_together(ledger):
     for name in "abc":
         register(ledger, name, epsilon=None, delta=DELTA)
@@ -727,6 +731,7 @@ OLD_SAID = {
 }
 
 
+@pytest.mark.slow
 def test_a_ledger_from_before_holds_means_the_same(path):
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.executescript(OLD.read_text())
@@ -749,6 +754,7 @@ def test_a_ledger_from_before_holds_means_the_same(path):
         assert ledger.total(["train"], delta=DELTA) == ledger.epsilon("train")
 
 
+@pytest.mark.slow
 def test_accounts_are_documented():
     for owner in (Account, Hold):
         for name, member in vars(owner).items():

@@ -24,6 +24,7 @@ def dp_sgd(q, steps):
     return lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(noise)), steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "steps", "epsilon", "noise"),
     [
@@ -44,6 +45,7 @@ def test_known_noise_multipliers(size, batch, steps, epsilon, noise):
     assert epsilon_at(make_event(value / 1.0002), delta=1e-5) > epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "batch", "steps", "epsilon", "rdp", "pld"),
     [
@@ -75,6 +77,7 @@ def test_a_method_without_a_rule_for_the_event_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_agrees_with_dp_accounting():
     make_event = dp_sgd(0.02, 500)
     reference = dp_accounting.calibrate_dp_mechanism(
@@ -91,6 +94,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_any_schedule_is_met_and_barely(name, adjacency):
@@ -100,6 +104,7 @@ def test_any_schedule_is_met_and_barely(name, adjacency):
     assert epsilon_at(make_event(noise / (1 + 2 * tol)), delta=1e-6, adjacency=adjacency) > 1.5
 
 
+@pytest.mark.slow
 def test_replacement_needs_twice_the_gaussian_noise():
     values = [
         calibrate_noise(GaussianDpEvent, epsilon=2.0, delta=1e-5, adjacency=adjacency)
@@ -118,6 +123,7 @@ def test_pure_targets():
     assert 20.0 <= value <= 20.0 * (1 + 1e-4)
 
 
+@pytest.mark.slow
 def test_tolerance_is_respected_and_saves_work():
     calls: list[float] = []
 
@@ -164,6 +170,7 @@ def test_arguments_are_checked(arguments, words):
         calibrate_noise(GaussianDpEvent, **arguments)
 
 
+@pytest.mark.slow
 def test_result_is_never_above_the_target_even_next_to_it():
     """Whatever rounding PLDs have, the returned point itself was checked."""
     for target in (0.1, 2.3, 11.0):

@@ -58,6 +58,7 @@ events = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(events)
 def test_round_trip_is_exact(event):
     text = to_json(event)
@@ -67,6 +68,7 @@ def test_round_trip_is_exact(event):
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
+@pytest.mark.slow
 @given(st.lists(leaves, max_size=5), st.randoms())
 def test_order_nesting_and_containers_do_not_show(parts, random):
     shuffled = list(parts)
@@ -171,6 +173,7 @@ def test_unknown_json_is_refused(text, words):
         from_json(text)
 
 
+@pytest.mark.slow
 def test_description_is_short():
     event = SelfComposedDpEvent(PoissonSampledDpEvent(0.00512, GaussianDpEvent(1.1)), 500)
     assert ev.describe(event) == "PoissonSampled(0.00512, Gaussian(1.1)) x 500"

@@ -67,6 +67,7 @@ def rows(path, query):
 # --- Charging -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_epsilon_is_recomputed_from_all_events(ledger):
     register(ledger)
     assert ledger.epsilon("data", delta=DELTA) == 0.0
@@ -220,6 +221,7 @@ def test_budget_is_checked_before_the_body_runs(ledger):
     spend(ledger, NoOpDpEvent())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accounting_name", ["pld", "rdp"])
 def test_a_loop_spends_exactly_the_budget(ledger, accounting_name):
     budget = 1.0
@@ -235,6 +237,7 @@ def test_a_loop_spends_exactly_the_budget(ledger, accounting_name):
     assert ledger.epsilon("data") <= budget
 
 
+@pytest.mark.slow
 def test_a_loop_computes_few_plds(ledger, monkeypatch):
     calls = []
     original = budget.epsilon_of_counts
@@ -742,6 +745,7 @@ def test_an_in_memory_ledger_refuses_to_be_forked(ledger, monkeypatch):
         ledger.epsilon("data", delta=DELTA)
 
 
+@pytest.mark.slow
 def test_a_million_spends_answer_in_a_second(path):
     with Ledger(path) as ledger:
         register(ledger, delta=DELTA)
@@ -765,6 +769,7 @@ def test_a_million_spends_answer_in_a_second(path):
     assert elapsed < 5.0  # Under one second on an idle core; a scan of a million rows per question would take longer.
 
 
+@pytest.mark.slow
 def test_report_is_json_and_text(ledger):
     register(ledger, "big budget", epsilon=8.0, delta=DELTA)
     register(ledger, "unused", adjacency="replace_one", unit="user")

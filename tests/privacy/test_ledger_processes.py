@@ -86,6 +86,7 @@ def die_at(instant, path, *names):
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("instant", "statuses"),
     [
@@ -107,6 +108,7 @@ def test_kill_at_a_chosen_instant(path, instant, statuses):
     assert table(path) == ({"committed": 1}, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("instant", "statuses"),
     [
@@ -159,6 +161,7 @@ os.waitpid(survivor, 0)
 """
 
 
+@pytest.mark.slow
 def test_kill_at_random_instants_while_another_process_spends(path, tmp_path):
     released = tmp_path / "released"
     run(RANDOM_KILLS, path, released)
@@ -200,6 +203,7 @@ assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
 """
 
 
+@pytest.mark.slow
 def test_a_race_spends_the_budget_exactly(path):
     counts = list(map(int, run(RACE, path, "data", 4).stdout.split()))
     assert sum(counts) == 100
@@ -208,6 +212,7 @@ def test_a_race_spends_the_budget_exactly(path):
         assert ledger.epsilon("data") == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_a_race_near_a_pld_budget(path):
     budget = 0.9
     with Ledger(path) as ledger:
@@ -249,6 +254,7 @@ print(unpaid, replays)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("instant", "paid"), [("after three spends", 3), ("while it takes", 0)])
 def test_a_program_that_was_killed_takes_its_hold_over(path, instant, paid):
     """Meanwhile its room is kept, and what it spent is not counted twice."""
@@ -307,6 +313,7 @@ assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
 """
 
 
+@pytest.mark.slow
 def test_other_processes_do_not_take_what_is_held(path):
     counts = list(map(int, run(HOLDERS, path).stdout.split()))
     assert 97 <= sum(counts) <= 100  # Three may be left: too few for those who want four, after the first has gone.
@@ -334,6 +341,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_many_processes_create_one_ledger(tmp_path):
     paths = [tmp_path / f"{index}.sqlite" for index in range(12)]
     run(CREATE, *paths)
@@ -341,6 +349,7 @@ def test_many_processes_create_one_ledger(tmp_path):
         assert table(path) == ({"committed": 8}, 8)
 
 
+@pytest.mark.slow
 def test_the_import_is_light():
     code = "import sys, jaxdp.privacy; print([m for m in sys.modules if m in ('jax', 'flax', 'tensorflow')])"
     assert run(code).stdout.strip() == "[]"
@@ -357,6 +366,7 @@ def launch(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_launcher_prints_text_and_json(path):
     with Ledger(path) as ledger, ledger.spend("data", PureDpEvent(0.5), label="first"):
         pass
@@ -368,6 +378,7 @@ def test_launcher_prints_text_and_json(path):
     assert report["datasets"][0]["headline"] == "0.5"
 
 
+@pytest.mark.slow
 def test_launcher_refuses_what_is_not_a_ledger(tmp_path):
     missing = tmp_path / "missing.sqlite"
     done = launch(missing)

@@ -63,6 +63,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("statement", "words"), EDITS.values(), ids=EDITS)
 def test_what_was_edited_is_refused(path, statement, words):
     make(path)
@@ -123,6 +124,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["deleted", "a bit"])
 def test_a_log_that_was_lost_is_noticed(path, damage):
     """A process that dies before its checkpoint leaves its last spends in -wal."""
@@ -340,6 +342,7 @@ with Store(sys.argv[1]).transaction():
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_ledger_too_long_is_reported(path, monkeypatch):
     make(path)
     with (
@@ -394,6 +397,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("touch", [False, True], ids=["by jaxdp", "broken twin"])
 def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
     """POSIX locks belong to a process: whoever opens and closes the database by other means than SQLite drops them."""
@@ -431,6 +435,7 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
         visitor.stdin.close()
 
 
+@pytest.mark.slow
 def test_a_ledger_is_checked_as_of_one_instant(path, monkeypatch):
     """Another program registers a dataset and spends on it in the middle of the check."""
     make(path)

@@ -89,6 +89,7 @@ def wave(seed):
 # --- Searches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iterations", [1, 2, 5, 9])
 @pytest.mark.parametrize("spacing", SPACINGS)
 def test_golden_section_is_algorithm_1_with_one_release_less(spacing, iterations):
@@ -109,6 +110,7 @@ def test_golden_section_is_algorithm_1_with_one_release_less(spacing, iterations
             assert (bool(found.low), bool(found.high)) == at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spacing", SPACINGS)
 def test_golden_section_leaves_its_share_of_the_bracket_around_the_minimum(spacing):
     bracket, iterations = Bracket(low=0.5, high=3.0, spacing=spacing), 15
@@ -275,6 +277,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_contributions_follow_the_equations(name):
     method = METHODS[name]
@@ -334,6 +337,7 @@ TIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", CLASSES)
 @pytest.mark.parametrize("name", METHODS)
 def test_no_pair_of_neighbours_exceeds_the_sensitivity_and_some_pair_reaches_it(name, m):
@@ -358,6 +362,7 @@ def test_no_pair_of_neighbours_exceeds_the_sensitivity_and_some_pair_reaches_it(
                 assert max(furthest(a, adjacency) for a in steps) <= math.ceil(stated / scale.step)
 
 
+@pytest.mark.slow
 def test_invalid_records_add_zero_and_extreme_ones_their_bound():
     huge = np.float32(3.4e38)
     logits = np.array([[np.nan, 0, 1], [np.inf, 0, 1], [0, 1, 2], [0, 1, 2], [huge, -huge, 0], [huge, huge, 0]])
@@ -372,6 +377,7 @@ def test_invalid_records_add_zero_and_extreme_ones_their_bound():
 # --- Bins -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_histogram_binning_is_the_accuracy_of_each_bin_in_both_forms():
     right, wrong = np.array([3.0, 0.0, 5.0, 0.0, 7.0]), np.array([1.0, 0.0, 0.0, 4.0, 7.0])
     expected = [0.75, 0.3, 1.0, 0.0, 0.5]  # a bin without records keeps its middle
@@ -431,6 +437,7 @@ def test_logistic_binning_solves_the_estimating_equation():
     assert np.abs(moved).max(0).min() > 0.4  # nor is it the prior
 
 
+@pytest.mark.slow
 def test_logistic_binning_recovers_the_line_of_many_records():
     method = LogisticBinning()
     places = np.array(method.places)
@@ -441,6 +448,7 @@ def test_logistic_binning_recovers_the_line_of_many_records():
         np.testing.assert_allclose(method.curve(line, jnp.asarray(places, jnp.float32)), right / 1e6, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_logistic_binning_stays_finite_and_near_the_prior_where_nothing_is_known():
     method = LogisticBinning()
     finish = jax.jit(lambda variance, answer: method.finish((variance, answer)))

@@ -47,6 +47,7 @@ def slow_ece(confidence, correct, bins, binning, debiased=False):
     return max(total / len(confidence), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debiased", [False, True])
 @pytest.mark.parametrize("binning", BINNINGS)
 @pytest.mark.parametrize(("n", "bins"), [(1, 15), (7, 15), (200, 1), (200, 15), (1000, 32)])
@@ -62,6 +63,7 @@ def test_ece_keeps_its_digits_over_many_examples():
     assert ece(confidence, correct) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bins", [1, 2, 6, 15, 22, 49])
 def test_an_edge_belongs_to_the_bin_above_it_and_1_to_the_last(bins):
     edges = np.array([k / bins for k in range(bins + 1)], np.float32)
@@ -101,6 +103,7 @@ def test_bins_of_equal_mass_hold_equally_many_examples_unless_they_are_equal():
         assert ece(tied, np.array(order), bins=2, binning="equal_mass") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debiased", [False, True])
 @pytest.mark.parametrize("binning", BINNINGS)
 def test_masked_examples_do_not_count(binning, debiased):
@@ -114,6 +117,7 @@ def test_masked_examples_do_not_count(binning, debiased):
     assert np.isnan(ece(confidence, correct, mask=np.zeros(100, bool), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debiased", [False, True])
 @pytest.mark.parametrize("binning", BINNINGS)
 def test_no_examples_and_nan_give_nan(binning, debiased):
@@ -122,6 +126,7 @@ def test_no_examples_and_nan_give_nan(binning, debiased):
     assert np.isnan(ece(np.array([0.2, np.nan, 0.9]), np.array([False, True, True]), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binning", BINNINGS)
 def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
     traced = []
@@ -140,6 +145,7 @@ def test_vmap_is_a_loop_and_masks_do_not_recompile(binning):
     np.testing.assert_array_equal(tables.counts[4], reliability(confidence[4], correct[4]).counts)
 
 
+@pytest.mark.slow
 def test_debiasing_removes_its_share_of_the_bias_and_no_more():
     """Checks calibrated data (true error 0), and data that are 0.1 off, where gaps are many deviations.
 
@@ -161,6 +167,7 @@ def test_debiasing_removes_its_share_of_the_bias_and_no_more():
     assert mean_error(p - 0.1, debiased=True) == pytest.approx(0.1, abs=0.002)
 
 
+@pytest.mark.slow
 def test_brier_and_nll_are_the_mean_over_examples():
     rng = np.random.default_rng(0)
     logits, labels = rng.normal(size=(50, 4)) * 3, rng.integers(0, 4, 50)
@@ -178,6 +185,7 @@ def test_the_ends_of_the_brier_score():
     assert brier(np.full((2, 2), 0.5), labels) == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logits", "value"),
     [
@@ -193,6 +201,7 @@ def test_nll_of_huge_logits(logits, value):
     assert nll(np.array([logits]), np.array([0])) == pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_out_of_range_is_no_number(label):
     values, labels = np.full((2, 3), 1 / 3), np.array([0, label])
@@ -200,6 +209,7 @@ def test_a_label_out_of_range_is_no_number(label):
     assert np.isnan(nll(np.zeros((0, 3)), np.zeros(0, int))) and np.isnan(brier(np.zeros((0, 3)), np.zeros(0, int)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -111,6 +111,7 @@ def sums_of(method, k, logits, labels, owner, sources, scale, temperature=1.3):
     return np.asarray(exact_sums(added, jnp.asarray(owner), sources, scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [AccT(), NllT(), EceT(), HistogramBinning()], ids=repr)
 def test_sums_are_exact_integers_in_any_order_of_records(method):
     logits, labels = people(500)
@@ -126,6 +127,7 @@ def test_sums_are_exact_integers_in_any_order_of_records(method):
         assert (sums == sums_of(method, 0, logits[order], labels[order], owner[order], 4, scale)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 def test_neighbouring_sources_differ_by_the_stated_number_of_steps(adjacency):
     logits, labels = people(80, m=3)
@@ -147,6 +149,7 @@ def test_neighbouring_sources_differ_by_the_stated_number_of_steps(adjacency):
             assert 0 < largest <= allowed
 
 
+@pytest.mark.slow
 def test_the_largest_source_with_the_largest_contributions_stays_in_range():
     n = 2**17
     for bound, epsilon in ((16.0, 1e4), (512.0, 1e4)):
@@ -182,6 +185,7 @@ def log_ratio(first, second):
     return math.log(a / b), 5 * math.sqrt((1 - a / DRAWS) / a + (1 - b / DRAWS) / b)
 
 
+@pytest.mark.slow
 def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
     epsilon, method = 0.5, HistogramBinning(bins=1)
     logits, labels = np.tile(np.float32([[2.0, 0.0]]), (6, 1)), np.array([0, 0, 0, 1, 1, 0])
@@ -200,6 +204,7 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
         assert error < 0.03 and abs(sign * ratio - epsilon) <= error  # 0.7 and 1.3 times the noise are 0.71 and 0.38
 
 
+@pytest.mark.slow
 def test_all_rounds_together_cost_epsilon():
     epsilon, method = 1.0, AccT(iterations=1)
     sure_and_wrong = np.float32([[200.0, 0.0]])
@@ -215,6 +220,7 @@ def test_all_rounds_together_cost_epsilon():
     assert abs(np.corrcoef(one[0, 1:], one[0, :-1])[0, 1]) < 5 / math.sqrt(DRAWS)  # nor do sources
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.01, 1.0, 50.0])
 def test_the_calibrator_knows_the_variance_of_the_noise(epsilon):
     method = HistogramBinning(bins=1)
@@ -284,6 +290,7 @@ def test_values_beyond_32_bits_are_invalid_not_other_values():
 # --- A source over a network ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [AccT(split=True), HistogramBinning()], ids=repr)
 def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path):
     parties = [Party(*people(40, seed=i)) for i in range(3)] + [Party(*people(0))]
@@ -311,6 +318,7 @@ def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path
         assert 0.5 < float(noisy.temperature) < 3.0
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
     source, method = Party(*people(60)), AccT()
     scale, exact, noisy = (
@@ -327,6 +335,7 @@ def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps():
     assert len(set(drawn)) == method.rounds and np.abs(drawn).max() < 40 * scale.noise * scale.step
 
 
+@pytest.mark.slow
 def test_a_conversation_is_paid_once_before_its_first_answer():
     method = AccT(iterations=2)
     with registered(epsilon=1.5, delta=0.0) as ledger:
@@ -401,6 +410,7 @@ with Ledger(path) as ledger:
 """
 
 
+@pytest.mark.slow
 def test_a_conversation_survives_kills_and_is_charged_once(tmp_path):
     path, workdir = tmp_path / "ledger.sqlite", tmp_path / "talk"
     registered(path, epsilon=1.0, delta=0.0).close()
@@ -455,6 +465,7 @@ class Calling(AccT):
         return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(added.shape, added.dtype), added)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "flags", "times"), [(AccT, "", 1), (AccT, " --xla_cpu_use_acl=false", 2), (Calling, "", 2)]
 )
@@ -472,6 +483,7 @@ def test_another_machine_or_a_call_back_to_python_pays_again_and_goes_on(tmp_pat
     assert not list(tmp_path.rglob("secret_seed"))
 
 
+@pytest.mark.slow
 def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tmp_path):
     """Its round is asked again: at the same temperature it says the same, at another one it has noise of its own."""
     method, heard = HistogramBinning(bins=1), []
@@ -493,6 +505,7 @@ def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
         assert talk.answered == 0 and talk.answer(2.0, round=0).shape == (1,)
 
 
+@pytest.mark.slow
 def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
     source, method = Party(*people(60)), AccT(iterations=2)
     for epsilon in (math.inf, 1.0):

@@ -121,6 +121,7 @@ def bisection(f, low, high, iterations):
     return (low + high) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "objective", "search"),
     [
@@ -148,6 +149,7 @@ def test_without_noise_the_temperature_is_that_of_a_float64_search(name, setting
         assert found.event == NonPrivateDpEvent()
 
 
+@pytest.mark.slow
 def test_without_noise_every_bin_says_its_accuracy():
     logits, labels = people(120)
     exp = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64))
@@ -161,6 +163,7 @@ def test_without_noise_every_bin_says_its_accuracy():
             np.testing.assert_allclose(found.apply(logits[inside]), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_apply_is_the_largest_softmax_probability_at_the_temperature():
     found = acc_t(SOURCES, epsilon=math.inf)
     logits = people(9, m=4, seed=7)[0]
@@ -172,6 +175,7 @@ def test_apply_is_the_largest_softmax_probability_at_the_temperature():
         found.apply(logits[0])
 
 
+@pytest.mark.slow
 def test_a_bracket_that_is_too_narrow_is_reported():
     assert SHORT["acc"](SOURCES, epsilon=math.inf, bracket=(0.1, 0.2)).at_end == "high"
     assert SHORT["acc"](SOURCES, epsilon=math.inf, bracket=(20.0, 40.0)).at_end == "low"
@@ -188,6 +192,7 @@ def test_none_changes_nothing_and_costs_nothing():
     assert (unchanged.temperature, unchanged.at_end, unchanged.event) == (1.0, None, NoOpDpEvent())
 
 
+@pytest.mark.slow
 def test_one_source_is_not_private_and_says_so():
     with Ledger.in_memory() as ledger:
         ledger.register("clinic", adjacency="add_remove", unit="patient")
@@ -203,6 +208,7 @@ def test_one_source_is_not_private_and_says_so():
 # --- Odd sources ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 @pytest.mark.parametrize("epsilon", [1.0, math.inf])
 def test_all_invalid_records_are_the_same_record(name, epsilon):
@@ -227,6 +233,7 @@ def test_all_invalid_records_are_the_same_record(name, epsilon):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_nothing_but_invalid_records_has_a_result_of_the_same_form(name):
     invalid = divided(np.full((120, 6), np.nan, np.float32), np.zeros(120, int), SIZES)
@@ -235,6 +242,7 @@ def test_nothing_but_invalid_records_has_a_result_of_the_same_form(name):
         same_form(usual, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["acc", "histogram"])
 def test_empty_sources_have_a_result_of_the_same_form(name):
     usual, found = (SHORT[name](sources, epsilon=1.0, key=KEY) for sources in (SOURCES, [people(0)] * 2))
@@ -249,6 +257,7 @@ def same_form(usual, found):
     assert ((confidence >= 0) & (confidence <= 1)).all()
 
 
+@pytest.mark.slow
 def test_the_result_shows_methods_parameters_and_the_price_alone():
     assert set(Recalibration.__dataclass_fields__) == {"method", "parameters", "event"}
     found = SHORT["acc"](SOURCES, epsilon=1.0, key=KEY)
@@ -264,6 +273,7 @@ def counts(sources=SOURCES, **arguments):
     return histogram_binning(sources, epsilon=1.0, **arguments).parameters.tolist()
 
 
+@pytest.mark.slow
 def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
     assert counts(key=KEY) == counts(key=KEY)
     assert counts(key=KEY) != counts(key=jax.random.fold_in(KEY, 1))
@@ -285,6 +295,7 @@ def test_payments_never_share_noise():
         assert np.abs(np.subtract(found[0], once)).max() > np.abs(np.subtract(*exact)).max()
 
 
+@pytest.mark.slow
 def test_sources_do_not_share_noise():
     """Checks that the noise of 400 empty sources is 20 times the noise of one, as if independent."""
     nothing = [(np.zeros((0, 2), np.float32), np.zeros(0, int))] * 400
@@ -305,6 +316,7 @@ def test_sources_do_not_share_noise():
     assert np.std(drawn) == pytest.approx(math.sqrt(800), rel=5 / math.sqrt(2 * 40))
 
 
+@pytest.mark.slow
 def test_noise_has_the_scale_of_its_epsilon():
     """Checks the error of a histogram over many records: sd sqrt(2 d) / epsilon, in both cells."""
     logits = np.tile(np.float32([[0.0, 0.0]]), (4000, 1))
@@ -339,6 +351,7 @@ def silent(monkeypatch):
     monkeypatch.setattr(MODULE, "converse", lambda *args, **kwargs: none().parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_every_account_pays_epsilon_once(name):
     with registered(
@@ -449,6 +462,7 @@ def test_accounts_of_several_ledgers_pay_nothing(no_computing):
         assert one.epsilon("north") == other.epsilon("south") == 0.0
 
 
+@pytest.mark.slow
 def test_what_planners_ask_is_what_is_charged():
     assert (event(0.3), event(math.inf)) == (PureDpEvent(0.3), NonPrivateDpEvent())
     with registered({"north": None}) as ledger:
@@ -503,6 +517,7 @@ def started(path, workdir, how):
     return subprocess.run(arguments, cwd=ROOT, timeout=120, check=False, env=os.environ, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_a_kill_while_sources_answer_leaves_every_account_charged(tmp_path):
     path = tmp_path / "ledger.sqlite"
     registered({"north": 1.0, "south": 1.0}, ledger=Ledger(path)).close()
@@ -513,6 +528,7 @@ def test_a_kill_while_sources_answer_leaves_every_account_charged(tmp_path):
         assert statuses == ["reserved", "reserved"]
 
 
+@pytest.mark.slow
 def test_a_workdir_that_survives_a_kill_goes_on_for_nothing(tmp_path):
     path, workdir = tmp_path / "ledger.sqlite", tmp_path / "run"
     registered({"north": 0.5, "south": 0.5}, ledger=Ledger(path)).close()
@@ -550,6 +566,7 @@ def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_what_is_started_again_after_a_crash_is_the_same_and_is_charged_once(name, tmp_path, dying):
     with registered({"north": 1.0, "south": 1.0}) as ledger:
@@ -580,6 +597,7 @@ class Weighted(HistogramBinning):
 WEIGHT = {"now": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["records", "labels", "division", "epsilon", "method", "flags", "nothing"])
 def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, tmp_path, dying, monkeypatch):
     logits, labels = people(40)
@@ -607,6 +625,7 @@ def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(change, 
     assert not list(tmp_path.rglob("secret_seed"))
 
 
+@pytest.mark.slow
 def test_a_method_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path, dying):
     class Calling(HistogramBinning):
         def summand(self, k, records, temperature):
@@ -623,6 +642,7 @@ def test_a_method_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_p
         assert ledger.events("north") == {None: SelfComposedDpEvent(PureDpEvent(1.0), 2)}
 
 
+@pytest.mark.slow
 def test_a_workdir_keeps_one_result(tmp_path):
     with registered({"north": 1.0}) as ledger:
         SHORT["acc"](clinics(ledger, "north"), epsilon=0.5, workdir=tmp_path)
@@ -640,6 +660,7 @@ def test_a_workdir_keeps_one_result(tmp_path):
 # --- Speed ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_data_keys_epsilons_and_divisions_compile_nothing(caplog):
     def once(seed, epsilon, sizes):
         records = people(120, seed=seed)
@@ -657,6 +678,7 @@ def test_other_data_keys_epsilons_and_divisions_compile_nothing(caplog):
     assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_every_function_has_the_common_arguments():
     for function in BY_NAME.values():
         parameters = inspect.signature(function).parameters

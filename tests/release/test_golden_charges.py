@@ -50,6 +50,7 @@ def test_the_comparison_can_fail():
     assert not close(expected, GOLDEN["finetune"]["constant"]["event"])
 
 
+@pytest.mark.slow
 def test_fine_tuning():
     source = data.bundled("blobs").take(np.arange(60))
 
@@ -68,6 +69,7 @@ def test_fine_tuning():
     assert_charged(ledger, "finetune")
 
 
+@pytest.mark.slow
 def test_answers():
     records = {"x": RNG.normal(size=(40, 3)).astype(np.float32), "y": RNG.integers(0, 2, 40).astype(np.int32)}
 
@@ -97,6 +99,7 @@ def test_answers():
     assert_charged(ledger, "prediction")
 
 
+@pytest.mark.slow
 def test_recalibration():
     names = ["source 0", "source 1"]
     ledger = new_ledger("add_remove", *names)
@@ -112,6 +115,7 @@ def test_recalibration():
     assert_charged(ledger, "recalibration")
 
 
+@pytest.mark.slow
 def test_a_stream():
     def apply(params, images):
         x = images.reshape(len(images), -1)
@@ -140,6 +144,7 @@ def test_a_stream():
     assert_charged(ledger, "tta")
 
 
+@pytest.mark.slow
 def test_an_upload():
     ledger, x = new_ledger("replace_one", "client"), RNG.normal(size=(10, 4, 3)).astype(np.float32)
     split.release_privately(

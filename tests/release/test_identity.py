@@ -82,6 +82,7 @@ def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
         jax.config.update("jax_default_matmul_precision", old)
 
 
+@pytest.mark.slow
 def test_the_environment_is_the_same_in_another_process(run_in_subprocess):
     """A fact that has an address in it, or an order of a set, would never let a release be repeated."""
     code = "from jaxdp.release import digest\nfrom jaxdp.release.identity import environment\nimport json\n"

@@ -123,6 +123,7 @@ CHANGES = {
 ELSEWHERE = ["flags", "variables", "devices", "versions", "host", "library"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [*CHANGES, *ELSEWHERE])
 def test_whatever_is_different_after_a_crash_draws_fresh_noise_and_pays_again(tmp_path, monkeypatch, change):
     ledger, seen = new_ledger(), []
@@ -262,6 +263,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["paid", "noted", "renamed", "kept", "committed"])
 def test_a_process_that_is_killed_pays_once_and_releases_one_value(tmp_path, place):
     def run(place):
@@ -435,6 +437,7 @@ def test_an_account_is_not_charged_for_the_releases_of_another_one_in_the_same_w
     assert (charged(second, "images"), charged(second, "queries")) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_release_that_is_counted_twice_is_paid_in_each_count():
     """What a visit costs depends on the visits before it, so a replay is free among the same visits only."""
     ledger, seen = new_ledger(), []

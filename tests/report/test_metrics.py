@@ -126,6 +126,7 @@ def test_what_has_no_json_form_is_refused_and_not_half_written(tmp_path):
         metrics.write(0, x=1.0)
 
 
+@pytest.mark.slow
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="Start the run first"):
         read_metrics(tmp_path / "none.jsonl")

@@ -93,6 +93,7 @@ def test_an_empty_curve_is_refused(tmp_path, name):
         plot_training(tmp_path / "f.png", **{**CURVES, name: []})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "text"),
     [(4.0, "4"), (3.9801, "3.99"), (3.98, "3.98"), (0.12341, "0.124"), (123.2, "124"), (0.0, "0"), (math.inf, "∞")],
@@ -106,6 +107,7 @@ def test_the_suffix_chooses_the_format(tmp_path):
     assert re.search("svg$", root.tag)
 
 
+@pytest.mark.slow
 def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path, run_in_subprocess):
     code = f"""
 import sys
@@ -143,6 +145,7 @@ def test_curves_are_drawn_with_their_names_and_references(drawn_curves):
     assert [tick.get_text() for tick in axes.get_yticklabels()][-1].endswith("%")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("yscale", ["linear", "log"])
 def test_names_stand_at_the_ends_of_their_curves(drawn_curves, yscale):
     figure = drawn_curves(
@@ -157,6 +160,7 @@ def test_names_stand_at_the_ends_of_their_curves(drawn_curves, yscale):
     assert heights["low"] < heights["middle"] < heights["high"]
 
 
+@pytest.mark.slow
 def test_percentages_end_at_0_and_100_unless_there_are_others(drawn_curves):
     def ticks(values):
         (axes,) = drawn_curves({"one": list(enumerate(values))}).axes
@@ -225,6 +229,7 @@ def test_many_close_names_stay_beside_the_panel_without_overlap(saved, tmp_path)
     ]
 
 
+@pytest.mark.slow
 def test_marks_suit_the_values_of_all_panels(saved, tmp_path):
     def marks(*ys, **options):
         panels = {str(i): ("x", {"one": [(0, y), (1, y)]}) for i, y in enumerate(ys)}
@@ -316,6 +321,7 @@ def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shap
     assert below.images[0].get_window_extent().y1 < above.images[0].get_window_extent().y0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

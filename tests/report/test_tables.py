@@ -39,6 +39,7 @@ def test_a_line_break_in_a_cell_does_not_break_the_table():
     assert len(format_table([{"a": "x\ny"}]).splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match="'plain' or 'markdown'"):
         format_table(ROWS, style="html")

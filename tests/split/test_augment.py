@@ -59,6 +59,7 @@ def eq5(image: np.ndarray) -> np.ndarray:
     return signed(image)[0] + np.fft.ifft2(abs(np.fft.fft2(image)) * removed[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "random"])
 @pytest.mark.parametrize("mode", [figure, eq5])
 def test_hilbert_augment_is_the_formula(name, mode):
@@ -282,6 +283,7 @@ def all_copies():
     return tuple(grid.ravel().astype(np.int32) for grid in np.meshgrid(np.arange(N), np.arange(5), indexing="ij"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_a_copy_is_the_same_in_every_order(task, all_copies, impl):
     """Checks also keys whose bits under vmap depend on the first key of the batch."""
@@ -294,6 +296,7 @@ def test_a_copy_is_the_same_in_every_order(task, all_copies, impl):
     assert (np.asarray(other) != whole).any()
 
 
+@pytest.mark.slow
 def test_a_copy_is_the_same_in_a_batch_of_another_size(task, all_copies):
     x, neighbors = task
     x = x + np.random.default_rng(5).normal(size=x.shape).astype(np.float32)
@@ -305,6 +308,7 @@ def test_a_copy_is_the_same_in_a_batch_of_another_size(task, all_copies):
     np.testing.assert_array_equal(patch_augment(key, x, neighbors, 2), whole[copies == 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_tokens", [0, 2])
 def test_prefix_tokens_are_never_replaced_and_all_others_can_be(task, prefix_tokens):
     x, neighbors = task
@@ -359,6 +363,7 @@ def test_bad_arguments_of_augmentation_are_named(task):
         augmented_batch(key, x, neighbors, rows, rows[:1], n_patches=2)
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_nothing(task, nothing_compiles):
     x, neighbors = task
     images = some_images()["digits"]

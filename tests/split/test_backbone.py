@@ -19,6 +19,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 2])
 def test_front_and_back_compose_to_the_model(vit, cut):
     backbone = dataclasses.replace(vit.backbone, cut=cut)
@@ -35,6 +36,7 @@ def test_front_and_back_compose_to_the_model(vit, cut):
     np.testing.assert_allclose(logits, vit.reference.back(vit.exact, exact, cut, 3), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_swin_composes_too():
     backbone = Backbone(SWIN, Preprocessing(size=8, mean=(0.3,), std=(0.4,)), 2)
     rng = np.random.default_rng(0)
@@ -74,6 +76,7 @@ def test_where_the_paper_cuts():
     assert two_thirds(Swin(10, depths=(2, 2, 18, 2), num_heads=(6, 12, 24, 48))) == 22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("distilled", "hidden"), [(False, 0), (True, 6)])
 def test_another_head_and_all_else_kept(vit, distilled, hidden):
     model = vit.backbone.model.clone(distilled=distilled)
@@ -93,6 +96,7 @@ def test_another_head_and_all_else_kept(vit, distilled, hidden):
         assert len({kernel.tobytes() for kernel in kernels}) == 6
 
 
+@pytest.mark.slow
 def test_a_head_for_one_class_is_refused(vit):
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         vit.backbone.with_head(jax.random.key(0), vit.back, 1)

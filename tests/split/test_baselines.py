@@ -26,6 +26,8 @@ from jaxdp.split.baselines import (
 )
 from jaxdp.split.quantization import Scales, quantize_frontend, quantized_front
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.key(3)
 VIT = ViT(num_classes=10, patch_size=4, width=12, depth=2, num_heads=2, mlp_width=16)
 BACKBONE = Backbone(VIT, Preprocessing(size=8, mean=(0.3,), std=(0.4,)), 1)

@@ -61,6 +61,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", EXPECTED)
 def test_parameters_and_flops_are_those_worked_out_by_hand(method):
     found = tiny(method)
@@ -75,6 +76,7 @@ def test_parameters_and_flops_are_those_worked_out_by_hand(method):
     assert found.total_flops == total
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_what_was_worked_out_by_hand():
     model = 4 * (P_EMBED + 4 * P_BLOCK + P_NORM)
     for method in ("lp", "ft", "ln"):
@@ -100,6 +102,7 @@ def test_what_is_sent_is_what_was_worked_out_by_hand():
     assert found.total_flops == 2 * IMAGES * (forward(3) + TOKENS * WIDTH * 6)
 
 
+@pytest.mark.slow
 def test_two_layers_of_a_head_are_counted():
     two = Backbone(TINY.model, TINY.preprocessing, 3, head_hidden=9)
     found, plain = cost("lp", two, **JOB), tiny("lp")
@@ -107,6 +110,7 @@ def test_two_layers_of_a_head_are_counted():
     assert found.training_flops == 2 * (2 * WIDTH * 9 + 3 * 9 * CLASSES)  # no gradient by the features
 
 
+@pytest.mark.slow
 def test_the_papers_model():
     vit = backbone_of(create("vit_l16", num_classes=1000), 224, 3, 16)
     found = cost("sa", vit, images=500, num_classes=100, batch_size=1)
@@ -168,6 +172,7 @@ def test_convolutions_are_counted():
     assert count_macs(jax.grad(lambda k, x: jnp.sum(convolve(x, k) ** 2)), kernel, x) == 2 * macs
 
 
+@pytest.mark.slow
 def test_xla_counts_a_little_more_and_knows_the_memory():
     """Compares counts. XLA's adds softmax, LayerNorm and GELU, which are few in a wide model."""
     wide = backbone_of(ViT(num_classes=2, patch_size=4, width=128, depth=2, num_heads=2, mlp_width=512), 16, 1, 1)
@@ -188,6 +193,7 @@ def test_xla_counts_a_little_more_and_knows_the_memory():
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -89,6 +89,7 @@ def changed(folder, target, kind, fields=None, arrays=None):
 # --- The frontend -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_frontend_comes_back_bit_for_bit(vit, shipment, sent):
     got = receive_frontend(sent)
     assert got.backbone == Backbone(vit.backbone.model.clone(num_classes=2), vit.backbone.preprocessing, 2)
@@ -98,6 +99,7 @@ def test_a_frontend_comes_back_bit_for_bit(vit, shipment, sent):
     assert got.fingerprint == shipment.fingerprint
 
 
+@pytest.mark.slow
 def test_a_frontend_without_directions_comes_back(shipment, tmp_path):
     plain = shipment._replace(projection=None, clip_norm=None)
     send_frontend(tmp_path / "frontend", plain)
@@ -106,6 +108,7 @@ def test_a_frontend_without_directions_comes_back(shipment, tmp_path):
     assert got.fingerprint == plain.fingerprint != shipment.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cut"),
     [
@@ -193,6 +196,7 @@ def prepared(**changes):
     return lambda fields: {"preprocessing": {**fields["preprocessing"], **changes}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "arrays", "match"),
     [
@@ -250,6 +254,7 @@ def test_limits_are_the_readers(sent):
             receive_frontend(sent, limits=Limits(**low))
 
 
+@pytest.mark.slow
 def test_queries_with_nan_are_neither_sent_nor_read(shipment, representations, tmp_path):
     x = np.array(representations)
     send_queries(tmp_path / "queries", x, shipment)
@@ -303,6 +308,7 @@ def uploads(vit, shipment, representations, copies):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["published", "noise_once", "private"])
 def test_an_upload_comes_back_bit_for_bit(shipment, uploads, tmp_path, mode):
     upload = uploads[mode]
@@ -317,6 +323,7 @@ def test_an_upload_comes_back_bit_for_bit(shipment, uploads, tmp_path, mode):
         assert_identical(array, sent)
 
 
+@pytest.mark.slow
 def test_materialised_copies_are_those_that_would_be_made(copies, uploads):
     uploaded = uploads["published"]
     images, numbers = copies.index()
@@ -328,6 +335,7 @@ def test_materialised_copies_are_those_that_would_be_made(copies, uploads):
     assert len(np.unique(uploaded.copies)) > 0.99 * uploaded.copies.size  # fresh noise on every number
 
 
+@pytest.mark.slow
 def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representations, tmp_path):
     count = 900
     rows = np.arange(count) % 9
@@ -359,6 +367,7 @@ def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representat
     assert abs((arrays["labels"] == labels).mean() - keeps) < 5 * np.sqrt(keeps * (1 - keeps) / count)
 
 
+@pytest.mark.slow
 def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploads, tmp_path):
     published, once, private = uploads.values()
     x = once.representations
@@ -460,6 +469,7 @@ def assert_same_model(one, other, representations):
             np.testing.assert_allclose(leaf, second[path], atol=1e-4, err_msg=path)
 
 
+@pytest.mark.slow
 def test_adapting_by_the_client_is_adapting(vit, representations, copies, adapted):
     asked = []
 
@@ -473,6 +483,7 @@ def test_adapting_by_the_client_is_adapting(vit, representations, copies, adapte
     assert np.abs(np.asarray(adapted.back["norm"]["scale"] - vit.back["norm"]["scale"])).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_adapting_by_the_client_over_files(vit, representations, copies, adapted, tmp_path):
     write_package(tmp_path / "loss" / "stale.logits", "logits", fields={}, arrays={})
     gradients = file_gradients(tmp_path / "loss", timeout=60)  # forgets the stale question
@@ -517,6 +528,7 @@ def test_impossible_steps_are_refused(vit, copies):
 # --- Folders ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_package_is_shared_once_and_never_exchanged(tmp_path):
     own, shared = tmp_path / "own", tmp_path / "there" / "shared"
     write_package(own, "any", fields={"a": [1]}, arrays={"x": np.arange(3)})

@@ -119,6 +119,7 @@ def norms(x, order):
     return np.linalg.norm(np.asarray(x, np.longdouble), ord=order, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2])
 def test_long_rows_are_scaled_and_short_ones_kept(order):
     x = np.random.default_rng(0).normal(size=(60, 7)).astype(np.float32) * np.logspace(-3, 3, 60, dtype="f4")[:, None]
@@ -138,6 +139,7 @@ anything = hypothesis.extra.numpy.arrays(np.uint32, (8, 6), elements=st.integers
 near = hypothesis.extra.numpy.arrays(np.float32, (8, 6), elements=st.floats(-2, 2, width=32))
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(
     x=anything | near, order=st.sampled_from([1, 2]), clip_norm=st.sampled_from([1e-30, 1e-3, 1.0, 3.7, 1e30])
@@ -321,6 +323,7 @@ def test_without_noise_there_is_no_epsilon():
         assert {type(part) for part in event.events} & {GaussianDpEvent, PureDpEvent}  # the other part is recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "epsilon", "delta", "share"),
     [
@@ -393,6 +396,7 @@ def reference(x, projection, clip_norm, order):
     return z * np.minimum(1, clip_norm / np.linalg.norm(z, ord=order, axis=1))[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "order", "law"), [("gaussian", 2, scipy.stats.norm), ("laplace", 1, scipy.stats.laplace)]
 )
@@ -416,6 +420,7 @@ def test_released_features_are_clipped_coordinates_plus_noise_of_the_stated_law(
     assert kept.mean() == pytest.approx(math.exp(0.5) / (math.exp(0.5) + 3), abs=5 * math.sqrt(0.25 / 6000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_replacing_an_image_moves_its_row_alone_by_twice_the_clip_norm_at_most(projection, mechanism, order):
     release = config(mechanism=mechanism)
@@ -454,6 +459,7 @@ def charges(ledger):
     return max(composition(found[None]).values()) if found else 0
 
 
+@pytest.mark.slow
 def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, monkeypatch):
     with registered() as ledger:
         first = call(ledger, projection)
@@ -467,6 +473,7 @@ def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, 
     assert np.isfinite(first.features).all() and first.labels.shape == (20,)
 
 
+@pytest.mark.slow
 def test_noise_comes_from_the_system_unless_a_seed_is_given(projection):
     def features(ledger, **changes):
         return np.asarray(call(ledger, projection, **changes).features)
@@ -493,6 +500,7 @@ def test_with_a_seed_a_release_is_paid_once(projection):
             call(ledger, projection, seed=SEED[::-1])
 
 
+@pytest.mark.slow
 def test_the_order_of_the_images_is_not_released(projection):
     x, y = images(20, projection)
     order = np.argsort(y, kind="stable")
@@ -565,6 +573,7 @@ def test_a_second_release_with_other_settings_does_not_recompile(projection, not
             config(clip_norm=7.0, noise_multiplier=0.1).release(KEY, x + 1, labels=y, projection=projection)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
     """Checks the whole program, where the compiler might compute a row twice and large numbers cancel."""
@@ -621,6 +630,7 @@ def test_what_was_paid_for_and_lost_is_made_again_as_it_was(projection, tmp_path
         assert charges(ledger) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["representations", "labels", "projection", "clip_norm", "label_epsilon", "flags"])
 def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(projection, tmp_path, monkeypatch, change):
     x, y = images(20, projection)
@@ -675,6 +685,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=true"])
 def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, flags):
     """Checks that other flags, which move the last bits of a result, get other noise."""
@@ -718,6 +729,7 @@ def test_a_bare_release_needs_a_typed_key(projection):
 # --- The published mode -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_published_mode_has_no_epsilon():
     with registered(allow_unproven=True) as ledger, ledger.spend("scans", published_event(0.8)):
         assert ledger.epsilon("scans") == math.inf and ledger.proven_epsilon("scans") == 0

@@ -89,6 +89,7 @@ trees = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st
 plain = st.sampled_from(["bool", "i1", "u1", "<i8", ">i2", "<u4", "<f2", ">f4", "<f8"])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(
     fields=st.dictionaries(st.text(min_size=1), trees, max_size=3),
@@ -333,6 +334,7 @@ def test_pickled_arrays_are_not_loaded(folder, tmp_path, monkeypatch):
     assert not os.path.exists("pickle-was-loaded")
 
 
+@pytest.mark.slow
 def test_other_arrays_than_stated_are_refused(folder):
     def archive(path):
         with path.open("wb") as file:

@@ -99,6 +99,7 @@ def client(tmp_path, shipment, batch):
 # --- Before anything is spent -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -114,6 +115,7 @@ def test_a_wrong_config_costs_nothing(client, changes, match):
     assert client.untouched()
 
 
+@pytest.mark.slow
 def test_wrong_images_cost_nothing(client, batch):
     image, label = batch["image"], batch["label"]
     for arrays, match in (
@@ -149,6 +151,7 @@ def test_a_wrong_frontend_costs_nothing(client, shipment):
         client.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["published", "noise_once"])
 def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mode):
     monkeypatch.setattr(split, "represent", lambda *args: np.full((COUNT, 17, 8), np.nan, np.float32))
@@ -167,6 +170,7 @@ def test_an_upload_of_another_client_costs_nothing(client):
     assert client.spends() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "match"), [("private", "epsilon"), ("published", "allow_unproven=True")])
 def test_a_budget_is_kept(client, mode, match):
     client.root.mkdir()
@@ -209,6 +213,7 @@ except TimeoutError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "place"), [("private", "send_upload"), ("published", "send_upload"), ("private", "send_queries")]
 )
@@ -241,6 +246,7 @@ def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, plac
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
 def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch, mode):
     lost = []
@@ -259,6 +265,7 @@ def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch,
         np.testing.assert_array_equal(sent[name], array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
 def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monkeypatch, mode):
     with monkeypatch.context() as patch:
@@ -283,6 +290,7 @@ def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monke
     assert (client.root / "secret_seed").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_other_noise_is_paid_again(client, monkeypatch):
     """Checks a release that was paid and lost on a machine that has changed since."""
     with monkeypatch.context() as patch:
@@ -296,6 +304,7 @@ def test_other_noise_is_paid_again(client, monkeypatch):
     assert client.spends() == len({row["token"] for row in rows}) == 2
 
 
+@pytest.mark.slow
 def test_another_ledger_is_charged_for_what_was_uploaded(client):
     for _ in range(2):
         for path in ("ledger.sqlite", "other.sqlite"):
@@ -305,6 +314,7 @@ def test_another_ledger_is_charged_for_what_was_uploaded(client):
         assert client.spends(path=path) == client.spends(parties.QUERIES, path=path) == 1
 
 
+@pytest.mark.slow
 def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
     for queries in (True, False):
         with pytest.raises(TimeoutError):
@@ -351,6 +361,7 @@ def test_a_run_that_ended_without_queries_asks_none(client):
     assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
 
 
+@pytest.mark.slow
 def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     config, root = server
     client.save(
@@ -387,6 +398,7 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
         run_server(config, root, client.shared, timeout=0.2)
 
 
+@pytest.mark.slow
 def test_a_server_refuses_before_it_begins(client, server, tmp_path):
     config, root = server
     config.n_patches = 17

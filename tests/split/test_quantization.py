@@ -123,6 +123,7 @@ def outputs(vit, calibration):
     return found
 
 
+@pytest.mark.slow
 def test_sites_are_all_products_of_the_frontend(vit, observed):
     attention = [f"attention/{site}" for site in ("query", "key", "value", "scores", "mixture", "out")]
     names = ["embed", *(f"block_{k}/{site}" for k in (0, 1) for site in (*attention, "mlp_0", "mlp_1"))]
@@ -138,6 +139,7 @@ def test_sites_are_found_after_jax_has_cached_the_frontend():
     assert len(describe_frontend(backbone).sites) == 9
 
 
+@pytest.mark.slow
 def test_operands_are_those_of_the_forward_pass(vit, calibration, observed):
     expected = vit.reference.observe(vit.exact, calibration[0], 2)
     for path, operands in expected.items():
@@ -179,6 +181,7 @@ def gradient(vit, calibration, path, shape):
     return ((higher - lower) / 2e-5).T.reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["block_0/mlp_0", "embed", "block_0/attention/mixture", "block_1/attention/scores", "output"]
 )
@@ -228,6 +231,7 @@ def near(candidates, errors):
     return [c for c, e in zip(candidates, errors, strict=True) if e <= min(errors) * (1 + 1e-6)]
 
 
+@pytest.mark.slow
 def test_every_scale_is_a_candidate_of_its_own_operand(vit, calibration, scales):
     seen = vit.reference.observe(vit.exact, calibration[0], 2)
     found = {path: (scales.first[path], scales.second[path]) for path in scales.first} | {"output": (scales.output,)}
@@ -261,6 +265,7 @@ def test_gradients_that_are_zero_are_refused(vit, calibration, zero, named):
         search_scales(vit.backbone, without(vit, zero), *calibration, bits=BITS, batch_size=2)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_round_off_are_refused(vit, calibration):
     """Checks parameters that give the right classes almost probability one."""
     images = calibration[0]
@@ -271,6 +276,7 @@ def test_gradients_that_are_round_off_are_refused(vit, calibration):
         search_scales(vit.backbone, params, images, jnp.zeros(4, int), bits=BITS)
 
 
+@pytest.mark.slow
 def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
     """Checks a first head whose output has no effect. Its scales are the largest ones."""
     params = jax.tree.map(jnp.copy, vit.params)
@@ -286,6 +292,7 @@ def test_a_head_that_no_gradient_reaches_is_not_clamped(vit, calibration):
         assert np.all(abs(fractions[1:] - 1) > 1e-4)
 
 
+@pytest.mark.slow
 def test_the_plain_error_needs_no_gradient(vit, calibration):
     params = without(vit, "head", "block_1/mlp_1")
     scales = search_scales(vit.backbone, params, *calibration, bits=BITS, batch_size=2, metric="mse")
@@ -319,6 +326,7 @@ def test_impossible_searches_are_refused(vit):
 # --- Quantised frontends ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, BITS])
 def test_all_that_is_shipped_are_codes(vit, bits):
     frontend = vit.quantized(bits)
@@ -355,6 +363,7 @@ def check_codes(found, expected, unit):
     assert steps.max() < 1.01 and np.mean(steps > 0.01) < 0.01, (steps.max(), np.mean(steps > 0.01))
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_a_larger_error_and_every_operand_is_rounded(vit):
     exact, errors = vit.represent(vit.images), []
     for bits in (8, BITS, 3):
@@ -366,6 +375,7 @@ def test_fewer_bits_are_a_larger_error_and_every_operand_is_rounded(vit):
     assert 0.001 < errors[0] < 0.03 and 5 * errors[0] < errors[1] and 1.5 * errors[1] < errors[2] < 1, errors
 
 
+@pytest.mark.slow
 def test_noisy_parameters_are_used_as_they_are(vit):
     frontend = vit.quantized(BITS)
     rng = np.random.default_rng(0)
@@ -380,6 +390,7 @@ def test_noisy_parameters_are_used_as_they_are(vit):
     assert np.mean(found != represent(vit.backbone, frontend, frontend.params, vit.images)) > 0.2
 
 
+@pytest.mark.slow
 def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     """Checks attention with images, windows and heads in one axis, heads fastest."""
     model = Swin(num_classes=3, patch_size=2, window=2, width=8, depths=(2,), num_heads=(2,), mlp_ratio=1)

@@ -45,6 +45,7 @@ def is_standard_normal(z):
     return scipy.stats.kstest(z, "norm").pvalue > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rel", "abs", "var", "rms"])
 def test_parameters_get_both_noises_of_eq_12(mode):
     noisy = perturb_params(KEY, PARAMS, alpha=ALPHA, mode=mode)
@@ -60,6 +61,7 @@ def test_parameters_get_both_noises_of_eq_12(mode):
             assert not is_standard_normal(0.7 * z) and not is_standard_normal(1.3 * z)
 
 
+@pytest.mark.slow
 def test_every_parameter_has_noise_of_its_own_and_every_key_another():
     noisy = perturb_params(KEY, PARAMS, alpha=ALPHA)
     again, other = perturb_params(KEY, PARAMS, alpha=ALPHA), perturb_params(jax.random.key(1), PARAMS, alpha=ALPHA)
@@ -72,6 +74,7 @@ def test_every_parameter_has_noise_of_its_own_and_every_key_another():
     assert abs(correlation).max() < 6 / np.sqrt(SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["rel", "abs", "var", "rms"])
 def test_no_noise_changes_nothing(mode):
     same = perturb_params(KEY, PARAMS, alpha=0.0, mode=mode)
@@ -91,6 +94,7 @@ def test_impossible_parameter_noise_is_refused():
 # --- Representations --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_representations_do_not_depend_on_the_batch(vit):
     vit = vit.cut_after(1)
     frontend = vit.quantized(8)
@@ -161,6 +165,7 @@ def test_copies_are_indexed_by_image_and_number():
     ]
 
 
+@pytest.mark.slow
 def test_patches_come_from_exact_representations_and_noise_afterwards():
     """Checks Eq. 13 on exact representations, then noise on the original and on every copy."""
     made = augment_then_noise(KEY, X, laplace_scale=B, **OPTIONS)
@@ -183,6 +188,7 @@ def test_patches_come_from_exact_representations_and_noise_afterwards():
     assert abs(correlation).max() < 6 / np.sqrt(rows.shape[1])
 
 
+@pytest.mark.slow
 def test_a_copy_is_the_same_whenever_it_is_asked_for():
     """Checks also an rbg key, whose bits under vmap depend on the first key of a batch."""
     assert KEY.dtype == jax.random.key(0, impl="rbg").dtype
@@ -196,6 +202,7 @@ def test_a_copy_is_the_same_whenever_it_is_asked_for():
     assert np.all(all_copies(other) != whole)
 
 
+@pytest.mark.slow
 def test_noise_comes_once_when_it_comes_first():
     made = noise_then_augment(KEY, X, laplace_scale=B, **OPTIONS)
     copies = all_copies(made)
@@ -211,6 +218,7 @@ def test_noise_comes_once_when_it_comes_first():
     assert (copies[:, :, None] == noisy[None, None]).all(-1).any(2).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [augment_then_noise, noise_then_augment])
 def test_impossible_copies_are_refused(make):
     for scale in (-0.1, np.inf, np.nan):

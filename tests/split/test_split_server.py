@@ -27,6 +27,7 @@ KEY = jax.random.key(0)
 # --- Data and frontends -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_merged_data_are_the_originals_and_then_their_transforms(vit, monkeypatch):
     images, labels = merge_hilbert(vit.images, vit.labels)
     assert images.shape == (18, 8, 8, 1) and images.dtype == jnp.float32
@@ -66,6 +67,7 @@ def calibrate(vit, **options):
     return calibrate_frontends(options.pop("key", KEY), vit.backbone, vit.params, NUMBERED, LABELS, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["random", "domain", "class"])
 def test_every_part_of_the_data_has_a_frontend(vit, searched, partition):
     frontends = calibrate(vit, partition=partition, bits=5, metric="mse")
@@ -90,6 +92,7 @@ def test_every_part_of_the_data_has_a_frontend(vit, searched, partition):
         assert found == groups[partition]
 
 
+@pytest.mark.slow
 def test_scales_are_searched_on_a_sample_of_each_part(vit, searched):
     drawn = set()
     for k in range(15):
@@ -124,6 +127,7 @@ def test_impossible_parts_are_refused(vit, searched):
 # --- Tuning between frontends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mixing_shares_are_beta_distributed():
     """Checks Eq. 10: one share per image, mean 1/2, variance 1 / (4 (2 beta + 1)). One key in a million fails."""
     size, ones = 4000, jnp.ones((4000, 2, 3))
@@ -145,6 +149,7 @@ def test_mixing_shares_are_beta_distributed():
         mixup_representations(KEY, ones, ones, beta=0)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monkeypatch):
     """Checks Eq. 11 for fixed shares, with representations mixed and classified in float64."""
 
@@ -169,6 +174,7 @@ def test_the_loss_is_the_mean_over_frontends_of_mixed_representations(vit, monke
     assert np.median(abs(plain - expected)) > 0.01
 
 
+@pytest.mark.slow
 def test_tuning_lowers_the_loss_and_returns_the_backend_alone(vit):
     frontends = (vit.quantized(8),)
     before = jax.tree.map(np.array, (vit.params, frontends))
@@ -210,6 +216,7 @@ class Shifted:
         return self.representations[images] + numbers[:, None, None] / 10
 
 
+@pytest.mark.slow
 def test_few_images_teach_the_task(vit):
     """Zeros and ones, ten images of each, by a frontend that has learnt nothing; chance is one half."""
     batch = bundled("digits").of_classes([0, 1]).gather(np.arange(120))
@@ -228,6 +235,7 @@ def test_few_images_teach_the_task(vit):
     np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_noisy_labels_are_corrected_by_their_probabilities(vit):
     """Checks -log sum_k p_k P(observed | k), with the label of each row's image."""
     x = vit.represent(vit.images[:4])
@@ -252,6 +260,7 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_impossible_adaptation_is_refused(vit):
     copies = Shifted(jnp.asarray(vit.represent(vit.images[:4]), jnp.float32))
     for labels, classes, message in [

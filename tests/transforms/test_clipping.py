@@ -70,6 +70,7 @@ def assert_close(a: Any, b: Any, rtol: float = 1e-5) -> None:
 # --- Clipping ---
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("clip_norm", [0.0, 0.01, 0.5, 100.0, float("inf")])
 def test_clip_norm(engine: str, clip_norm: float, reference: Any, oracle: Any) -> None:
@@ -83,6 +84,7 @@ def test_clip_norm(engine: str, clip_norm: float, reference: Any, oracle: Any) -
         assert norm(out.grads) == 0
 
 
+@pytest.mark.slow
 @every_engine
 def test_traced_clip_norm(engine: str, reference: Any, oracle: Any) -> None:
     chex.clear_trace_counter()
@@ -94,6 +96,7 @@ def test_traced_clip_norm(engine: str, reference: Any, oracle: Any) -> None:
         assert norm(step(nothing)) == 0
 
 
+@pytest.mark.slow
 @every_engine
 def test_automatic_clip_rule_makes_examples_count_alike(engine: str, reference: Any, oracle: Any) -> None:
     out = clipped(engine, 2.0, clip_rule="automatic")(PARAMS, batch_of(5))
@@ -141,6 +144,7 @@ class Scalar(Smooth):
         return clip_norm
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_clip_rule_from_outside(engine: str, chunk: int | None, reference: Any, oracle: Any) -> None:
@@ -153,6 +157,7 @@ def test_a_clip_rule_from_outside(engine: str, chunk: int | None, reference: Any
     assert jaxdp.privatize(f, noise_multiplier=1.0, divisor=1.0).clip_norm == 1.0
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_a_clip_rule_from_outside_sees_no_bad_example(engine: str, poison: float) -> None:
@@ -171,6 +176,7 @@ def test_a_clip_rule_from_outside_sees_no_bad_example(engine: str, poison: float
         assert norm(step(nothing).grads) == 0
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("rule", [Broken(), Wild(), Smooth(gamma=0.0)])
 def test_no_clip_rule_exceeds_its_bound(engine: str, rule: Any) -> None:
@@ -182,6 +188,7 @@ def test_no_clip_rule_exceeds_its_bound(engine: str, rule: Any) -> None:
     assert norm(zero(PARAMS, batch_of(5)).grads) <= 1e-3
 
 
+@pytest.mark.slow
 def test_clip_rules_are_checked() -> None:
     for rule in (*clipping.CLIP_RULES, Smooth(), Smooth(gamma=1e-6), *clipping.CLIP_RULES.values()):
         clipping.check_clip_rule(rule)
@@ -194,6 +201,7 @@ def test_clip_rules_are_checked() -> None:
             check(Scalar())
 
 
+@pytest.mark.slow
 def test_a_clip_rule_of_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(clipping.CLIP_RULES, "smooth", Smooth())
     named = jaxdp.clipped_grad(loss, clip_norm=2.0, clip_rule="smooth")
@@ -215,6 +223,7 @@ def test_sensitivity() -> None:
         f.sensitivity("substitute")
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(data=st.data())
 @pytest.mark.parametrize("method", ["vmap", "factors", "keep", "drop"])
@@ -248,6 +257,7 @@ def product_loss_function(method: str) -> Any:
     return jaxdp.clipped_grad(lambda p, e: jnp.sum((e[0] @ p) * e[1]), clip_norm=1.0, engine=engine)
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_tiny_input_cannot_hide_a_huge_error(engine: str, rows: int) -> None:
@@ -259,6 +269,7 @@ def test_a_tiny_input_cannot_hide_a_huge_error(engine: str, rows: int) -> None:
     assert out.norms[0] >= 4 or out.nonfinite == 1
 
 
+@pytest.mark.slow
 @every_engine
 def test_gradients_of_norm_zero(engine: str) -> None:
     x, y = batch_of(5)
@@ -272,6 +283,7 @@ def test_gradients_of_norm_zero(engine: str) -> None:
 # --- Masks and bad examples ---
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("padding", [0.0, np.nan, np.inf, 1e38])
 def test_masked_examples_contribute_nothing_whatever_they_hold(
@@ -325,6 +337,7 @@ def test_no_examples(engine: str) -> None:
     assert not np.any(nothing.losses)
 
 
+@pytest.mark.slow
 @every_engine
 def test_one_example(engine: str, reference: Any, oracle: Any) -> None:
     x, y = batch_of(5)
@@ -335,6 +348,7 @@ def test_one_example(engine: str, reference: Any, oracle: Any) -> None:
 # --- Microbatches, keys, aux, groups ---
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("chunk", [1, 2, 5, 9])
 def test_microbatches_change_nothing(engine: str, chunk: int) -> None:
@@ -355,6 +369,7 @@ def dropout_loss(p: Any, example: Any, *, key: Any) -> Any:
     return loss(p, (jnp.where(keep, 2 * x, 0), y)), {"kept": keep, "bits": jax.random.bits(key)}
 
 
+@pytest.mark.slow
 @every_engine
 def test_each_example_has_its_own_key(engine: str) -> None:
     key = jax.random.key(7)
@@ -383,6 +398,7 @@ def aux_loss(p: Any, example: Any) -> Any:
     return loss(p, example), {"logits": logits, "label": (jnp.argmax(y), None), "weights": p["b"], "count": 3}
 
 
+@pytest.mark.slow
 @every_engine
 def test_aux_is_stacked(engine: str) -> None:
     x, y = batch_of(5)
@@ -404,6 +420,7 @@ def groups(size: int, members: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(a.reshape(size, members, *a.shape[1:]) for a in batch_of(size * members))
 
 
+@pytest.mark.slow
 @every_engine
 def test_groups_clip_the_gradient_of_their_mean(engine: str, oracle: Any) -> None:
     batch = groups(4, 3)
@@ -418,6 +435,7 @@ def test_groups_clip_the_gradient_of_their_mean(engine: str, oracle: Any) -> Non
     oracle.assert_same_sum(PARAMS, f(PARAMS, batch, mask).grads, reference.clipped_sum(0.3, mask))
 
 
+@pytest.mark.slow
 @every_engine
 def test_groups_of_different_sizes(engine: str, oracle: Any) -> None:
     x, y = groups(4, 3)
@@ -437,6 +455,7 @@ def test_groups_of_different_sizes(engine: str, oracle: Any) -> None:
         assert out.nonfinite == 0
 
 
+@pytest.mark.slow
 def test_each_member_of_a_group_has_its_own_key() -> None:
     key = jax.random.key(3)
     f = jaxdp.clipped_grad(dropout_loss, clip_norm=0.5, has_aux=True, group=True)
@@ -482,6 +501,7 @@ def test_per_example_gradients_of_masked_and_bad_examples_are_zero() -> None:
     assert (nobody.nonfinite, {g.dtype for g in jax.tree.leaves(nobody.grads)}) == (0, {jnp.dtype(jnp.float32)})
 
 
+@pytest.mark.slow
 def test_per_example_gradients_sum_up_to_the_clipped_sum() -> None:
     """Combines keys, frozen leaves, low precision, groups of different sizes, and auxiliary output."""
     key = jax.random.key(5)
@@ -517,6 +537,7 @@ def test_per_example_gradients_check_what_a_call_checks() -> None:
 # --- Which leaves, which dtypes ---
 
 
+@pytest.mark.slow
 @every_engine
 def test_trainable_leaves_by_path(engine: str, oracle: Any) -> None:
     class Model(nn.Module):
@@ -540,6 +561,7 @@ def test_trainable_leaves_by_path(engine: str, oracle: Any) -> None:
     np.testing.assert_array_equal(kept["head"]["kernel"], params["head"]["kernel"])
 
 
+@pytest.mark.slow
 def test_paths_of_nnx_and_equinox() -> None:
     seen: list[str] = []
     graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -555,6 +577,7 @@ def test_paths_of_nnx_and_equinox() -> None:
     assert [g.shape for g in jax.tree.leaves(grads)] == [(3, 2), (3,)]  # the dropout rate is a setting, no parameter
 
 
+@pytest.mark.slow
 @every_engine
 def test_scales_and_biases_of_every_broadcast_shape(engine: str, oracle: Any) -> None:
     shapes = {"scalar": (), "one": (1, 1, 1), "rows": (1, 3, 1), "columns": (1, 1, 4), "all": (1, 3, 4), "shared": (4,)}
@@ -573,6 +596,7 @@ def test_scales_and_biases_of_every_broadcast_shape(engine: str, oracle: Any) ->
     np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 @every_engine
 def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
     params = {
@@ -596,6 +620,7 @@ def test_leaves_that_are_not_floating_are_frozen(engine: str) -> None:
     assert_close({name: out.grads[name] for name in PARAMS}, expected)
 
 
+@pytest.mark.slow
 @every_engine
 def test_complex_leaves_are_refused_or_frozen(engine: str) -> None:
     params = {**PARAMS, "spin": np.full(6, 1j, np.complex64)}
@@ -632,6 +657,7 @@ def tied_transpose(table: Any, tokens: Any) -> Any:
 TIED = (tied_embedding, tied_layers, tied_transpose)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vmap", "auto", "factors", "keep", "drop"])
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("tied", TIED)
@@ -649,6 +675,7 @@ def test_tied_weights_of_low_precision_contribute_at_most_the_clip_norm(
             assert norm(grads) <= 0.01 * (1 + 1e-5)
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("cast", ["parameters", "compute", "computed"])
 @pytest.mark.parametrize("method", ["auto", "drop"])
@@ -669,6 +696,7 @@ def test_bfloat16_is_clipped_and_summed_in_float32(engine: str, cast: str, metho
     np.testing.assert_allclose(out.grads, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_model_against_its_own_gradients_of_one_example() -> None:
     """Compares with jax.grad, which rounds every gradient to bfloat16 (2^-8), as only the vmap engine does."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -688,6 +716,7 @@ def test_bfloat16_model_against_its_own_gradients_of_one_example() -> None:
         assert norm(error) <= rounding * norm(expected)
 
 
+@pytest.mark.slow
 @every_engine
 def test_float64(engine: str, reference: Any) -> None:
     with jax.enable_x64(True):
@@ -711,6 +740,7 @@ def test_float64(engine: str, reference: Any) -> None:
 # --- Compilation and devices ---
 
 
+@pytest.mark.slow
 @every_engine
 def test_second_call_does_not_recompile(engine: str) -> None:
     traces: list[None] = []
@@ -734,6 +764,7 @@ def test_second_call_does_not_recompile(engine: str) -> None:
     assert len(traces) == count
 
 
+@pytest.mark.slow
 @every_engine
 def test_an_equal_clip_rule_does_not_recompile(engine: str) -> None:
     chex.clear_trace_counter()
@@ -749,6 +780,7 @@ def test_an_equal_clip_rule_does_not_recompile(engine: str) -> None:
         step(Smooth(gamma=0.4), PARAMS, batch_of(5))
 
 
+@pytest.mark.slow
 @every_engine
 def test_no_transfers_in_a_compiled_step(engine: str) -> None:
     f = clipped(engine, 0.5, has_aux=False, microbatch_size=2)
@@ -759,6 +791,7 @@ def test_no_transfers_in_a_compiled_step(engine: str) -> None:
     assert out.nonfinite == 0
 
 
+@pytest.mark.slow
 @every_engine
 def test_batch_sharded_over_eight_devices(engine: str) -> None:
     if len(jax.devices()) < 8:
@@ -803,6 +836,7 @@ NET = dict(zip(NET_SHAPES, draws(6, *NET_SHAPES.values()), strict=True))
 NET_BATCH = (3 * draws(7, (16, 3, 4))[0], np.random.default_rng(7).integers(0, 7, (16, 3)).astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("method", ["vmap", "bookkeeping", "auto", "factors", "keep", "drop"])
 def test_a_shard_clips_its_own_examples(method: str, check_vma: bool, oracle: Any) -> None:
@@ -828,6 +862,7 @@ def test_a_shard_clips_its_own_examples(method: str, check_vma: bool, oracle: An
             assert norm(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), total, others)) <= 0.5 * (1 + 1e-4)
 
 
+@pytest.mark.slow
 @every_engine
 def test_shards_with_keys_groups_microbatches_and_two_mesh_axes(engine: str) -> None:
     key, (x, y) = jax.random.key(2), batch_of(32)
@@ -856,6 +891,7 @@ def test_shards_with_keys_groups_microbatches_and_two_mesh_axes(engine: str) -> 
     assert norm(nothing) == 0
 
 
+@pytest.mark.slow
 @every_engine
 def test_a_loss_that_closes_over_values_of_its_shard(engine: str) -> None:
     x, y = batch_of(8)
@@ -924,6 +960,7 @@ def nnx_batch_norm(train: bool) -> tuple[Callable[..., Any], Any]:
     return lambda p, x: jnp.sum(jnp.square(nnx.merge(graph, p, rest, copy=True)(x[None]))), params
 
 
+@pytest.mark.slow
 @every_engine
 @pytest.mark.parametrize("build", [linen_batch_norm, nnx_batch_norm])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
@@ -1042,6 +1079,7 @@ def test_loss_that_is_no_scalar(engine: str, bad: Any) -> None:
         jaxdp.clipped_grad(bad, clip_norm=1.0, engine=engine)(PARAMS, batch_of(5))
 
 
+@pytest.mark.slow
 def test_loss_with_has_aux_returns_a_pair() -> None:
     with pytest.raises(ValueError, match="floating scalar and aux"):
         jaxdp.clipped_grad(lambda p, e: loss(p, e), clip_norm=1.0, has_aux=True)(PARAMS, batch_of(5))

@@ -848,12 +848,14 @@ OLDER, NEWER = (f"--xla_cpu_use_fusion_emitters={value}" for value in ("false", 
 IS_OLDER = OLDER in os.environ["XLA_FLAGS"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not (IS_OLDER and name in EIGHT_BITS)])
 def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) -> None:
     with jax.numpy_rank_promotion("allow"):
         check(CASES[name](), METHODS, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_OLDER, reason="this process has the newer code of XLA")
 def test_so_do_indices_of_eight_bits_in_a_process_with_the_newer_compiler() -> None:
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", __file__, "-k", " or ".join(EIGHT_BITS)]
@@ -968,6 +970,7 @@ def architectures(draw: Any) -> Case:
     return case
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(case=architectures())
 def test_all_methods_agree_on_random_architectures(case: Case, oracle: Any) -> None:

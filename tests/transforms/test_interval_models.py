@@ -71,6 +71,7 @@ class Block(nn.Module):
         return nn.Dense(3)(nn.avg_pool(x, (2, 2), (1, 1)).reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape", "radius"),
     [(Attention(), (3, 4), 1e-4), (Block(), (6, 6, 2), 1e-3)],
@@ -88,6 +89,7 @@ def test_gradients_of_layers_are_inside_their_bounds(model, shape, radius):
     assert violation <= 0 and np.isfinite(width)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_cnn_of_the_registry_are_inside_their_bounds():
     model = models.create("cnn", num_classes=3, widths=(4, 4), dense=0)
     x = jax.random.uniform(jax.random.key(0), (8, 8, 1))
@@ -114,6 +116,7 @@ def dense():
     return {name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items(), strict=True)}
 
 
+@pytest.mark.slow
 def test_vmap_over_examples_and_bounds_of_vmap_agree():
     xs, ys = jax.random.normal(jax.random.key(4), (5, 4)), jnp.arange(5) % 3
     params = box(dense(), 0.01)
@@ -123,6 +126,7 @@ def test_vmap_over_examples_and_bounds_of_vmap_agree():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_point_gives_the_plain_gradient():
     params, example = dense(), (jnp.arange(4.0) / 4, jnp.asarray(2))
     low, high = ends(jaxdp.interval(jax.grad(dense_loss))(box(params, 0.0), example))
@@ -131,6 +135,7 @@ def test_a_point_gives_the_plain_gradient():
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_scan_carries_become_intervals_and_cond_returns_the_hull():
     def looped(w, x):
         return lax.scan(lambda carry, t: (carry * 0.5 + w * t, carry), x, jnp.arange(1.0, 4.0))
@@ -148,6 +153,7 @@ def test_scan_carries_become_intervals_and_cond_returns_the_hull():
     assert float(jaxdp.interval(branched)(jaxdp.Interval(jnp.asarray(1.0), jnp.asarray(2.0))).lower) > 10.9
 
 
+@pytest.mark.slow
 def test_arguments_and_results_are_pytrees():
     def fun(tree, scale, *, shift):
         return {"sum": tree["a"] * scale + shift, "positive": tree["a"] > 0, "index": jnp.argmax(tree["b"])}
@@ -209,6 +215,7 @@ def test_settings_and_loops_that_depend_on_an_interval_are_refused():
         jaxdp.interval(lambda x: jnp.arange(4.0)[x])(jaxdp.Interval(jnp.asarray(1), jnp.asarray(2)))
 
 
+@pytest.mark.slow
 def test_endpoints_of_numpy_float64_are_rounded_outward():
     tenth = np.asarray(0.1)
     interval = jaxdp.Interval(tenth, tenth)

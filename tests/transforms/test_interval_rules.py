@@ -331,6 +331,7 @@ def evaluated(index):
     return lower, upper, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 def test_every_point_of_a_box_is_inside(index):
     lower, upper, values = evaluated(index)
@@ -340,6 +341,7 @@ def test_every_point_of_a_box_is_inside(index):
     assert not outside.any(), f"{outside.sum()} of {outside.size}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 def test_a_smaller_box_gives_a_smaller_result(index):
     lower, upper, _ = evaluated(index)
@@ -380,6 +382,7 @@ def applied(case):
     return names
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_case():
     covered = set()
     for case in CASES:

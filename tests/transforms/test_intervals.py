@@ -134,6 +134,7 @@ def test_arithmetic_contains_the_exact_result_at_all_magnitudes(name):
     assert (np.asarray(result.width)[ordinary] <= 32 * UNIT * np.abs(exact[ordinary])).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [
@@ -178,6 +179,7 @@ def hard_sums(n):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [100_000, 1_000_000])
 def test_long_sums_contain_the_exact_sum(n):
     cases = {name: x.astype(np.float32) for name, x in hard_sums(n).items()}
@@ -194,6 +196,7 @@ def test_long_sums_contain_the_exact_sum(n):
     assert abs(np.cumsum(stalls)[-1] - math.fsum(stalls.tolist())) > 0.9 * UNIT * (n - 1)
 
 
+@pytest.mark.slow
 def test_long_dot_products_contain_the_exact_value():
     n = 20_000
     weights = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
@@ -219,6 +222,7 @@ def test_long_dot_products_contain_the_exact_value():
             assert least - allowed <= lower <= least <= most <= upper <= most + allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 8), (16, 8), (16, 128)])
 def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
     for n in (784, 20_000):
@@ -236,6 +240,7 @@ def test_compiled_programs_keep_the_blocks_of_long_dot_products(rows, columns):
         assert all("lhs_batch_dims" in line for line in program.splitlines() if " dot(" in line)
 
 
+@pytest.mark.slow
 def test_numbers_beyond_the_largest_and_below_the_smallest():
     def beyond(x):
         return x * x, -x * x, jnp.log(x * x), jnp.square(x), x**3, jnp.sum(x * jnp.ones(9)), jnp.atan(jnp.log(x * x))
@@ -254,6 +259,7 @@ def test_numbers_beyond_the_largest_and_below_the_smallest():
     assert contains(jaxdp.interval(jnp.prod)(jnp.array([1e-30, 1e-30, 1e30, 1e30], jnp.float32)), 1.0)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
     def functions(x, y):
         return {
@@ -298,6 +304,7 @@ def exact_products(a, b):
     return np.min(corners, axis=0).sum(1), np.max(corners, axis=0).sum(1)
 
 
+@pytest.mark.slow
 def test_products_are_exact_where_they_claim_to_be():
     rng = np.random.default_rng(0)
 
@@ -353,6 +360,7 @@ def test_other_products_are_at_most_twice_as_wide_and_midpoint_radius_at_most_ha
             np.testing.assert_allclose(ratio[-1], 2, rtol=1e-4)  # all entries cross zero: the bound is reached
 
 
+@pytest.mark.slow
 def test_monotone_functions_are_exact_at_both_ends():
     low, high = np.float32(-1.5), np.float32(0.25)
     functions = [jnp.exp, jnp.tanh, jax.nn.sigmoid, jax.nn.relu, jnp.expm1, lambda x: jnp.maximum(x, -1), jnp.atan]
@@ -365,6 +373,7 @@ def test_monotone_functions_are_exact_at_both_ends():
     np.testing.assert_allclose([squared.lower, squared.upper], [0, 2.25], rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rectify",
     [
@@ -383,6 +392,7 @@ def test_derivative_of_relu_is_exact(rectify):
     np.testing.assert_allclose(result.upper, [0, 1, 1, 1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_derivative_of_the_larger_of_two_intervals():
     first, second = box([0.0, 2.0, 0.0], [1.0, 3.0, 2.0]), box([2.0, 0.0, 1.0], [3.0, 1.0, 3.0])
     result = jaxdp.interval(jax.vmap(jax.grad(jnp.maximum)))(first, second)
@@ -396,6 +406,7 @@ def test_derivative_of_tanh_vanishes_where_it_saturates():
     assert (np.asarray(result.upper) < 1.2 * exact).all() and (np.asarray(result.lower) > 0.8 * exact).all()
 
 
+@pytest.mark.slow
 def test_softmax_gradient_uses_differences_of_logits():
     rng = np.random.default_rng(2)
     hidden = np.abs(rng.normal(size=(2, 5))).astype(np.float32)
@@ -421,6 +432,7 @@ def test_softmax_gradient_uses_differences_of_logits():
     np.testing.assert_allclose(same.upper, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
     rng = np.random.default_rng(3)
     params = {"a": rng.normal(size=(4, 6)), "w": rng.normal(size=(6, 3)) + 3 * rng.normal(size=(6, 1))}
@@ -472,6 +484,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "classes"), LOSSES, ids=[f"{f.__name__}-{k}" for f, k in LOSSES])
 def test_losses_and_their_gradients_contain_every_point(loss, classes):
     shape = () if classes is None else (classes,)
@@ -497,6 +510,7 @@ def test_losses_and_their_gradients_contain_every_point(loss, classes):
         assert_inside(batch, values[0][1])
 
 
+@pytest.mark.slow
 def test_classes_of_probability_zero():
     def masked(z):
         z = jnp.where(np.array([True, True, False, False]), z, -jnp.inf)
@@ -572,6 +586,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "shape", "radii"), MODELS, ids=[type(case[0]).__name__ for case in MODELS])
 def test_gradients_of_models_contain_every_point(model, shape, radii):
     with jax.numpy_dtype_promotion("standard"):  # Flax's GroupNorm
@@ -594,6 +609,7 @@ def test_gradients_of_models_contain_every_point(model, shape, radii):
     assert np.isfinite(width(small)) and width(small) < 1e4 * spread + 1
 
 
+@pytest.mark.slow
 def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     fun, params, x = task(Perceptron(), (4,))
     given = around(params, 0.02)
@@ -632,6 +648,7 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     assert (gained[chosen] > 0.05 * (upper - lower)[chosen]).mean() > 0.7  # and the bounds are not vacuous
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -672,6 +689,7 @@ def perceptron_case():
     return jax.tree.map(lambda v: v.astype(np.float32), params), examples
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
     params, examples = perceptron_case()
     radii = np.array([0.0, 1e-3, 0.1], np.float32)
@@ -707,6 +725,7 @@ def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
         np.testing.assert_allclose(a.upper, b.upper, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_loops_and_calls_inside_and_gradients_of_them():
     @jax.custom_vjp
     def scaled(x):
@@ -748,6 +767,7 @@ def test_predicates_that_are_known_choose_a_branch_exactly():
     np.testing.assert_allclose([second.lower, second.upper], [[0, 2], [1, 3]], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_patterns_are_recognised_only_where_they_are_what_they_seem():
     square = np.array([[0.0, 1.0], [5.0, -3.0]], np.float32)
 
@@ -778,6 +798,7 @@ def test_patterns_are_recognised_only_where_they_are_what_they_seem():
 # --- dtypes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_sound(dtype):
     def fun(params, x):
@@ -796,6 +817,7 @@ def test_low_precision_is_sound(dtype):
     assert width(bounds) < 4
 
 
+@pytest.mark.slow
 def test_float64_is_as_tight_as_float64():
     with jax.enable_x64(True):
         params, examples = perceptron_case()
@@ -821,6 +843,7 @@ def test_float64_is_as_tight_as_float64():
 # --- interface -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_of_every_kind():
     def fun(tree, *, index):
         a, b = tree["a"], tree["b"]
@@ -867,6 +890,7 @@ def test_an_interval_of_trees_is_a_tree_of_intervals():
     assert restored.contains(low) and np.all(jax.tree.leaves(restored.width)[0] == 1)
 
 
+@pytest.mark.slow
 def test_points_are_points():
     assert jaxdp.Interval.point(3.0).contains(jnp.float32(3))
     exact = jaxdp.interval(lambda x: (jnp.sort(x[::-1]), jnp.maximum(x, 2).reshape(3, 1), x > 1, x[1]))(jnp.arange(3.0))
@@ -877,6 +901,7 @@ def test_points_are_points():
     assert contains(large, 2.0**24 + 1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_bounded_is_refused():
     x = box([1.0, 2.0], [2.0, 3.0])
     refusals = [
@@ -895,6 +920,7 @@ def test_what_cannot_be_bounded_is_refused():
             jaxdp.interval(fun)(x)
 
 
+@pytest.mark.slow
 def test_a_registered_rule_takes_points_and_intervals(monkeypatch):
     monkeypatch.setattr(boxes, "RULES", dict(boxes.RULES))
     monkeypatch.setattr(intervals, "RULES", boxes.RULES)

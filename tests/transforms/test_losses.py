@@ -63,6 +63,7 @@ def finite_difference(fun, z, step=1e-6):
     return out.reshape(z.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "reference", "z", "y"), CASES, ids=IDS)
 def test_value_in_float32_equals_float64(loss, reference, z, y):
     value = loss(jnp.asarray(z, jnp.float32), jnp.asarray(y))
@@ -71,6 +72,7 @@ def test_value_in_float32_equals_float64(loss, reference, z, y):
     np.testing.assert_allclose(value, exact, rtol=3e-6, atol=3e-6 * max(1.0, np.abs(z).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "reference", "z", "y"), CASES, ids=IDS)
 def test_gradient_in_float64_equals_finite_differences(loss, reference, z, y):
     with jax.enable_x64(True):
@@ -80,6 +82,7 @@ def test_gradient_in_float64_equals_finite_differences(loss, reference, z, y):
     np.testing.assert_allclose(grad, finite_difference(lambda x: reference(x, y), z), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "reference"),
     [
@@ -110,6 +113,7 @@ def test_closed_forms():
     np.testing.assert_array_equal(jax.grad(losses.hinge)(z, jnp.asarray(2)), [0.0, 0.0, 0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.softmax_cross_entropy, losses.hinge, losses.squared_error])
 def test_vmap_of_value_and_grad_under_jit_is_a_loop(loss):
     z = jnp.asarray(RNG.normal(size=(6, CLASSES)), jnp.float32)
@@ -132,6 +136,7 @@ def test_sigmoid_cross_entropy_through_a_linear_model():
     np.testing.assert_allclose(grads, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_logits_are_accumulated_in_float32_and_get_a_bfloat16_gradient():
     z = jnp.asarray(RNG.normal(size=1000), jnp.bfloat16)
     value, grad = jax.value_and_grad(losses.softmax_cross_entropy)(z, jnp.asarray(7))
@@ -199,6 +204,7 @@ def test_a_class_that_does_not_exist_is_nan(loss, label):
     assert jnp.isnan(value) and jnp.isnan(grad).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "z", "y", "match"),
     [
@@ -217,5 +223,6 @@ def test_shapes_that_do_not_fit_are_refused(loss, z, y, match):
         loss(z, y)
 
 
+@pytest.mark.slow
 def test_public_alias():
     assert jaxdp.losses is losses

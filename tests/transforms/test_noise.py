@@ -109,6 +109,7 @@ def test_rbg_is_deterministic_and_the_same_inside_jit():
     assert (draw(KEY) == draw(KEY)).all() and (draw(KEY) == jax.jit(draw)(KEY)).all()
 
 
+@pytest.mark.slow
 def test_rbg_fold_in_gives_uniform_unrelated_bits():
     steps = 64
     bits = np.stack([jax.random.bits(jax.random.fold_in(KEY, t), (1024,), jnp.uint32) for t in range(steps)])
@@ -120,6 +121,7 @@ def test_rbg_fold_in_gives_uniform_unrelated_bits():
     assert np.abs(between).max() < 6.5 / math.sqrt(ones.shape[1])
 
 
+@pytest.mark.slow
 def test_the_documented_traps_of_rbg_keys_are_real():
     """Checks facts about JAX. If one fails, JAX has changed: update the module docstring of noise.py."""
     wrap = lambda *words: jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="rbg")  # noqa: E731
@@ -136,6 +138,7 @@ def test_the_documented_traps_of_rbg_keys_are_real():
 # mechanisms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 @pytest.mark.parametrize("scale", [1.0, 37.5])
 def test_noise_has_its_law_and_scale_and_no_other(name, scale):
@@ -149,6 +152,7 @@ def test_noise_has_its_law_and_scale_and_no_other(name, scale):
             assert p_value(values, wrong, scale) < REJECT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_tails_follow_the_law_far_out(name):
     """Tests tail cells of equal probability out to 1e-4 by chi-square, which detects a coarse sampler."""
@@ -160,6 +164,7 @@ def test_tails_follow_the_law_far_out(name):
     assert stats.chisquare(observed, expected).pvalue > ACCEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_leaves_and_steps_are_independent(name):
     draw, law = LAWS[name]
@@ -172,12 +177,14 @@ def test_leaves_and_steps_are_independent(name):
         assert correlation(x, y) < 5 / math.sqrt(x.size)
 
 
+@pytest.mark.slow
 def test_a_leaf_keeps_its_noise_when_another_leaf_changes_shape():
     one = noise.gaussian(KEY, [jnp.zeros(3), jnp.zeros(4)], 1.0)
     two = noise.gaussian(KEY, [jnp.zeros((5, 7)), jnp.zeros(4)], 1.0)
     assert (one[1] == two[1]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
     tree = {
@@ -197,6 +204,7 @@ def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
         assert p_value(wide, LAWS[name][1], 2.0) > ACCEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_scale_may_be_traced_and_zero_means_none(name):
     draw = LAWS[name][0]
@@ -259,6 +267,7 @@ class RoundedLaplace:
         return np.round(self.law.ppf(p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 7.0, 1000.0, noise.LARGEST_DISCRETE_SCALE])
 def test_discrete_laplace_has_its_law_and_scale_and_no_other(scale):
     values = np.asarray(noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale))
@@ -272,6 +281,7 @@ def test_discrete_laplace_has_its_law_and_scale_and_no_other(scale):
         assert cell_p_value(values, RoundedLaplace(scale)) < REJECT
 
 
+@pytest.mark.slow
 def test_discrete_laplace_tails_follow_the_law_far_out():
     values = np.abs(np.asarray(noise.discrete_laplace(KEY, jnp.zeros(1_000_000), 300.0)))
     law = stats.dlaplace(1 / 300.0)
@@ -282,6 +292,7 @@ def test_discrete_laplace_tails_follow_the_law_far_out():
     assert stats.chisquare(observed, expected * values.size).pvalue > ACCEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1000.0, 0.9 * noise.LARGEST_DISCRETE_SCALE])
 def test_every_integer_keeps_its_probability(scale):
     """Counts residues, since a float that is too coarse favours multiples of powers of two."""
@@ -307,6 +318,7 @@ def words_in_turn(monkeypatch):
         yield replace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "uniform"),
     [((0, 1, 0), 2.0**-64), ((1, 0), 2.0**-32), ((1, TOP), 2.0**-31), ((2**31, 0), 0.5), ((TOP, TOP), 1.0)],
@@ -318,6 +330,7 @@ def test_uniforms_are_positive_at_most_one_and_precise_near_zero(words_in_turn, 
     np.testing.assert_allclose(math.atan(value) * 4 / math.pi, uniform, rtol=2**-22)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "exponential"), [(1, BLOCK), (TOP, 2.0**-33), (2**31, math.log(2))])
 @pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**18])
 def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, word, exponential, scale):
@@ -327,6 +340,7 @@ def test_an_exponential_and_a_geometric_are_those_of_their_bits(words_in_turn, w
     assert abs(int(noise.discrete_laplace(KEY, jnp.zeros(()), scale)) - math.floor(scale * value)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeros", [1, 2, 3, 100])
 def test_zero_bits_are_drawn_further(words_in_turn, zeros):
     """Checks that each word of zeros adds 32 log 2 and that the rest has the law of an exponential."""
@@ -338,6 +352,7 @@ def test_zero_bits_are_drawn_further(words_in_turn, zeros):
         np.testing.assert_allclose(drawn, np.floor(scale * values), rtol=2.0**-21, atol=1)
 
 
+@pytest.mark.slow
 def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
     words_in_turn(*([0] * 257 + [TOP, 0]) * 2)
     assert float(noise.laplace(KEY, jnp.zeros(()), 1.0)) == pytest.approx(256 * BLOCK)
@@ -345,6 +360,7 @@ def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
     assert 2**30 < largest < 2**31 - 1  # no overflow of int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "unit"), [("laplace", 2.0), ("discrete_laplace", 9.0)])
 def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
     """Puts three words of zeros first in one of the two exponentials, an event of probability 2**-96."""
@@ -355,6 +371,7 @@ def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
     assert p_value(values - middle, stats.laplace, unit) > ACCEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zeros", "magnitude"), [(0, 2.0**15), (1, 2.0**47), (3, 2.0**111), (4, math.inf)])
 def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, magnitude):
     """Uses a uniform of 3 * 2**-16 behind `zeros` words of zeros, and the choice of 1 / tan."""
@@ -363,6 +380,7 @@ def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, magnitud
     assert 0.5 * magnitude <= value <= 2 * magnitude
 
 
+@pytest.mark.slow
 def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
     tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100), jnp.int32), "c": None}
     this, following = (noise.discrete_laplace(jax.random.fold_in(KEY, t), tree, 5.0) for t in (0, 1))
@@ -372,6 +390,7 @@ def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
         assert correlation(x, y) < 5 / math.sqrt(x.size)
 
 
+@pytest.mark.slow
 def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
     draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(100), scale)  # noqa: E731
     assert (jax.jit(draw)(7.0) == draw(7.0)).mean() > 0.99  # compiled logarithms may differ in the last bit
@@ -390,6 +409,7 @@ def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
 GRADS = {"w": jnp.full((300, 100), 2.0), "b": jnp.full((10_000,), 2.0), "frozen": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [Clipped(0.5), 0.5, np.float32(0.5), jnp.asarray(0.5)])
 def test_privatize_adds_the_configured_noise_then_divides(first):
     privatizer = noise.privatize(first, noise_multiplier=3.0, divisor=20.0, key=KEY)
@@ -463,6 +483,7 @@ def test_low_precision_sums_come_out_in_float32_with_float32_noise():
     chex.assert_trees_all_equal(out, full)
 
 
+@pytest.mark.slow
 def test_a_public_schedule_sets_noise_and_event_per_step():
     schedule = lambda step: jnp.where(step < 1, 1.0, 4.0)  # noqa: E731
     privatizer = noise.privatize(2.0, noise_multiplier=schedule, divisor=1.0, key=KEY)
@@ -518,6 +539,7 @@ def test_a_constant_sum_needs_no_noise():
     assert (out["w"] == 0.5).all() and privatizer.event == dp_event.GaussianDpEvent(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [0.0, 1e-20, 1e10])
 def test_a_schedule_whose_noise_float32_loses_gives_nan_and_no_event(clip_norm):
     schedule = lambda step: jnp.where(step < 1, 1.0, jnp.where(step < 2, 1e-25, jnp.where(step < 3, 1e30, 0.0)))  # noqa: E731
@@ -545,6 +567,7 @@ def in_shards(step, *, check_vma=True):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAWS, "discrete_laplace"])
 def test_noise_that_all_devices_share_is_refused_for_values_that_differ(name):
     draw = getattr(noise, name)
@@ -556,6 +579,7 @@ def test_noise_that_all_devices_share_is_refused_for_values_that_differ(name):
     assert len(np.unique(drawn[:, 0])) > 4
 
 
+@pytest.mark.slow
 def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
     privatizer = noise.privatize(1.0, noise_multiplier=3.0, divisor=2.0, key=KEY)
 
@@ -612,6 +636,7 @@ def test_chain_with_sgd_is_dp_sgd_computed_by_hand():
         chex.assert_trees_all_close(params, jax.tree.map(np.float32, expected), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_chain_with_adam_compiles_once_under_a_transfer_guard():
     with jax.numpy_dtype_promotion("standard"):  # optax.adam mixes int32 counts with floats
         params = {"w": jnp.ones((8, 3)), "b": jnp.zeros(3)}
@@ -638,6 +663,7 @@ def test_masked_leaves_are_left_alone():
     assert (out["b"] == 1.0).all() and (out["w"] != 0.5).all()
 
 
+@pytest.mark.slow
 def test_non_finite_sums_are_passed_on_not_hidden():
     privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY)
     grads = jnp.asarray([jnp.nan, jnp.inf, 0.0])

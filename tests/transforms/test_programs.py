@@ -474,6 +474,7 @@ def methods_of(seed: int) -> tuple[str, ...]:
     return "auto", ("vmap", "bookkeeping", "factors", "keep", "drop")[seed % 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(max(1, PROGRAMS // 10)))
 def test_random_programs(block: int, oracle: Any) -> None:
     failures = []
@@ -518,6 +519,7 @@ TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_rule_is_caught(twin: str, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken, touches = TWINS[twin]

@@ -95,6 +95,7 @@ def contractions(draw: Any) -> tuple[str, dict[str, int]]:
     return spec, {c: draw(st.integers(1, 4)) for c in "abcdfgtu"}
 
 
+@pytest.mark.slow
 @QUICK
 @hypothesis.given(contractions())
 def test_dot_rule_for_any_contraction(drawn: tuple[str, dict[str, int]]) -> None:
@@ -164,6 +165,7 @@ def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int,
     return settings, x_shape, w_shape
 
 
+@pytest.mark.slow
 @QUICK
 @hypothesis.given(convolutions())
 def test_conv_rule_for_any_geometry(drawn: Any) -> None:
@@ -178,6 +180,7 @@ def test_conv_rule_for_any_geometry(drawn: Any) -> None:
     assert rule.rows * rule.groups * rule.cols == w.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clip", "fill", "drop_negative"])
 def test_lookup_rule(mode: str) -> None:
     table, gs = normal(0, 5, 2, 3), normal(1, N, 2, 2, 2, 3)
@@ -199,6 +202,7 @@ def test_lookup_rule(mode: str) -> None:
     check_rule(site_of(rule, (2, 2, 2, 3), table.shape), record, gs, truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 @pytest.mark.parametrize("rows", [1, 7, 127, 128, 129, 255, 256, 300, 40_000])
 @pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
@@ -218,6 +222,7 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
     np.testing.assert_array_equal(wide, record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
 def test_settled_values_are_those_of_their_dtype(kind: Any) -> None:
     """Checks all 2**16 values. A backend may flush subnormal numbers of bfloat16."""
@@ -240,6 +245,7 @@ def test_lookup_rule_is_for_whole_rows_only() -> None:
     assert sites.Lookup.of(equation(lambda w, i: w[i], "gather", table, index)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliced", [(False,), (True,), (True, False), (False, True), (True, True), (False, False)])
 def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
     loops = (2, 3)[: len(sliced)]
@@ -261,6 +267,7 @@ def test_loops_are_slices_or_repeats(sliced: tuple[bool, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_squared_norms_of_one_weight_at_several_sites() -> None:
     tokens = np.array([[0, 3, 3], [1, -1, 2]], np.int32)
     table_w, u, w = normal(0, 2, 1, 3, 4), normal(1, 2, 1, 5, 6), normal(2, 2, 1, 5, 4)
@@ -276,6 +283,7 @@ def test_squared_norms_of_one_weight_at_several_sites() -> None:
     np.testing.assert_allclose(sites.squared_norms(flipped), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_u", [1e-30, 1e-20, 1e-10, 1.0])
 @pytest.mark.parametrize("scale_w", [1e-15, 1.0, 1e15, 1e17])
 @pytest.mark.parametrize("length", [1, 4])
@@ -289,6 +297,7 @@ def test_no_gradient_hides_in_squares_that_underflow(scale_u: float, scale_w: fl
             np.testing.assert_allclose(norms, truth, rtol=1e-5, atol=1e-18)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", [0.0, 1e-4, 1e-2, 1e-1])
 @pytest.mark.parametrize("length", [2, 16])
 @pytest.mark.parametrize("rows", [8, 512])
@@ -307,6 +316,7 @@ def test_norms_are_not_understated_when_positions_cancel(remainder: float, lengt
     assert np.all(norms <= 1.1 * np.maximum(truth, floor))
 
 
+@pytest.mark.slow
 def test_low_precision_is_accumulated_in_float32() -> None:
     fn = lambda w, x: x @ w  # noqa: E731
     w, xs, gs = (jnp.asarray(a, jnp.bfloat16) for a in (normal(0, 4, 5), normal(1, N, 300, 4), normal(2, N, 300, 5)))

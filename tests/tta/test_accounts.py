@@ -53,6 +53,7 @@ TABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", TABLE)
 def test_published_noise_multipliers_cost_what_the_closed_form_says(sigma):
     once, zero_out, *repeated = TABLE[sigma]
@@ -255,6 +256,7 @@ def test_an_empty_batch_costs_nothing():
     assert epsilons(GaussianDpEvent(1.0), visits=0, delta=DELTA, adjacency="zero_out").unit == 0.0
 
 
+@pytest.mark.slow
 def test_impossible_arguments():
     with pytest.raises(ValueError, match="event must be one GaussianDpEvent"):
         StreamAccount(new_ledger().account("stream"), event=LaplaceDpEvent(1.0))

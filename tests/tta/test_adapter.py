@@ -55,6 +55,7 @@ def close(a, b, atol=2e-6):
 # -------------------------------------------------------------------------------------------------------- compilation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EATA, private(TENT, noise_multiplier=1.0)], ids=["published", "private"])
 def test_thirty_steps_with_masks_and_resets_compile_once(method):
     adapter = adapter_of(method, **EVERY_4)
@@ -67,6 +68,7 @@ def test_thirty_steps_with_masks_and_resets_compile_once(method):
     assert len({*traces}) == 1 and state.step == 30
 
 
+@pytest.mark.slow
 def test_changed_clip_norm_noise_and_learning_rate_share_a_program():
     adapters = [adapter_of(private(TENT, c, s), **EVERY_4) for c in (0.1, 1.0) for s in (0.5, 2.0)]
     batches, counts = tiny.stream(0, 2), []
@@ -85,6 +87,7 @@ def test_changed_clip_norm_noise_and_learning_rate_share_a_program():
 # --------------------------------------------------------------------------------------------- the model is left alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [SAR, private(SAR)], ids=["published", "private"])
 def test_the_source_model_is_left_alone_and_frozen_parameters_are_not_copied(method):
     source = jax.tree.map(lambda x: x + 0, tiny.PARAMS)
@@ -110,6 +113,7 @@ def test_parameters_may_be_numpy_arrays_and_a_predicate_chooses():
     jax.tree.map(same, state.params["block_0"], params["block_0"])
 
 
+@pytest.mark.slow
 def test_any_optimizer():
     adapter = adapter_of(private(TENT), optax.adamw(1e-2))
     states, _ = tiny.run(adapter, tiny.stream(0, 3))
@@ -120,6 +124,7 @@ def test_any_optimizer():
 # --------------------------------------------------------------------------------------------------------------- masks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EATA, SAR], ids=["EATA", "SAR"])
 def test_padding_is_a_smaller_batch_to_the_published_methods(method):
     batches, mask = tiny.stream(0, 3), np.arange(6) < 4
@@ -136,6 +141,7 @@ def test_padding_is_a_smaller_batch_to_the_published_methods(method):
         jax.tree.map(same, empty[1:4], states[-1][1:4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EATA, private(TENT)], ids=["published", "private"])
 @pytest.mark.parametrize("junk", [np.nan, 1e38])
 def test_padding_may_hold_anything(method, junk):
@@ -150,6 +156,7 @@ def test_padding_may_hold_anything(method, junk):
 # -------------------------------------------------------------------------------------------------------- accumulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [TENT, SAR, DEYO], ids=["Tent", "SAR", "DeYO"])
 def test_batches_of_one_accumulate_to_a_batch(method):
     batches = tiny.stream(2, 3, 4)
@@ -167,6 +174,7 @@ def test_batches_of_one_accumulate_to_a_batch(method):
     close(logits[7], tiny.apply_fn(before.params, singles[7]), 1e-5)
 
 
+@pytest.mark.slow
 def test_noise_of_accumulated_updates():
     # Fixed keys; over their choice, a correct scale fails with probability below 1e-6.
     accumulate, size, sigma, clip_norm = 3, 2, 0.8, 0.5
@@ -182,6 +190,7 @@ def test_noise_of_accumulated_updates():
         assert stats.kstest(noise.ravel() / wrong, stats.norm.cdf).pvalue < 1e-9
 
 
+@pytest.mark.slow
 def test_a_reset_forgets_an_unfinished_update():
     adapter = adapter_of(private(TENT), accumulate=4)
     states, _ = tiny.run(adapter, tiny.stream(2, 3, 1))
@@ -198,6 +207,7 @@ def test_accumulation_is_for_private_methods():
 # ------------------------------------------------------------------------------------------------- resets, predictions
 
 
+@pytest.mark.slow
 def test_reset_every():
     batches = tiny.stream(4, 6)
     states, logits = tiny.run(adapter_of(EATA, **EVERY_4), batches)
@@ -210,6 +220,7 @@ def test_reset_every():
     assert [int(s.step) for s in states] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [TENT, private(TENT)], ids=["published", "private"])
 def test_predictions_after_adapting(method):
     batches = tiny.stream(5, 3)
@@ -221,6 +232,7 @@ def test_predictions_after_adapting(method):
         close(earlier[t], tiny.apply_fn(tiny.PARAMS if t == 0 else states[t - 1].params, batches[t]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EATA, private(SAR)], ids=["published", "private"])
 def test_batches_of_one(method):
     adapter = adapter_of(method)
@@ -236,6 +248,7 @@ def bf16_apply(params, images):
     return tiny.apply_fn(params, images).astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "accumulate"),
     [(SAR, 1), (private(SAR), 1), (private(TENT), 2)],
@@ -256,6 +269,7 @@ def test_bf16_parameters(method, accumulate):
     assert np.isfinite(logits).all() and np.abs(tiny.theta_of(state.params) - tiny.theta_of(params)).max() > 0
 
 
+@pytest.mark.slow
 def test_images_may_be_bytes():
     images = np.random.default_rng(0).integers(0, 256, (6, 4, 4, 3)).astype(np.uint8)
 
@@ -311,6 +325,7 @@ def test_masks_are_checked(mask):
         adapter.step(adapter.init(), tiny.stream(0)[0], None, mask)
 
 
+@pytest.mark.slow
 def test_an_adapter_can_be_replaced_with_other_settings():
     adapter = dataclasses.replace(adapter_of(TENT), reset_every=3, predict="after")
     assert adapter.reset_every == 3 and adapter.method is TENT

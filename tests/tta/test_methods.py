@@ -174,6 +174,7 @@ def served_streams_are_paid_for_once(method):
     assert np.abs(tiny.theta_of(served.state.params) - tiny.THETA).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tta.METHODS)
 def test_every_method_conforms(name):
     conforms(name)
@@ -204,6 +205,7 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
 # -------------------------------------------------------------------------------------------------------------- Tent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_tent(come):
     method = tta.COME(tta.Tent(), tiny.CLASSES) if come else tta.Tent()
@@ -237,6 +239,7 @@ def importances(kind, lower=False):
     return tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9), adapted, gradients=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("come", "anchored"), [(False, False), (False, True), (True, True)])
 def test_eata(come, anchored):
     method, constants = eata(**({"margin": 1.3 / LN} if come else {}))
@@ -326,6 +329,7 @@ def same_average(state, reference):
         np.testing.assert_allclose(average, reference.average, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_sar(come):
     method, constants = sar(come)
@@ -363,6 +367,7 @@ def test_sar_with_nothing_selected_goes_on_by_momentum():
         jax.tree.map(np.testing.assert_array_equal, states[t].memory, states[t - 1].memory)
 
 
+@pytest.mark.slow
 def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
     method, constants = sar(threshold=0.8, reset_below=0.65)
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
@@ -414,6 +419,7 @@ class Spy:
         return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_deyo_by_any_augmentation(come):
     method, constants = deyo(upside_down, come)
@@ -438,6 +444,7 @@ def test_deyo_by_occlusion():
     assert sum(reference.selected) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augmentation", ["patch", "pixel"])
 def test_deyo_by_permutation(augmentation):
     spy = Spy()
@@ -475,6 +482,7 @@ def _order(augmentation, image, view):
     return [pieces[0].index(piece) for piece in pieces[1]]
 
 
+@pytest.mark.slow
 def test_patches_of_images_that_do_not_divide():
     method = tta.DeYO(tiny.CLASSES, patches=4)
     key = jax.random.key(0)
@@ -488,6 +496,7 @@ def test_patches_of_images_that_do_not_divide():
         method.augment(key, key, ramp[:3])
 
 
+@pytest.mark.slow
 def test_deyo_with_nothing_selected_makes_no_step():
     batches = tiny.stream(6, 2)
     start, _ = tiny.run(tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down)[0], sgd()), batches)
@@ -587,6 +596,7 @@ def test_the_number_of_classes_is_checked(method):
         adapter.step(adapter.init(), tiny.stream(0)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [

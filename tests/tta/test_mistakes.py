@@ -89,6 +89,7 @@ def test_a_state_in_a_log_tells_no_secrets():
     assert repr(state) == f"{state}" == "AdaptState(step=0, ...)"
 
 
+@pytest.mark.slow
 def test_condition_6_no_private_step_goes_on_from_a_raw_memory():
     eata, images = tta.EATA(tiny.CLASSES), tiny.stream(0)[0]
     published = adapter_of(eata)

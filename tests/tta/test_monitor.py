@@ -107,6 +107,7 @@ def test_impossible_arguments(model):
         CollapseMonitor(apply_fn, confident, images[:1])
 
 
+@pytest.mark.slow
 def test_reports_are_plain_numbers(model):
     report = CollapseMonitor(apply_fn, *model).source
     assert [type(value) for value in dataclasses.astuple(report)] == [float, float, float, bool]

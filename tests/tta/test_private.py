@@ -160,6 +160,7 @@ def only(*images):
 CLIPS = {"Tent": 0.8, "EATA": 0.9, "SAR": 0.4, "DeYO": 1.5, "COME": 0.25, "DeYO-COME": 0.6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sigma", "terms"),
     [(name, SIGMA, {}) for name in METHODS]
@@ -231,6 +232,7 @@ def movements(adapter, state):
     return np.linalg.norm(replaced, axis=-1), np.linalg.norm(zeroed, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "filters"), [(name, "remove") for name in METHODS] + [("DeYO-COME", "keep")])
 def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
     adapter = adapter_of(name, filters=filters)
@@ -245,6 +247,7 @@ def test_no_record_moves_the_sum_by_more_than_its_sensitivity(name, filters):
     assert replaced.max() > 1.3 * 0.03 and zeroed.max() > 0.99 * 0.03, "the bounds are nearly reached"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Tent", "EATA", "SAR"])
 def test_the_published_methods_fail_that_check(name):
     adapter = tta.Adapter(apply_fn, tiny.PARAMS, METHODS[name], SGD)
@@ -277,6 +280,7 @@ class Norms(nn.Module):
         return nn.Dense(tiny.CLASSES)(nn.tanh(norm(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 def test_condition_1_batch_norm_only_with_frozen_statistics(frozen):
     model, images = Norms(frozen), tiny.stream(0)[0]
@@ -296,6 +300,7 @@ def test_condition_1_batch_norm_only_with_frozen_statistics(frozen):
             adapter.step(adapter.init(), images)
 
 
+@pytest.mark.slow
 def test_condition_1_a_loss_sees_one_image_even_where_a_model_hides_its_mixing():
     @jax.jit
     def sly(params, images):  # mixes what is brighter than the images of the check
@@ -309,6 +314,7 @@ def test_condition_1_a_loss_sees_one_image_even_where_a_model_hides_its_mixing()
     np.testing.assert_allclose(clipped_sum(adapter, state, batch), alone, atol=5 * ROUNDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "filters"), [("EATA", "remove"), ("DeYO-COME", "keep")])
 def test_condition_2_the_divisor_is_constant_and_weights_act_inside_the_clip(name, filters):
     # However many images pass and whatever their weights, each counts clip_norm over the same B.
@@ -322,6 +328,7 @@ def test_condition_2_the_divisor_is_constant_and_weights_act_inside_the_clip(nam
     np.testing.assert_allclose(sizes, np.where(passed, 0.03, 0), atol=2e-4)
 
 
+@pytest.mark.slow
 @every_method
 def test_condition_3_what_is_not_adapted_neither_moves_nor_gets_noise(name):
     adapter = adapter_of(name)
@@ -387,6 +394,7 @@ def same(a, b):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_condition_6_resets_follow_the_public_schedule_and_clear_momentum_and_the_previous_gradient():
     scheduled = dataclasses.replace(adapter_of("SAR"), reset_every=3)
     # Losses of 0, which the published SAR would take for a collapse, do not reset; the schedule does.
@@ -429,6 +437,7 @@ def p_values(values, scale):
     return stats.kstest(values.ravel() / scale, stats.norm.cdf).pvalue, 2 * min(law.cdf(square), law.sf(square))
 
 
+@pytest.mark.slow
 def test_condition_7_noise_is_sigma_times_clip_norm_and_fresh_in_every_coordinate_and_step(real, real_noise):
     # With these keys the test is deterministic; over the choice of keys it fails with probability below 1e-5.
     noise = residuals(real, tiny.stream(31, 100))
@@ -443,6 +452,7 @@ def test_condition_7_noise_is_sigma_times_clip_norm_and_fresh_in_every_coordinat
         assert 2 * special.comb(rows, 2) * stats.norm.sf(np.arctanh(worst) * np.sqrt(n - 3)) > 1e-6
 
 
+@pytest.mark.slow
 def test_condition_7_keys(real, real_noise):
     batches = tiny.stream(32, 3)
     noise = residuals(real, batches)
@@ -454,6 +464,7 @@ def test_condition_7_keys(real, real_noise):
     assert not np.array_equal(*fresh) and fresh[0].size == 4, "the default is 128 bits of its own for each state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", ["before", "after"])
 def test_condition_12_others_see_a_record_through_the_release_only(predict):
     @jax.jit
@@ -477,6 +488,7 @@ def test_condition_12_others_see_a_record_through_the_release_only(predict):
     assert np.abs(leaky(new.params, batch)[1:] - others[1]).max() > 100, "the model does leak"
 
 
+@pytest.mark.slow
 def test_condition_14_second_views_have_keys_of_their_own_that_no_image_changes():
     keys = []
 
@@ -518,6 +530,7 @@ def gaussian_epsilon(mu, delta):
     return optimize.brentq(excess, 1e-6, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", PUBLISHED)
 def test_epsilon(sigma):
     method = tta.private(tta.Tent(), clip_norm=0.1, noise_multiplier=sigma)
@@ -630,6 +643,7 @@ def test_arguments_of_private_are_checked(changes, error, message):
         tta.private(**{"method": tta.Tent(), "clip_norm": 1.0, "noise_multiplier": 1.0, **changes})
 
 
+@pytest.mark.slow
 def test_the_clip_rule_reaches_the_gradient():
     batch, params = tiny.stream(17)[0], tiny.PARAMS
     rules = {}
@@ -652,6 +666,7 @@ def test_the_clip_rule_reaches_the_gradient():
     assert np.abs(rules["global"] - rules["automatic"]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_arguments_of_epsilon_and_sensitivity_are_checked():
     method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=1.0)
     for call in (method.sensitivity, lambda a: method.epsilon(delta=1e-6, adjacency=a)):

@@ -104,6 +104,7 @@ def same_served(one, other):
 # --------------------------------------------------------------------------------------------------------- repetition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_a_process_that_died_goes_on_bit_for_bit_and_is_charged_once(tmp_path, accumulate):
     adapter, stream = adapter_of(accumulate=accumulate), stream_of(12, 12, reset="domain")
@@ -123,6 +124,7 @@ def test_a_process_that_died_goes_on_bit_for_bit_and_is_charged_once(tmp_path, a
     assert not list(tmp_path.rglob("secret_seed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("again", ["the same account", "another process"])
 def test_an_interrupted_stream_ends_as_one_that_was_not(tmp_path, accumulate, again):
@@ -144,6 +146,7 @@ def test_an_interrupted_stream_ends_as_one_that_was_not(tmp_path, accumulate, ag
     assert account.epsilons(delta=1e-6).unit == pytest.approx(ledger.epsilon("stream", delta=1e-6), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_second_call_returns_what_was_kept_and_pays_nothing(tmp_path):
     adapter, stream, ledger = adapter_of(), stream_of(12), new_ledger()
     first = tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path)
@@ -188,6 +191,7 @@ tta.serve(adapter, stream, account=account, workdir=root / "run", deliver=delive
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_is_charged_once_and_repeats_what_it_delivered(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
@@ -219,6 +223,7 @@ def with_other_image(stream, index):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["data", "settings", "cost", "flags"])
 @pytest.mark.parametrize("again", ["the same account", "another process"])
 def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, changed, again, monkeypatch):
@@ -245,6 +250,7 @@ def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, c
     assert np.linalg.norm(watched.moved[0] - moved) > 0.15
 
 
+@pytest.mark.slow
 def test_an_interrupted_update_of_several_batches_is_charged_again_with_all_of_them(tmp_path):
     """Its pending sum is in two noisy sums."""
     adapter, stream, ledger = adapter_of(accumulate=3), stream_of(24), new_ledger()
@@ -260,6 +266,7 @@ def test_an_interrupted_update_of_several_batches_is_charged_again_with_all_of_t
     assert resumed.visits == account.visits and charged(ledger) == 2
 
 
+@pytest.mark.slow
 def test_what_calls_back_to_python_is_charged_again(tmp_path):
     def apply_fn(params, images):
         logits = tiny.apply_fn(params, images)
@@ -301,6 +308,7 @@ def test_a_seed_repeats_a_stream_and_one_account_pays_for_it_once():
     assert charged(ledger) == 3
 
 
+@pytest.mark.slow
 def test_a_repeated_pending_sum_in_another_update_is_charged_again():
     adapter, stream, ledger = adapter_of(accumulate=2), stream_of(8), new_ledger()
     account = account_of(ledger)
@@ -372,6 +380,7 @@ def test_an_overspend_in_the_middle_of_an_update_returns_a_state_to_go_on_from()
 # ------------------------------------------------------------------------------------------- what is kept, and refused
 
 
+@pytest.mark.slow
 def test_only_the_owner_may_read_the_state_and_no_pending_sum_stays(tmp_path):
     adapter, stream = adapter_of(accumulate=4), stream_of(24)
     account = account_of()
@@ -488,6 +497,7 @@ def test_deliver_is_called_again_for_the_interrupted_batch_only(tmp_path):
     same(got[2], got[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [tta.SAR, tta.EATA], ids=["SAR", "EATA"])
 def test_every_part_of_a_state_is_kept(tmp_path, method):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.PARAMS)
@@ -505,6 +515,7 @@ def test_every_part_of_a_state_is_kept(tmp_path, method):
         assert served.state.params["block_0"]["norm"]["scale"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_step_is_lowered_once_for_every_kind_of_batch(tmp_path, monkeypatch):
     lowered = []
     plain = tta.adapter.program_text
@@ -520,6 +531,7 @@ def test_a_step_is_lowered_once_for_every_kind_of_batch(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- planning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 @pytest.mark.parametrize("unit", ["photograph", "sample"])
 def test_an_event_is_what_serving_charges_and_a_hold_for_it_is_used_up(accumulate, unit):
@@ -551,6 +563,7 @@ def test_an_event_reads_no_image(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ damage
 
 
+@pytest.mark.slow
 def test_a_damaged_workdir_is_named_and_charges_nothing(tmp_path):
     """Bits and lengths of the state and of the rows, each in turn."""
     adapter, stream, ledger = adapter_of(), stream_of(8, 8), new_ledger()

@@ -141,6 +141,7 @@ def test_methods_choose_their_own_set():
         assert paths(method, adapted=tta.normalisation) == everything
 
 
+@pytest.mark.slow
 def test_merge_undoes_trainable_part():
     params = named("block_0/norm/scale", "head/kernel")
     moving = trainable_part(params, frozenset(["block_0/norm/scale"]))

@@ -47,6 +47,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(tta.METHODS, "PseudoLabel", PseudoLabel)
 
 
+@pytest.mark.slow
 def test_a_sixth_method_conforms(registered):
     methods.conforms("PseudoLabel")
 
@@ -62,6 +63,7 @@ def test_a_sixth_method_is_described_when_it_is_made_private():
         assert line in text
 
 
+@pytest.mark.slow
 def test_a_method_whose_memory_changes_its_form_does_not_conform(monkeypatch):
     class Raw(PseudoLabel):
         def remember(self, memory, samples, kept):

@@ -224,6 +224,7 @@ def test_batches_end():
     assert "images" not in repr(stream.batch(0)) and dataclasses.is_dataclass(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["units", "domains", "positions"])
 def test_condition_8_every_record_of_a_batch_is_named(column):
     batch = Stream({"a": source(6)}, batch_size=4, seed=0, remainder="pad").batch(1)
