@@ -110,6 +110,7 @@ def test_a_reader_needs_no_network(site):
     assert not [page.name for page in pages if re.search(loaded, page.read_text())]
 
 
+@pytest.mark.slow
 def test_docstrings_are_rendered(site):
     page = html.unescape((site / "reference" / "transforms.html").read_text())
     assert 'id="jaxdp.transforms.clipping.clipped_grad"' in page and "Formal guarantees" in page

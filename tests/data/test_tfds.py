@@ -112,6 +112,7 @@ def test_the_directory_comes_from_the_environment(data_dir, monkeypatch):
     assert len(from_tfds("tiny_image", "train")) == 7
 
 
+@pytest.mark.slow
 def test_download_keeps_what_is_prepared(data_dir):
     assert len(from_tfds("tiny_image", "train", data_dir=data_dir, download=True)) == 7
 

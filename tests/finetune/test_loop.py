@@ -118,6 +118,7 @@ def test_a_killed_run_has_charged_what_it_released_at_every_instant(killed, name
     assert all(attempt["charged"] % CHUNK == 0 for attempt in attempts)
 
 
+@pytest.mark.slow
 def test_runs_died_where_they_were_to_die(killed):
     attempts = json.loads((killed["chosen"] / "attempts.json").read_text())
     expected = [(charged, released) for _, charged, released in CHOSEN] + [(STEPS, STEPS)]
@@ -129,6 +130,7 @@ def test_runs_died_where_they_were_to_die(killed):
     assert "6" in kept[5]
 
 
+@pytest.mark.slow
 def test_repeated_steps_release_the_same_again(killed):
     records = [record for folder in killed.values() for record in released(folder)]
     assert len(records) > 3 * STEPS

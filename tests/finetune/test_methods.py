@@ -178,6 +178,7 @@ def test_the_state_is_a_function_of_what_was_released(name):
         assert jax.device_get(metrics) == jax.device_get(same)
 
 
+@pytest.mark.slow
 @every_method
 def test_an_example_that_is_not_finite_and_garbage_in_masked_rows_leave_everything_finite(name, monkeypatch):
     monkeypatch.setattr(finetune.PrivateTrainer, "drawn", lambda trainer, state: np.array([1, 0, 2, 3, 11, 12]))

@@ -296,6 +296,7 @@ def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
         plot_reliability(tmp_path / "r.png", diagrams, **HEADLINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 8, 8, 1), (3, 6, 9, 3), (40, 4, 4, 1)])
 def test_rows_of_images_show_every_pixel_under_their_names(saved, tmp_path, shape):
     rows = {name: np.random.default_rng(k).uniform(size=shape) for k, name in enumerate(("client", "attack"))}

@@ -513,6 +513,7 @@ def test_who_is_gone_is_named(tmp_path):
         wait_for(tmp_path / "adapted", timeout=0.05, sender="the server")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [np.zeros((6, 2)), np.full((6, 3), np.nan)], ids=["shape", "nan"])
 def test_a_wrong_answer_stops_the_server(vit, copies, wrong):
     with pytest.raises(ValueError, match=r"gradients must be finite and \[6, 3\], one row per row of logits"):

@@ -351,6 +351,7 @@ def server(tmp_path, vit, shipment):
     return config, root
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_without_queries_asks_none(client):
     with pytest.raises(TimeoutError):
         client.run()

@@ -355,6 +355,7 @@ def test_a_smaller_box_gives_a_smaller_result(index):
             assert (around <= within + np.where(np.isfinite(around), allowed, 0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case.tight])
 def test_the_box_of_one_point_gives_the_function(index):
     lower, upper, values = evaluated(index)

@@ -347,6 +347,7 @@ def test_condition_3_one_clip_over_all_that_adapts():
     np.testing.assert_allclose(one, raw * 0.2 / np.linalg.norm(raw), atol=2 * ROUNDING)
 
 
+@pytest.mark.slow
 @every_method
 def test_condition_4_a_record_that_is_not_finite_counts_as_zero(name):
     adapter = adapter_of(name)

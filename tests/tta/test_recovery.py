@@ -550,6 +550,7 @@ def test_an_event_is_what_serving_charges_and_a_hold_for_it_is_used_up(accumulat
     assert total == pytest.approx(account.worst)
 
 
+@pytest.mark.slow
 def test_an_event_reads_no_image(monkeypatch):
     stream, batches = stream_of(12), list(stream_of(12))
     monkeypatch.setattr(type(stream.domains["d0"]), "gather", None)
