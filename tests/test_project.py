@@ -28,7 +28,7 @@ def unknown(command):
     missing |= {f"--group {name}" for name in groups if name not in PYPROJECT["dependency-groups"]}
     modules = re.findall(r"-m ((?:jaxdp|launch|tests|benchmarks)\.[\w.]+\w)", command)
     missing |= {f"-m {name}" for name in modules if importlib.util.find_spec(name) is None}
-    files = re.findall(r"(?<![\w/.$-])((?:\.ci|docs|tests|benchmarks|configs|launch)/[\w/.]+\w)", command)
+    files = re.findall(r"(?<![\w/.$-])((?:\.ci|docs|tests|benchmarks|configs|launch)/[\w/.]+\w)(?![\w/*])", command)
     return missing | {name for name in files if not (ROOT / name).exists()}
 
 
