@@ -971,7 +971,7 @@ def architectures(draw: Any) -> Case:
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=12, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(case=architectures())
 def test_all_methods_agree_on_random_architectures(case: Case, oracle: Any) -> None:
     with jax.numpy_rank_promotion("allow"):
