@@ -191,7 +191,7 @@ CASES = {
 }
 
 
-SEEDS = range(2)
+SEEDS = range(3)
 
 
 @functools.cache
