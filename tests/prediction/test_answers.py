@@ -7,9 +7,6 @@ import dataclasses
 import math
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -26,8 +23,8 @@ from jaxdp.prediction import answers as answering
 from jaxdp.privacy import PureDpEvent, SelfComposedDpEvent
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import composition
+from tests import forked
 
-ROOT = Path(__file__).parent.parent.parent
 SEED = bytes(range(16))
 ACCEPT, REJECT = 1e-6, 1e-9
 
@@ -706,10 +703,8 @@ def test_a_kill_between_payment_and_answers_costs_nothing(tmp_path):
         ledger.register("data", adjacency="add_remove", unit="example", epsilon=10.0, delta=0.0)
     heard = []
     for how, status in (("dies", -signal.SIGKILL), ("lives", 0), ("lives", 0)):
-        run = subprocess.run(
-            [sys.executable, "-c", CHILD, path, workdir, how], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True
-        )
-        assert run.returncode == status
+        run = forked.run(CHILD, path, workdir, how, modules=forked.STAGES)
+        assert run.returncode == status, run.stderr
         assert (workdir / "secret_seed").exists() == bool(status)
         heard.append(run.stdout.split())
     (lost,), (repeated, given), (kept,) = heard

@@ -10,11 +10,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +24,8 @@ from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, NllT
 from jaxdp.recalibration.protocol import Records, exact_sums, noise_scale, summands, with_noise
 from jaxdp.release import Till
 from jaxdp.transforms import noise
+from tests import forked
 
-ROOT = Path(__file__).parent.parent.parent
 KEY = noise.stream(bytes(range(16)), "test")
 METHODS = [
     AccT(),
@@ -416,9 +413,8 @@ def test_a_conversation_survives_kills_and_is_charged_once(tmp_path):
     registered(path, epsilon=1.0, delta=0.0).close()
     heard = []
     for dies_after, status in ((0, -signal.SIGKILL), (2, -signal.SIGKILL), (9, 0), (9, 0)):
-        arguments = [sys.executable, "-c", CHILD, path, workdir, str(dies_after)]
-        run = subprocess.run(arguments, cwd=ROOT, timeout=120, check=False, stdout=subprocess.PIPE, text=True)
-        assert run.returncode == status
+        run = forked.run(CHILD, path, workdir, dies_after, modules=forked.STAGES)
+        assert run.returncode == status, run.stderr
         heard.append(run.stdout.split())
         assert (workdir / "secret_seed").exists() == bool(status)
         with Ledger(path) as ledger:

@@ -7,9 +7,7 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,10 +39,10 @@ from jaxdp.recalibration import (
     recalibrate,
 )
 from jaxdp.transforms import noise
+from tests import forked
 
 KEY = noise.stream(bytes(range(16)), "test")
 MODULE = sys.modules["jaxdp.recalibration.recalibrate"]  # the package shows the function of this name
-ROOT = Path(__file__).parent.parent.parent
 RATIO = (math.sqrt(5) - 1) / 2
 BY_NAME = {
     "acc": acc_t,
@@ -513,8 +511,7 @@ with Ledger(path) as ledger:
 
 
 def started(path, workdir, how):
-    arguments = [sys.executable, "-c", DIE, path, workdir, how]
-    return subprocess.run(arguments, cwd=ROOT, timeout=120, check=False, env=os.environ, stdout=subprocess.PIPE)
+    return forked.run(DIE, path, workdir, how, modules=forked.STAGES)
 
 
 @pytest.mark.slow

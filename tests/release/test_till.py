@@ -1,11 +1,7 @@
 """The till: nothing is computed before it is paid, nothing is paid twice, no noise falls on two values."""
 
-import os
-import pathlib
 import signal
 import stat
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +13,8 @@ from jaxdp.privacy.events import composition
 from jaxdp.release import Release, Till, identity, notes, program, secrets, stream
 from jaxdp.release import till as module
 from jaxdp.report import MetricsWriter
+from tests import forked
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 EVENT = PureDpEvent(0.5)
 
 
@@ -267,13 +263,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 @pytest.mark.parametrize("place", ["paid", "noted", "renamed", "kept", "committed"])
 def test_a_process_that_is_killed_pays_once_and_releases_one_value(tmp_path, place):
     def run(place):
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", KILLED, place, str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return forked.run(KILLED, place, tmp_path, modules=forked.STAGES)
 
     assert run(place).returncode == -signal.SIGKILL
     assert (tmp_path / "run" / "secret_seed").exists()

@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +18,12 @@ from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, NoOpDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import notes
 from jaxdp.tta.monitor import CollapseMonitor
+from tests import forked
 
 _spec = importlib.util.spec_from_file_location("tiny_model", pathlib.Path(__file__).with_name("tiny_model.py"))
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED, SIGMA = bytes(range(16)), 2.0
 EVENT = GaussianDpEvent(SIGMA)
 SGD, TENT = optax.sgd(0.1, momentum=0.9), tta.Tent()
@@ -193,11 +191,8 @@ tta.serve(adapter, stream, account=account, workdir=root / "run", deliver=delive
 
 @pytest.mark.slow
 def test_a_process_that_was_killed_is_charged_once_and_repeats_what_it_delivered(tmp_path):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-
     def start(kill):
-        command = [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path), str(kill)]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        return forked.run(KILLED, tmp_path, kill, modules=forked.STAGES)
 
     for kill in (3, 5):  # the second batch of the second update, and the first of the third
         process = start(kill)

@@ -1,0 +1,93 @@
+"""Runs programs that may be killed, each in a process of its own, without importing everything for each of them.
+
+    forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
+
+Two interpreters import the modules once. Each forks a process for every second program, before JAX has started. So two
+programs in succession, such as one that is killed and the one that goes on, share neither memory nor a hash seed.
+"""
+
+import atexit
+import functools
+import gc
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")  # One set of modules shares its interpreters.
+
+
+class _Interpreter:
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        # A fork copies no threads, so nothing may start one.
+        alone = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.forked", *modules],
+            env={**os.environ, **alone, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin and self._process.stdout
+        with tempfile.TemporaryDirectory() as folder:
+            files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
+            self._process.stdin.write(json.dumps([code, arguments, files]) + "\n")
+            self._process.stdin.flush()
+            status = int(self._process.stdout.readline())
+            return subprocess.CompletedProcess([*arguments], status, *(Path(file).read_text() for file in files))
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@functools.cache
+def _interpreters(modules: tuple[str, ...]) -> itertools.cycle:
+    return itertools.cycle([_Interpreter(modules) for _ in range(2)])
+
+
+def run(code: str, *arguments: object, modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a new process, with `sys.argv[1:]` the arguments and `modules` imported."""
+    return next(_interpreters(modules)).run(code, *map(str, arguments))
+
+
+def _serve() -> None:
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        code, arguments, files = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _work(code, arguments, files)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _work(code: str, arguments: list[str], files: list[str]) -> None:
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        sys.argv = ["-c", *arguments]
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()
