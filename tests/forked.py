@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")  # One set of modules shares its interpreters.
+LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
 
 
 class _Interpreter:
@@ -81,6 +82,10 @@ def _work(code: str, arguments: list[str], files: list[str]) -> None:
         sys.argv = ["-c", *arguments]
         exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

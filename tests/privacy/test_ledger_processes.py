@@ -3,29 +3,18 @@
 import json
 import signal
 import sqlite3
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import GaussianDpEvent, PoissonSampledDpEvent, PureDpEvent, SelfComposedDpEvent
-
-ROOT = Path(__file__).parent.parent.parent
+from tests import forked
 
 
 def run(code, *arguments, check=True):
-    """Runs Python code in a fresh interpreter; sys.argv[1:] are the arguments."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Runs Python code in a process of its own; sys.argv[1:] are the arguments."""
+    done = forked.run(code, *arguments, modules=forked.LEDGERS)
     if check:
         assert done.returncode == 0, done.stderr
     return done
@@ -349,21 +338,8 @@ def test_many_processes_create_one_ledger(tmp_path):
         assert table(path) == ({"committed": 8}, 8)
 
 
-@pytest.mark.slow
-def test_the_import_is_light():
-    code = "import sys, jaxdp.privacy; print([m for m in sys.modules if m in ('jax', 'flax', 'tensorflow')])"
-    assert run(code).stdout.strip() == "[]"
-
-
 def launch(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "launch.ledger", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run("import runpy; runpy.run_module('launch.ledger', run_name='__main__')", *arguments, check=False)
 
 
 @pytest.mark.slow

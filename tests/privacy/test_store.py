@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from jaxdp.privacy import BudgetExceeded, Head, Ledger, LedgerDamaged, PureDpEvent, store
+from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("ledgers", ROOT / "tests" / "faults" / "ledgers.py")
@@ -129,7 +130,7 @@ os._exit(0)
 def test_a_log_that_was_lost_is_noticed(path, damage):
     """A process that dies before its checkpoint leaves its last spends in -wal."""
     make(path)
-    subprocess.run([sys.executable, "-c", LATE, str(path)], check=True, cwd=ROOT)
+    assert forked.run(LATE, path, modules=forked.LEDGERS).returncode == 0
     wal = pathlib.Path(f"{path}-wal")
     data = bytearray(wal.read_bytes())
     assert len(data) > 4000
@@ -389,29 +390,30 @@ VISITOR = """
 import sys
 from jaxdp.privacy import Ledger, PureDpEvent
 for line in sys.stdin:
-    with Ledger(sys.argv[1], read_only=line.strip() == "read") as ledger:
-        if line.strip() == "spend":
+    order, path = line.split(maxsplit=1)
+    with Ledger(path.strip(), read_only=order == "read") as ledger:
+        if order == "spend":
             with ledger.spend("data", PureDpEvent(0.01)):
                 pass
     print("done", flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def visitor():
+    """A process that opens and closes ledgers."""
+    command = [sys.executable, "-c", VISITOR]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("touch", [False, True], ids=["by jaxdp", "broken twin"])
-def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
+def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, visitor):
     """POSIX locks belong to a process: whoever opens and closes the database by other means than SQLite drops them."""
     make(path)
-    with (
-        Ledger(path) as first,
-        subprocess.Popen(
-            [sys.executable, "-c", VISITOR, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        ) as visitor,
-    ):
+    with Ledger(path) as first:
         broken = False
         for order in ("spend", "read") * 4:
             try:
@@ -424,7 +426,7 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
                 break
             if touch:
                 path.read_bytes()
-            visitor.stdin.write(f"{order}\n")
+            visitor.stdin.write(f"{order} {path}\n")
             visitor.stdin.flush()
             broken |= visitor.stdout.readline() != "done\n"
             # The last one who closes a database deletes its log; the visitor is never the last one.
@@ -432,7 +434,6 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch):
             if broken:
                 break
         assert broken == touch
-        visitor.stdin.close()
 
 
 @pytest.mark.slow
