@@ -186,7 +186,7 @@ CASES = {
     "full": Case("ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5),
     "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
     "replace": Case("mse", (3, 6, 1), "replace_one", 24, 3, 0.4, 0.2, momentum=0.5, weight_decay=0.2, lr_decay=0.5),
-    "replace, batches": Case("bce", (3, 6, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1),
+    "replace, batches": Case("bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1),
     "reference": Case("bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5),
 }
 
@@ -216,13 +216,15 @@ PARITY = {
 }
 
 
-def assert_as_published(case, options, order, **blocks):
+def assert_as_published(case, options, order, gaps=()):
+    """`gaps` are columns of `order` before which all batches have a place without a record."""
     rng = np.random.default_rng(2)
     params = network(rng, case.sizes, np.float64)
     x, y = records(rng, case.n, case.sizes, case.loss, np.float64)
     case = dataclasses.replace(case, ks=(0, 1, 2, 5))
     with jax.enable_x64(True):
-        bounds = case.bounds(params, x, y, order, product="rump", **options)
+        rows = order if order is None else np.insert(order, gaps, -1, axis=1)
+        bounds = case.bounds(params, x, y, rows, product="rump", **options)
         assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(bounds))
     if order is None:  # consecutive batches, without an incomplete last one
         whole = case.n // case.batch_size * case.batch_size
@@ -239,14 +241,18 @@ def assert_as_published(case, options, order, **blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARITY)
-def test_published_algorithm(name):
+def test_published_algorithm(name, monkeypatch):
     case, options = PARITY[name]
     batches = -(-case.n // case.batch_size)
     drops = name == "two layers"
     order = (
         None if drops else np.concatenate([np.random.default_rng(t).permutation(case.n) for t in range(case.epochs)])
     )
-    assert_as_published(case, options, order if drops else order.reshape(batches * case.epochs, -1))
+    gaps = ()
+    if name == "one layer":  # nothing depends on fragments, nor on places without a record
+        cut(monkeypatch, (2, 2, 3))
+        gaps = (0, 3, 3)
+    assert_as_published(case, options, order if drops else order.reshape(batches * case.epochs, -1), gaps)
 
 
 def cut(monkeypatch, blocks):
@@ -254,19 +260,14 @@ def cut(monkeypatch, blocks):
     monkeypatch.setattr(plan, "cut_batch", lambda batch, parameters: blocks)
 
 
-@pytest.mark.slow
-def test_published_algorithm_does_not_depend_on_fragments(monkeypatch):
-    cut(monkeypatch, (2, 2, 3))
-    case, options = PARITY["one layer"]
-    order = np.random.default_rng(3).permutation(case.n).reshape(-1, case.batch_size)
-    assert_as_published(case, options, order)
+ONE_STEP = Case("bce", (6, 1), "add_remove", 24, 1, 0.15, 0.4, ks=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threat", ["add_remove", "replace_one", "replace_per_batch"])
 def test_one_step(threat):
     """The rules for sums, from gradients computed here in float64."""
-    case = Case("bce", (6, 1), threat, 24, 1, 0.15, 0.4, ks=8)
+    case = dataclasses.replace(ONE_STEP, threat=threat)
     params, x, y, order = case.problem()
     x[:, 0] = abs(x[:, 0]) + 1
     y[:] = 0  # all derivatives with respect to the first weight have one sign
@@ -291,23 +292,13 @@ def test_one_step(threat):
 @pytest.mark.slow
 @pytest.mark.parametrize("threat", ["add_remove", "replace_one"])
 def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
-    case = Case("bce", (4, 1), threat, 24, 1, 0.1, 0.4)
+    case = dataclasses.replace(ONE_STEP, threat=threat)
     params, x, y, order = case.problem()
     whole = case.bounds(params, x, y, order)
     cut(monkeypatch, (3, 5, 2))
     gaps = np.insert(order, (0, 7, 20), -1, axis=1)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(case.bounds(params, x, y, gaps)), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_published_algorithm_with_places_without_a_record():
-    case = Case("bce", (4, 1), "replace_per_batch", 24, 2, 0.1, 0.4)
-    params, x, y, order = case.problem()
-    gaps = np.insert(order, (0, 3, 3), -1, axis=1)
-    ours, other = (case.bounds(params, x, y, rows) for rows in (order, gaps))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_gradients_are_quantised_outward():
@@ -384,8 +375,9 @@ def test_weight_decay_that_takes_almost_everything(momentum):
     def loss(params, example):
         return jaxdp.losses.sigmoid_cross_entropy(example[0] @ params[0], example[1])
 
-    for rate in (0.3, 0.7, 0.97):
-        decay = 0.97 / rate / (1 + momentum)
+    decay = 1.3
+    for taken in (0.9, 0.97, 0.999):
+        rate = taken / decay / (1 + momentum)
         settings = {"clip": 1e-9, "learning_rate": rate, "momentum": momentum, "nesterov": momentum > 0}
         bounds = train_with_bounds(loss, params, data, ks=0, batch_size=4, epochs=1, weight_decay=decay, **settings)
         exact = [params[0].astype(np.float64) * (1 - rate * decay * (1 + momentum))]
@@ -586,16 +578,16 @@ def test_no_records():
     """The neighbour of a single record; a part of an ensemble may be empty, too."""
     case = Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, n=1, ks=2)
     params, x, y, _ = case.problem()
-    for options in ({}, {"batches": 2}):
-        one, none = case.bounds(params, x, y, None, **options), case.bounds(params, x[:0], y[:0], None, **options)
+    for epochs, batches in ((1, None), (2, 2)):
+        case = dataclasses.replace(case, epochs=epochs)
+        one, none = (case.bounds(params, x[:n], y[:n], None, batches=batches) for n in (1, 0))
         assert within(one, none) and within(none, one)
         for start, end in zip(params, none.params, strict=True):
             np.testing.assert_array_equal(start, end)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("most", [None, 128])
+@pytest.mark.parametrize(("most", "batches"), [(None, 2), (128, 1)])
 def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
     """Whether there is an error may not depend on the number of records: their sum is clipped instead."""
     if most:
@@ -933,7 +925,7 @@ def test_frozen_convolution():
     )
     assert bounds.trainable == (False, True, True)
     assert_nested(bounds)
-    features = np.asarray(jax.vmap(convolved, (None, 0))(params["conv"], images))
+    features = np.asarray(jax.jit(jax.vmap(convolved, (None, 0)))(params["conv"], images))
     outer = train_with_bounds(bce, [w, b], (features, y), **settings)
     for ours, theirs in ((bounds.params, outer.params), (bounds.lower, outer.lower), (bounds.upper, outer.upper)):
         for name, leaf in zip(("w", "b"), theirs, strict=True):
@@ -959,7 +951,7 @@ def test_one_program():
         answers("full", 1)
     assert not seen
     with compilations() as seen:
-        dataclasses.replace(case, momentum=0.4).bounds(params, x, y, order)
+        dataclasses.replace(case, momentum=0.0, ks=0).bounds(params, x, y, order)
     assert seen
 
 
@@ -976,7 +968,7 @@ def digits():
 def test_convolutional_network():
     model = jaxdp.models.CNN(num_classes=10, widths=(4,), dense=0)
     data = jax.tree.map(lambda v: v[:24], digits())
-    params = model.init(jax.random.key(0), data["image"][:1])["params"]
+    params = jax.jit(model.init)(jax.random.key(0), data["image"][:1])["params"]
 
     def apply_fn(params, example):
         return model.apply({"params": params}, example["image"][None])[0]
@@ -987,17 +979,16 @@ def test_convolutional_network():
     settings = {"clip": 0.02, "learning_rate": 0.5}
     bounds = train_with_bounds(loss, params, data, ks=3, batch_size=24, epochs=2, **settings)
     assert_nested(bounds)
-    gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+    gradient = jax.jit(lambda params: jax.vmap(jax.grad(loss), (None, 0))(params, data))
     gone = 0
     for seed in range(8):
         members = np.ones(24, np.float32)
         members[np.random.default_rng(seed).permutation(24)[:3]] = 0
-        theta = params
+        theta = jax.tree.map(np.asarray, params)
         for _ in range(2):
-            grads = gradient(theta, data)
-            clipped = jax.tree.map(lambda g: jnp.clip(g, -settings["clip"], settings["clip"]), grads)
-            sums = jax.tree.map(lambda g, m=members: jnp.einsum("b,b...->...", m, g), clipped)
-            theta = jax.tree.map(lambda p, g: p - settings["learning_rate"] / 24 * g, theta, sums)
+            clipped = jax.tree.map(lambda g: np.clip(g, -settings["clip"], settings["clip"]), gradient(theta))
+            sums = jax.tree.map(lambda g, m=members: np.einsum("b,b...->...", m, g), clipped)
+            theta = jax.tree.map(lambda p, g: p - np.float32(settings["learning_rate"] / 24) * g, theta, sums)
         assert outside(theta, row(bounds.lower, 3), row(bounds.upper, 3)) == 0
         gone += outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) > 0
     assert gone > 0
@@ -1013,7 +1004,7 @@ def test_ten_classes():
     params = [np.zeros((64, 10), np.float32), np.zeros(10, np.float32)]
     with full_compilation():
         bounds = train_with_bounds(
-            ce, params, (x[:1500], y[:1500]), ks=10, clip=1.0, learning_rate=0.3, batch_size=1500, epochs=2
+            ce, params, (x[:1500], y[:1500]), ks=10, clip=1.0, learning_rate=0.3, batch_size=1500, epochs=1
         )
         answer = certify(bounds, logits, x[1500:])
     accuracy, distance = float((answer.label == y[1500:]).mean()), np.asarray(answer.distance)
