@@ -27,14 +27,6 @@ def _load(name):
 
 
 published, retraining = _load("reference_agt"), _load("retraining")
-QUICK = "jax_disable_most_optimizations"
-
-
-@contextlib.contextmanager
-def full_compilation():
-    jax.config.update(QUICK, False)
-    yield
-    jax.config.update(QUICK, True)
 
 
 @contextlib.contextmanager
@@ -473,15 +465,14 @@ def test_neighbours_by_a_saturated_record(n, batch_size, options):
     """A record that moves the sum by as much as any can: the boxes must have room for all of it."""
     steps = -(-n // batch_size)
     case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, ks=3, **options)
-    with contextlib.nullcontext() if options else full_compilation():
-        for seed in range(4):
-            params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
-            order = np.full((steps, -(-n // steps) + 1), -1)
-            order[:, :-1] = np.arange(order[:, :-1].size).reshape(steps, -1)
-            without = case.bounds(params, x, y, order[:, : x.shape[0] // steps])
-            order[seed % steps, -1] = n
-            more = case.bounds(params, np.vstack([x, extreme]), np.append(y, label), order)
-            assert within(without, more) and within(more, without)
+    for seed in range(4):
+        params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
+        order = np.full((steps, -(-n // steps) + 1), -1)
+        order[:, :-1] = np.arange(order[:, :-1].size).reshape(steps, -1)
+        without = case.bounds(params, x, y, order[:, : x.shape[0] // steps])
+        order[seed % steps, -1] = n
+        more = case.bounds(params, np.vstack([x, extreme]), np.append(y, label), order)
+        assert within(without, more) and within(more, without)
 
 
 @pytest.mark.slow
@@ -1002,11 +993,9 @@ def test_ten_classes():
     data = digits()
     x, y = data["image"].reshape(len(data["label"]), -1).astype(np.float32), data["label"]
     params = [np.zeros((64, 10), np.float32), np.zeros(10, np.float32)]
-    with full_compilation():
-        bounds = train_with_bounds(
-            ce, params, (x[:1500], y[:1500]), ks=10, clip=1.0, learning_rate=0.3, batch_size=1500, epochs=1
-        )
-        answer = certify(bounds, logits, x[1500:])
+    settings = {"clip": 1.0, "learning_rate": 0.3, "batch_size": 1500, "epochs": 1}
+    bounds = train_with_bounds(ce, params, (x[:1500], y[:1500]), ks=10, **settings)
+    answer = certify(bounds, logits, x[1500:])
     accuracy, distance = float((answer.label == y[1500:]).mean()), np.asarray(answer.distance)
     assert accuracy > 0.75
     assert (distance >= 1).mean() > 0.6 and distance.mean() > 2
