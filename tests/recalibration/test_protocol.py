@@ -4,6 +4,7 @@ Statistical tests use fixed keys, so they are deterministic. Over the choice of 
 with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart with certainty to the same degree.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -103,9 +104,14 @@ def test_impossible_noise_is_refused():
 # --- Exact sums -------------------------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+def compiled_sums(method, k, logits, labels, owner, sources, scale, temperature):
+    return exact_sums(summands(method, k, Records(logits, labels), temperature), owner, sources, scale)
+
+
 def sums_of(method, k, logits, labels, owner, sources, scale, temperature=1.3):
-    added = summands(method, k, Records(jnp.asarray(logits), jnp.asarray(labels)), jnp.float32(temperature))
-    return np.asarray(exact_sums(added, jnp.asarray(owner), sources, scale))
+    found = compiled_sums(method, k, logits, labels.astype(np.int32), owner, sources, scale, np.float32(temperature))
+    return np.asarray(found)
 
 
 @pytest.mark.slow
@@ -152,10 +158,11 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
     for bound, epsilon in ((16.0, 1e4), (512.0, 1e4)):
         method = NllT(bound=bound)
         scale = scale_of(method, epsilon, num_classes=2)
-        added = jnp.full((n, 1), bound)
-        (total,) = exact_sums(added, jnp.zeros(n, jnp.int32), 1, scale)[0]
-        assert int(total) == n * bound / scale.step
-        assert float(with_noise(KEY, total[None, None], scale)[0, 0]) == pytest.approx(n * bound, rel=1e-6)
+        added, owner = np.full((n, 1), bound, np.float32), np.zeros(n, np.int32)
+        total = jax.jit(exact_sums, static_argnums=(2, 3))(added, owner, 1, scale)
+        assert int(total[0, 0]) == n * bound / scale.step
+        noisy = jax.jit(with_noise, static_argnums=2)(KEY, total, scale)
+        assert float(noisy[0, 0]) == pytest.approx(n * bound, rel=1e-6)
 
 
 # --- What an answer gives away ----------------------------------------------------------------------------------------
@@ -163,16 +170,18 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
 DRAWS = 400_000
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def many_answers(key, exact, scale):
+    return with_noise(key, jnp.broadcast_to(exact, (DRAWS, exact.shape[1])), scale)
+
+
 def answers(method, source, epsilon, key, rounds=1):
     """Returns many independent answers of a source in the first rounds, float64 [rounds, DRAWS, s]."""
     scale = scale_of(method, epsilon, num_classes=source.logits.shape[1])
-    records = Records(jnp.asarray(source.logits), jnp.asarray(source.labels))
-    out = []
+    owner, out = np.zeros(len(source.labels), np.int32), []
     for k in range(rounds):
-        added = summands(method, k, records, jnp.float32(1.0))
-        exact = exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)
-        many = jnp.broadcast_to(exact, (DRAWS, exact.shape[1]))
-        out.append(np.asarray(with_noise(jax.random.fold_in(key, k), many, scale), np.float64))
+        exact = sums_of(method, k, source.logits, source.labels, owner, 1, scale, 1.0)
+        out.append(np.asarray(many_answers(jax.random.fold_in(key, k), exact, scale), np.float64))
     return np.stack(out)
 
 
@@ -297,8 +306,8 @@ def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path
         answers = []
 
         def ask(k, temperature):
-            answers.append(jnp.asarray(sum(talk.answer(float(temperature), round=k) for talk in talks)))
-            return answers[-1]
+            answers.append(sum(talk.answer(float(temperature), round=k) for talk in talks))
+            return jnp.asarray(answers[-1])
 
         return play(method, ask, variance), np.hstack(answers)
 
