@@ -241,7 +241,7 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
     text = str(jax.make_jaxpr(model.apply)(variables, IMAGES))
     assert "bf16" in text
     if kind in ("mlp", "wide resnet", "vit"):
-        exact = build(kind)[0].apply(variables, IMAGES)
+        exact = jax.jit(build(kind)[0].apply)(variables, IMAGES)
         np.testing.assert_allclose(jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1)
 
 
@@ -264,7 +264,7 @@ def test_every_parameter_receives_a_gradient(kind):
 @pytest.mark.slow
 def test_frozen_statistics_are_constants():
     model, variables = build("resnet frozen")
-    _, state = model.apply(variables, IMAGES, mutable=["batch_stats"])
+    _, state = jax.jit(lambda variables: model.apply(variables, IMAGES, mutable=["batch_stats"]))(variables)
     for before, after in zip(
         jax.tree.leaves(variables["batch_stats"]), jax.tree.leaves(state["batch_stats"]), strict=True
     ):
@@ -299,12 +299,13 @@ def test_impossible_models_are_refused(name, attributes, message):
 @pytest.mark.slow
 def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     model = models.ResNet(num_classes=3, depth=8, standardise=True)
-    images = jax.random.uniform(jax.random.key(0), (2, 16, 16, 3))
-    params = model.init(jax.random.key(1), images)["params"]
+    images = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
+    params = jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(1), images)["params"])
     moved = jax.tree_util.tree_map_with_path(
         lambda path, x: 3 * x + 0.5 if "conv" in str(path) and path[-1].key == "kernel" else x, params
     )
-    expected, found = (model.apply({"params": p}, images) for p in (params, moved))
+    apply = jax.jit(model.apply)
+    expected, found = (apply({"params": p}, images) for p in (params, moved))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)  # float32 loses a digit to the shift
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
 
@@ -317,8 +318,8 @@ def test_without_its_head_the_distillation_token_only_takes_part_in_attention() 
     params = {name: value for name, value in variables["params"].items() if name != "head_distilled"}
     silent = jax.tree.map(lambda x: 0 * x, variables["params"]["head_distilled"])
     doubled = {**variables["params"], "head_distilled": silent, "head": jax.tree.map(lambda x: 2 * x, params["head"])}
-    expected = build("vit distilled")[0].apply({"params": doubled}, IMAGES)
-    np.testing.assert_allclose(model.apply({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(build("vit distilled")[0].apply)({"params": doubled}, IMAGES)
+    np.testing.assert_allclose(jax.jit(model.apply)({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -96,24 +96,35 @@ def conforms(name):
 def hooks_are_functions_of_one_image(method):
     logits = jnp.array([[1.0, 2.0, -jnp.inf, 0.5], [200.0, -200, 0, 0], [0.0] * 4, [1.0, 3.0, -2.0, 0.1]])
     images, keys = tiny.stream(0)[0, :4], jax.random.split(jax.random.key(0, impl="threefry2x32"), 4)
-    views = jax.vmap(method.augment, (0, None, 0))(keys, keys[0], jnp.asarray(images))
-    assert views is None or (views.shape, views.dtype) == (images.shape, images.dtype)
-    again = None if views is None else tiny.apply_fn(tiny.PARAMS, views)
-    samples = jax.jit(jax.vmap(method))(logits, again)
+
+    @jax.jit
+    def batched(memory):
+        views = jax.vmap(method.augment, (0, None, 0))(keys, keys[0], jnp.asarray(images))
+        again = None if views is None else tiny.apply_fn(tiny.PARAMS, views)
+        samples = jax.vmap(method)(logits, again)
+        weights, reliable = jax.vmap(method.weight)(samples), jax.vmap(method.reliable)(samples)
+        novel = jax.vmap(method.novel, (None, 0))(memory, samples)
+        slopes = jax.vmap(jax.grad(lambda z: method(z).uncertainty))(logits)
+        remembered = method.remember(memory, samples, reliable & novel)
+        return views, again, samples, weights, reliable, novel, slopes, remembered, method.lost(memory)
+
+    @jax.jit
+    def single(logits, again):
+        sample = method(logits, again)
+        return sample.uncertainty, method.weight(sample)
+
     memory = method.start()
-    weights, reliable = jax.vmap(method.weight)(samples), jax.vmap(method.reliable)(samples)
-    novel = jax.vmap(method.novel, (None, 0))(memory, samples)
+    views, again, samples, weights, reliable, novel, slopes, remembered, lost = batched(memory)
+    assert views is None or (views.shape, views.dtype) == (images.shape, images.dtype)
     for values, dtype in ((samples.uncertainty, jnp.float32), (weights, jnp.float32), (reliable, bool), (novel, bool)):
         assert values.shape == (4,) and values.dtype == dtype and np.isfinite(values).all()
     for one in range(4):
-        alone = method(logits[one], None if again is None else again[one])
-        np.testing.assert_allclose(alone.uncertainty, samples.uncertainty[one], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(method.weight(alone), weights[one], rtol=1e-5)
-    slopes = jax.vmap(jax.grad(lambda z: method(z).uncertainty))(logits)
+        uncertainty, weight = single(np.asarray(logits)[one], None if again is None else np.asarray(again)[one])
+        np.testing.assert_allclose(uncertainty, samples.uncertainty[one], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(weight, weights[one], rtol=1e-5)
     assert np.isfinite(slopes).all()
-    remembered = method.remember(memory, samples, reliable & novel)
     jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), memory, remembered)
-    assert method.lost(memory).shape == () and not method.lost(memory), "a method that has seen nothing is not lost"
+    assert lost.shape == () and not lost, "a method that has seen nothing is not lost"
     assert 0 <= method.radius < math.inf
 
 
@@ -130,7 +141,7 @@ def published_steps_keep_the_state_s_form(method):
         jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), state, start)
         assert np.isfinite(tiny.theta_of(state.params)).all()
         jax.tree.map(np.testing.assert_array_equal, [state.params["embed"], state.params["head"]], [*FROZEN])
-    np.testing.assert_allclose(logits[0][:4], tiny.apply_fn(tiny.PARAMS, batches[0][:4]), atol=1e-5)
+    np.testing.assert_allclose(logits[0][:4], jax.jit(tiny.apply_fn)(tiny.PARAMS, batches[0][:4]), atol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, adapter.reset(states[-1])[1:5], start[1:5])
 
 
