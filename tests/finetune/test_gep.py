@@ -387,27 +387,25 @@ def test_known_costs(size, batch, steps, sigma, rdp, pld):
         assert epsilon(event, delta=1e-5) == pytest.approx(pld, abs=0.006)
 
 
-CHANGES = {
-    "nothing": ({}, 3),
-    "other anchors": ({"anchors": anchors_of(seed=6)}, 6),
-    "more steps per basis": ({"basis_every": 3}, 6),
-    "power iterations": ({"power_iterations": 2}, 6),
-    "groups": ({"groups": 1}, 6),
-    "share": ({"residual_share": 0.4}, 6),
-}
+CHANGES = [
+    {"anchors": anchors_of(seed=6)},
+    {"basis_every": 3},
+    {"power_iterations": 2},
+    {"groups": 1},
+    {"residual_share": 0.4},
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_after_a_crash_pays_again(change, tmp_path, monkeypatch):
+def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     def crash(*args):
         raise RuntimeError("crash")
 
     monkeypatch.setattr(finetune.PrivateTrainer, "step", crash)  # by then the chunk has been charged
     ledger = Ledger.in_memory()
     ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
-    changes, charged = CHANGES[change]
-    for options in ({}, changes):
+    charged = []
+    for options in ({}, {}, *CHANGES):
         with pytest.raises(RuntimeError, match="crash"):
             finetune.fit(
                 trainer_of(**{"basis_every": 2, **options}),
@@ -419,7 +417,8 @@ def test_what_is_changed_after_a_crash_pays_again(change, tmp_path, monkeypatch)
                 seed=bytes(16),
                 progress=False,
             )
-    assert sum(composition(ledger.events("data")[None]).values()) == charged
+        charged.append(sum(composition(ledger.events("data")[None]).values()))
+    assert charged == [3, 3, 6, 9, 12, 15, 18]
 
 
 # --- What cannot be ---------------------------------------------------------------------------------------------------

@@ -2,11 +2,8 @@
 
 import itertools
 import json
-import pathlib
+import os
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ import pytest
 from jaxdp import data
 from jaxdp.pretrain import Batches, dpadapter, fit, sam
 from jaxdp.report import read_metrics
+from tests import forked
 
 SEED = bytes(range(16))
 SOURCE = data.bundled("blobs").take(np.arange(60))
@@ -141,17 +139,18 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
 
 
 PROGRAM = """
-import importlib.util, sys, time
-spec = importlib.util.spec_from_file_location("test_loop", {path!r})
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("test_loop", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.long_run({workdir!r}, pause=0.2)
+module.long_run(sys.argv[2], dies=15)
 """
 
 
-def long_run(workdir, pause=0.0):
+def long_run(workdir, dies=None):
     def evaluate(state):
-        time.sleep(pause)
+        if state.step == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
     options = {**SIZES, "steps": 60, "checkpoint_every": 5, "augment": jitter, "evaluate": evaluate}
@@ -160,15 +159,10 @@ def long_run(workdir, pause=0.0):
 
 @pytest.mark.slow
 def test_a_killed_process_goes_on_to_the_same_end(tmp_path):
-    program = PROGRAM.format(path=str(pathlib.Path(__file__)), workdir=str(tmp_path / "run"))
-    process = subprocess.Popen([sys.executable, "-c", program])
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    done = read_metrics(metrics)[-1]["step"]
-    assert 5 <= done < 60
+    process = forked.run(PROGRAM, __file__, tmp_path / "run", modules=forked.STAGES)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert 5 <= read_metrics(metrics)[-1]["step"] < 60
     resumed, whole = long_run(tmp_path / "run"), long_run(None)
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert [row["step"] for row in read_metrics(metrics)] == list(range(1, 61))
