@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,8 +79,7 @@ def environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "library": [__version__, _library()],
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": _versions(importlib.metadata.version) | {"python": platform.python_version()},
         "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
         "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
         "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
@@ -94,6 +94,11 @@ def processor() -> list[Any]:
         return [cores, platform.machine(), platform.processor()]
     fields = ("model name", "flags", "Features", "CPU part")
     return [cores, *sorted({line for line in linux.read_text().splitlines() if line.startswith(fields)})]
+
+
+@functools.cache
+def _versions(version: Callable[[str], str]) -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}  # each reads and parses a file
 
 
 @functools.cache

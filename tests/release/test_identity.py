@@ -11,6 +11,7 @@ from jax.experimental import io_callback
 
 from jaxdp.release import digest, program
 from jaxdp.release.identity import calls_host, environment
+from tests import forked
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -83,8 +84,10 @@ def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
 
 
 @pytest.mark.slow
-def test_the_environment_is_the_same_in_another_process(run_in_subprocess):
+def test_the_environment_is_the_same_in_another_process():
     """A fact that has an address in it, or an order of a set, would never let a release be repeated."""
     code = "from jaxdp.release import digest\nfrom jaxdp.release.identity import environment\nimport json\n"
     code += "print(digest(json.dumps(environment(), sort_keys=True)))"
-    assert len({run_in_subprocess(code).stdout for _ in range(2)}) == 1
+    processes = [forked.run(code, modules=forked.STAGES) for _ in range(2)]  # of two interpreters
+    assert [process.returncode for process in processes] == [0, 0], processes[0].stderr
+    assert len({process.stdout for process in processes}) == 1

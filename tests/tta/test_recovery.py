@@ -219,8 +219,16 @@ def with_other_image(stream, index):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", ["data", "settings", "cost", "flags"])
-@pytest.mark.parametrize("again", ["the same account", "another process"])
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ("data", "the same account"),
+        ("settings", "another process"),
+        ("cost", "the same account"),
+        ("cost", "another process"),
+        ("flags", "another process"),
+    ],
+)
 def test_whatever_is_different_gets_fresh_noise_and_is_charged_again(tmp_path, changed, again, monkeypatch):
     adapter, stream, ledger = adapter_of(), stream_of(12), new_ledger()
     account = account_of(ledger)
