@@ -196,7 +196,7 @@ def test_the_ceiling_is_what_scores_without_any_error_reach(run, claim):
     for strength in (0.0, 2.0, 10.0):
         found = run(gaussian(rng, strength, 60)[0], rng.normal(size=50), **terms)
         assert found.ceiling == perfect.ceiling and found.lower <= found.ceiling
-    more = run(np.full(600, 1.0), np.full(500, 0.0), **terms)
+    more = run(np.full(120, 1.0), np.full(100, 0.0), **terms)
     assert more.ceiling > perfect.ceiling  # more trials, more power
 
 

@@ -77,7 +77,7 @@ def killed(tmp_path_factory):
     """Folders of one run three times: whole, killed at chosen instants, and at random ones."""
     folder = tmp_path_factory.mktemp("killed")
     # A step takes more than 0.05 s, so that no run gets to its end.
-    delays = np.random.default_rng(0).uniform(0, 0.15, size=3)
+    delays = np.random.default_rng(0).uniform(0, 0.15, size=2)
     scenarios = {
         "whole": [],
         "chosen": [kill for kill, _, _ in CHOSEN],
