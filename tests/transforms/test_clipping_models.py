@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -821,8 +819,10 @@ def frozen_and_integer_leaves() -> Case:
 # --- The conformance tests ---
 
 
-def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
-    reference = oracle.micro_batches_of_one(case.loss, case.params, case.batch, trainable=case.trainable)
+def check(case: Case, methods: tuple[str, ...], oracle: Any, options: dict[str, Any]) -> None:
+    reference = oracle.micro_batches_of_one(
+        case.loss, case.params, case.batch, trainable=case.trainable, compiler_options=options
+    )
     clip_norm = float(np.median(reference.norms))
     expected = reference.clipped_sum(clip_norm)
     arrays, static = eqx.partition(case.params, eqx.is_array)
@@ -831,7 +831,7 @@ def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
         settings = {"clip_norm": clip_norm, "trainable": case.trainable}
         return oracle.every_method(case.loss, methods, eqx.combine(arrays, static), batch, **settings)
 
-    found = jax.jit(run, compiler_options=oracle.compiler_options)(arrays, case.batch)
+    found = jax.jit(run, compiler_options=options)(arrays, case.batch)
     for method, out in found.items():
         np.testing.assert_allclose(out.losses, reference.losses, rtol=2e-5, atol=1e-6, err_msg=method)
         np.testing.assert_allclose(out.norms, reference.norms, rtol=1e-5, atol=1e-12, err_msg=method)
@@ -841,23 +841,15 @@ def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
 
 # XLA's older code for fusions, which tests/conftest.py chooses, reads indices of 8 bits wrongly.
 EIGHT_BITS = {"lookups_by_small_integers", "linen_embedding_of_bytes"}
-OLDER, NEWER = (f"--xla_cpu_use_fusion_emitters={value}" for value in ("false", "true"))
-IS_OLDER = OLDER in os.environ["XLA_FLAGS"]
+NEWER = {"xla_cpu_use_fusion_emitters": True} if "emitters=false" in os.environ["XLA_FLAGS"] else {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if not (IS_OLDER and name in EIGHT_BITS)])
+@pytest.mark.parametrize("name", CASES)
 def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) -> None:
+    options = oracle.compiler_options | (NEWER if name in EIGHT_BITS else {})
     with jax.numpy_rank_promotion("allow"):
-        check(CASES[name](), METHODS, oracle)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not IS_OLDER, reason="this process has the newer code of XLA")
-def test_so_do_indices_of_eight_bits_in_a_process_with_the_newer_compiler() -> None:
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", __file__, "-k", " or ".join(EIGHT_BITS)]
-    found = subprocess.run(command, env={**os.environ, "XLA_FLAGS": NEWER}, capture_output=True, text=True, check=False)
-    assert found.returncode == 0 and "2 passed" in found.stdout, found.stdout
+        check(CASES[name](), METHODS, oracle, options)
 
 
 # --- Unexpected architectures ---
@@ -972,4 +964,4 @@ def architectures(draw: Any) -> Case:
 @hypothesis.given(case=architectures())
 def test_all_methods_agree_on_random_architectures(case: Case, oracle: Any) -> None:
     with jax.numpy_rank_promotion("allow"):
-        check(case, ("auto", "factors", "keep", "drop"), oracle)
+        check(case, ("auto", "factors", "keep", "drop"), oracle, oracle.compiler_options)
