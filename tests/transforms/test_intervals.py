@@ -479,10 +479,10 @@ def labels_of(loss, classes):
 
 
 LOSSES = [
-    *((losses.softmax_cross_entropy, k) for k in (1, 2, 3, 10)),
+    *((losses.softmax_cross_entropy, k) for k in (1, 3, 10)),
     *((losses.sigmoid_cross_entropy, k) for k in (None, 1, 3)),
     *((losses.squared_error, k) for k in (None, 1, 3)),
-    *((losses.hinge, k) for k in (None, 1, 2, 3, 10)),
+    *((losses.hinge, k) for k in (None, 1, 2, 3)),
 ]
 
 
