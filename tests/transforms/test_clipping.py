@@ -72,6 +72,7 @@ def assert_close(a: Any, b: Any, rtol: float = 1e-5) -> None:
 # --- Clipping ---
 
 
+@pytest.mark.slow
 def test_bookkeeping_treats_the_small_net_as_auto_does(oracle: Any) -> None:
     for size in (1, 5, 64):
         made = []
