@@ -8,10 +8,8 @@ import decimal
 import fractions
 import math
 import os
-import pathlib
+import shutil
 import signal
-import subprocess
-import sys
 
 import hypothesis
 import hypothesis.extra.numpy
@@ -43,7 +41,6 @@ from jaxdp.split.noisy_upload import (
 )
 from jaxdp.transforms import noise
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 TOKENS, WIDTH, K = 3, 4, 5
@@ -654,14 +651,14 @@ def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(proje
 
 
 KILLED = """
-import os, pathlib, signal, sys
+import os, pathlib, signal
 import numpy as np
 from jaxdp.privacy import Ledger
 from jaxdp.release import Release
 from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, release_privately
 
-folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
+folder, file = pathlib.Path(given[0]), given[1]
 
 def dying(**fields):
     def compute(secret):
@@ -686,36 +683,30 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=true"])
-def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, flags):
+def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, run_in_a_fork):
     """Checks that other flags, which move the last bits of a result, get other noise."""
-
-    def run(file, flags=""):
-        xla = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path), file],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    assert run("lost.npz").returncode == -signal.SIGKILL
-    assert (tmp_path / "run" / "secret_seed").exists()
-    process = run("released.npz", flags)
-    assert process.returncode == 0, process.stderr
-    assert not (tmp_path / "run" / "secret_seed").exists()
-    with np.load(tmp_path / "lost.npz") as lost, np.load(tmp_path / "released.npz") as released:
-        pairs = [(lost[name], released[name]) for name in ("features", "labels")]
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        assert charges(ledger) == (2 if flags else 1)
-    if not flags:
-        assert_same(*zip(*pairs, strict=True))
-        return
-    one, other = (features.astype(np.float64) - features.mean() for features in pairs[0])
-    assert (np.abs(one - other) > 1e-3).mean() > 0.95
-    assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / math.sqrt(one.size)
-    assert (pairs[1][0] != pairs[1][1]).any()
+    flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true".strip()}
+    same, other = tmp_path / "same", tmp_path / "other"
+    same.mkdir()
+    status, errors = run_in_a_fork(KILLED, same, "lost.npz")
+    assert status == -signal.SIGKILL, errors
+    assert (same / "run" / "secret_seed").exists()
+    shutil.copytree(same, other)
+    found = []
+    for folder, environment, paid in ((same, {}, 1), (other, flags, 2)):
+        status, errors = run_in_a_fork(KILLED, folder, "released.npz", environment=environment)
+        assert status == 0, errors
+        assert not (folder / "run" / "secret_seed").exists()
+        with np.load(folder / "lost.npz") as lost, np.load(folder / "released.npz") as released:
+            found.append([(lost[name], released[name]) for name in ("features", "labels")])
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            assert charges(ledger) == paid
+    assert_same(*zip(*found[0], strict=True))
+    features, labels = found[1]
+    one, two = (x.astype(np.float64) - x.mean() for x in features)
+    assert (np.abs(one - two) > 1e-3).mean() > 0.95
+    assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 5 / math.sqrt(one.size)
+    assert (labels[0] != labels[1]).any()
 
 
 def test_a_bare_release_needs_a_typed_key(projection):

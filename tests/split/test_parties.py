@@ -1,12 +1,8 @@
 """Client and server in one process: what is refused, when it costs nothing yet, and what happens after a crash."""
 
 import json
-import os
-import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -26,7 +22,6 @@ from jaxdp.split.package import read_package, write_package
 from launch import parties
 from launch.parties import run_client, run_server
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 COUNT = 12
 
 
@@ -189,14 +184,12 @@ def full(*args):
 
 
 KILLED = """
-import os, pathlib, signal, sys
-import numpy as np
+import os, signal
 from ml_collections import ConfigDict
-from configs.split import two_parties
 from jaxdp.split import exchange
 from launch import parties
 
-config, root, shared, place = sys.argv[1:]
+config, root, shared, place = given
 
 send = getattr(exchange, place or "send_upload")
 
@@ -217,24 +210,15 @@ except TimeoutError as error:
 @pytest.mark.parametrize(
     ("mode", "place"), [("private", "send_upload"), ("published", "send_upload"), ("private", "send_queries")]
 )
-def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, place):
+def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, run_in_a_fork, mode, place):
     config = repr(ConfigDict({**client.config.to_dict(), "mode": mode}).to_dict())
-
-    def run(place=""):
-        return subprocess.run(
-            [sys.executable, "-c", KILLED, config, str(client.root), str(client.shared), place],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
     name = place.removeprefix("send_")
-    assert run(place).returncode == -signal.SIGKILL
+    status, errors = run_in_a_fork(KILLED, config, client.root, client.shared, place)
+    assert status == -signal.SIGKILL, errors
     lost = read_package(f"{client.root}-lost", name)
     assert client.has_secret and not (client.shared / name).exists()
-    process = run()
-    assert process.returncode == 0, process.stderr
+    status, errors = run_in_a_fork(KILLED, config, client.root, client.shared, "")
+    assert status == 0, errors
     sent = read_package(client.shared / name, name)
     assert sent.fields == lost.fields and set(sent.arrays) == set(lost.arrays)
     for key, array in lost.arrays.items():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdp.transforms import clipping
+from jaxdp.transforms.clipping import choose_method
 
 # Many small programs are compiled once each: LLVM's expensive passes would be most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -91,19 +92,48 @@ def assert_same_sum(
             np.testing.assert_allclose(np.asarray(g, np.float64), e, rtol=rtol, atol=atol, err_msg=err)
 
 
+def treatment(method: str, component: Any, size: int, keep: bool) -> str:
+    """Returns what `method` does with a component: "factors", "keep" or "drop". An engine chooses by itself."""
+    if method in ("auto", "bookkeeping") or (method == "factors" and not clipping.can_factor(component)):
+        return choose_method(component, size, keep)
+    return method
+
+
 @contextmanager
-def forced(method: str) -> Iterator[None]:
-    """Forces `method` for every component: "factors" (where factors exist), "keep" or "drop"."""
+def forced(method: str) -> Iterator[list[tuple[Any, int]]]:
+    """Forces `method` for every component: "factors" (where factors exist), "keep" or "drop". Yields the components."""
+    components: list[tuple[Any, int]] = []
+
+    def pick(component: Any, size: int, keep: bool) -> str:
+        components.append((component, size))
+        return treatment(method, component, size, keep)
+
     with pytest.MonkeyPatch.context() as patch:
-        choose = clipping.choose_method
-
-        def pick(component: Any, *args: Any) -> str:
-            if method == "auto" or (method == "factors" and not clipping.can_factor(component)):
-                return choose(component, *args)
-            return method
-
         patch.setattr(clipping, "choose_method", pick)
-        yield
+        yield components
+
+
+def every_method(
+    loss_fn: Callable[..., Any], methods: Sequence[str], *args: Any, **settings: Any
+) -> dict[str, clipping.ClippedSum]:
+    """Returns the result of each method, an engine or a treatment of all components.
+
+    All but "vmap" are one computation, which differs only in the treatment of components. A method that treats each
+    component as an earlier one did is left out.
+    """
+    out: dict[str, clipping.ClippedSum] = {}
+    done: list[list[str]] = []
+    components: list[tuple[Any, int]] = []
+    for method in methods:
+        if method != "vmap" and [treatment(method, *c, method != "bookkeeping") for c in components] in done:
+            continue
+        engine: Any = method if method in ("vmap", "bookkeeping") else "auto"
+        with forced(method) as seen:
+            out[method] = clipping.clipped_grad(loss_fn, engine=engine, **settings)(*args)
+        if method != "vmap":
+            components = seen
+            done.append([treatment(method, *c, method != "bookkeeping") for c in components])
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -113,5 +143,6 @@ def oracle() -> types.SimpleNamespace:
         micro_batches_of_one=micro_batches_of_one,
         assert_same_sum=assert_same_sum,
         forced=forced,
+        every_method=every_method,
         compiler_options=QUICK_COMPILE,
     )

@@ -1,5 +1,6 @@
 """`jaxdp.interval`: rounding, tightness, losses, models, composition and errors."""
 
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -36,7 +37,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 def box(lower, upper):
-    return jaxdp.Interval(jnp.asarray(lower, jnp.float32), jnp.asarray(upper, jnp.float32))
+    return jaxdp.Interval(np.asarray(lower, np.float32), np.asarray(upper, np.float32))
 
 
 def around(tree, radius):
@@ -96,7 +97,8 @@ def contains(result, value):
 
 
 def width(bounds):
-    return max(float(np.max(x.width)) for x in jax.tree.leaves(bounds, is_leaf=is_interval))
+    every = (ends(x) for x in jax.tree.leaves(bounds, is_leaf=is_interval))
+    return max(float(np.max(high - low)) for low, high in every)
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
@@ -278,10 +280,10 @@ def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
             "where": jnp.where(x - y > 0, x, y),
         }
 
-    bounds = jax.jit(jax.vmap(jaxdp.interval(functions)))
+    bounds = jax.jit(jax.vmap(jaxdp.interval(functions)), compiler_options=QUICK)
     specials = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0, 3e38, -3e38], np.float32)
     x, y = (v.ravel() for v in np.meshgrid(specials, specials))
-    values = jax.jit(jax.vmap(functions))(x, y)
+    values = jax.jit(jax.vmap(functions), compiler_options=QUICK)(x, y)
     nan = np.isnan(x) | np.isnan(y)
     for name, result in bounds(x, y).items():
         value, (low, high) = np.asarray(values[name], np.float64), ends(result)
@@ -365,11 +367,11 @@ def test_monotone_functions_are_exact_at_both_ends():
     low, high = np.float32(-1.5), np.float32(0.25)
     functions = [jnp.exp, jnp.tanh, jax.nn.sigmoid, jax.nn.relu, jnp.expm1, lambda x: jnp.maximum(x, -1), jnp.atan]
     functions += [lambda x: jnp.sqrt(x + 2), lambda x: jnp.log(x + 2), lambda x: x**3, lambda x: -lax.erf(x)]
-    for fun in functions:
-        result = jaxdp.interval(fun)(box(low, high))
-        values = sorted(float(fun(jnp.float32(v))) for v in (low, high))
-        np.testing.assert_allclose([result.lower, result.upper], values, rtol=1e-5, atol=1e-6)
-    squared = jaxdp.interval(lambda x: x * x)(box(low, high))
+    together = lambda x: [fun(x) for fun in functions]  # noqa: E731
+    at_ends = jax.jit(together, compiler_options=QUICK)(np.stack([low, high]))
+    for result, values in zip(bounded(together)(box(low, high)), at_ends, strict=True):
+        np.testing.assert_allclose([result.lower, result.upper], np.sort(values), rtol=1e-5, atol=1e-6)
+    squared = bounded(lambda x: x * x)(box(low, high))
     np.testing.assert_allclose([squared.lower, squared.upper], [0, 2.25], rtol=1e-6, atol=1e-30)
 
 
@@ -387,7 +389,7 @@ def test_monotone_functions_are_exact_at_both_ends():
 )
 def test_derivative_of_relu_is_exact(rectify):
     x = box([-2.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 2.0, 0.5])
-    result = jaxdp.interval(jax.vmap(jax.grad(rectify)))(x)
+    result = bounded(jax.vmap(jax.grad(rectify)))(x)
     np.testing.assert_allclose(result.lower, [0, 0, 1, 0], atol=1e-6)
     np.testing.assert_allclose(result.upper, [0, 1, 1, 1], atol=1e-6)
 
@@ -395,13 +397,13 @@ def test_derivative_of_relu_is_exact(rectify):
 @pytest.mark.slow
 def test_derivative_of_the_larger_of_two_intervals():
     first, second = box([0.0, 2.0, 0.0], [1.0, 3.0, 2.0]), box([2.0, 0.0, 1.0], [3.0, 1.0, 3.0])
-    result = jaxdp.interval(jax.vmap(jax.grad(jnp.maximum)))(first, second)
+    result = bounded(jax.vmap(jax.grad(jnp.maximum)))(first, second)
     np.testing.assert_allclose([result.lower, result.upper], [[0, 1, 0], [0, 1, 1]], atol=1e-6)
 
 
 def test_derivative_of_tanh_vanishes_where_it_saturates():
     x = box([-6.001, 5.999], [-5.999, 6.001])
-    result = jaxdp.interval(jax.vmap(jax.grad(jnp.tanh)))(x)
+    result = bounded(jax.vmap(jax.grad(jnp.tanh)))(x)
     exact = 1 - np.tanh(6.0) ** 2
     assert (np.asarray(result.upper) < 1.2 * exact).all() and (np.asarray(result.lower) > 0.8 * exact).all()
 
@@ -418,16 +420,16 @@ def test_softmax_gradient_uses_differences_of_logits():
         return jax.grad(lambda b: losses.softmax_cross_entropy(jax.nn.relu(h) @ w + b, jnp.int32(1)))(b)
 
     given = around(bias, 0.01), around(weights, 0.01), box(*hidden)
-    tight = jax.jit(jaxdp.interval(gradient))(*given)
-    logits = jax.jit(jaxdp.interval(lambda b, w, h: jax.nn.relu(h) @ w + b))(*given)
-    boxed = jaxdp.interval(jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(1))))(logits)
-    loose = jax.jit(jaxdp.interval(gradient, product="rump"))(*given)
+    tight = bounded(gradient)(*given)
+    logits = bounded(lambda b, w, h: jax.nn.relu(h) @ w + b)(*given)
+    boxed = bounded(jax.grad(lambda z: losses.softmax_cross_entropy(z, jnp.int32(1))))(logits)
+    loose = bounded(gradient, product="rump")(*given)
     points = [sample(x, 500, seed) for seed, x in enumerate(given)]
     assert_inside(tight, in_float64(jax.vmap(gradient), *points))
     assert (np.asarray(tight.width) < 0.5 * np.asarray(boxed.width)).all()
     assert (np.asarray(boxed.width) <= np.asarray(loose.width) * (1 + 1e-5)).all()
     # Columns of weights that are equal: probabilities are known exactly, whatever the hidden layer does.
-    same = jaxdp.interval(gradient)(bias, np.ones((5, 3), np.float32), box(*hidden))
+    same = bounded(gradient)(bias, np.ones((5, 3), np.float32), box(*hidden))
     np.testing.assert_allclose(same.lower, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
     np.testing.assert_allclose(same.upper, [1 / 3, -2 / 3, 1 / 3], atol=1e-5)
 
@@ -446,10 +448,10 @@ def test_gradients_use_that_probabilities_sum_to_one(monkeypatch):
         return jax.grad(loss)(params)["a"]
 
     given = around(params, 0.02)
-    tight = jax.jit(jaxdp.interval(gradient))(given, x)
+    tight = bounded(gradient)(given, x)
     assert_inside(tight, in_float64(jax.vmap(gradient, (0, None)), sample(given, 500), x))
     monkeypatch.setattr(interval_rules, "use_zero_sum", lambda *args: None)
-    loose = jax.jit(jaxdp.interval(lambda *args: gradient(*args)))(given, x)
+    loose = bounded(lambda *args: gradient(*args))(given, x)
     active = np.asarray(loose.width) > 1e-3
     assert active.any() and (np.asarray(tight.width)[active] < 0.7 * np.asarray(loose.width)[active]).all()
     assert contains(loose, np.asarray(tight.lower, np.float64)) and contains(loose, np.asarray(tight.upper, np.float64))
@@ -477,10 +479,10 @@ def labels_of(loss, classes):
 
 
 LOSSES = [
-    *((losses.softmax_cross_entropy, k) for k in (1, 2, 3, 10)),
+    *((losses.softmax_cross_entropy, k) for k in (1, 3, 10)),
     *((losses.sigmoid_cross_entropy, k) for k in (None, 1, 3)),
     *((losses.squared_error, k) for k in (None, 1, 3)),
-    *((losses.hinge, k) for k in (None, 1, 2, 3, 10)),
+    *((losses.hinge, k) for k in (None, 1, 2, 3)),
 ]
 
 
@@ -528,24 +530,14 @@ def test_classes_of_probability_zero():
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-class Pooling(nn.Module):
-    """Convolutions with ReLU and tanh, max and average pooling, a dense layer."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.max_pool(nn.relu(nn.Conv(3, (3, 3))(x)), (2, 2), (2, 2))
-        x = nn.avg_pool(jnp.tanh(nn.Conv(2, (2, 2))(x)), (2, 2), (1, 1))
-        return nn.Dense(3)(x.reshape(x.shape[0], -1))
-
-
 class Residual(nn.Module):
-    """A residual block with weight standardisation and GroupNorm."""
+    """A residual block with weight standardisation and GroupNorm, max and average pooling."""
 
     @nn.compact
     def __call__(self, x):
         y = nn.relu(nn.GroupNorm(num_groups=2)(WSConv(4, (3, 3))(x)))
-        y = nn.relu(x + WSConv(2, (3, 3))(y))
-        return nn.Dense(3)(jnp.mean(y, axis=(1, 2)))
+        y = nn.max_pool(nn.relu(x + WSConv(2, (3, 3))(y)), (2, 2), (2, 2))
+        return nn.Dense(3)(nn.avg_pool(y, (2, 2), (1, 1)).reshape(x.shape[0], -1))
 
 
 class Transformer(nn.Module):
@@ -565,22 +557,30 @@ class Perceptron(nn.Module):
         return nn.Dense(3)(jnp.maximum(nn.Dense(5)(x), 0))
 
 
+@functools.cache
 def task(model, shape):
-    """Returns value and gradient of the loss of an example, with parameters that are not the initial ones."""
-    rng = np.random.default_rng(0)
+    """Returns value and gradient of the loss of an example, their bounds, drawn parameters and an example."""
+    rng = np.random.default_rng(430)  # with it all units of Perceptron are alive
     x = rng.normal(size=shape).astype(np.float32)
-    params = model.init(jax.random.key(0), x[None])["params"]
-    params = jax.tree.map(lambda p: np.asarray(p + 0.1 * rng.normal(size=p.shape), np.float32), params)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x[None])["params"]
+
+    def leaf(path, p):
+        name, deviation = path[-1].key, 1 / np.sqrt(max(1, np.prod(p.shape[:-1])))
+        drawn = rng.normal(size=p.shape) * (deviation if name == "kernel" else 0.1)
+        return np.asarray(drawn + (name in ("scale", "gain")), np.float32)
+
+    params = jax.tree_util.tree_map_with_path(leaf, shapes)
 
     def loss(params, x):
         return losses.softmax_cross_entropy(model.apply({"params": params}, x[None])[0], jnp.int32(1))
 
-    return jax.value_and_grad(loss), params, x
+    fun = jax.value_and_grad(loss)
+    return fun, bounded(fun), params, x
 
 
 MODELS = [
     (Perceptron(), (4,), (1e-4, 0.1)),
-    (Pooling(), (6, 6, 2), (1e-4, 0.1)),
+    (jaxdp.models.create("cnn", num_classes=3, widths=(4, 4), dense=0), (8, 8, 1), (1e-4, 0.02)),
     (Residual(), (4, 4, 2), (1e-5, 0.02)),
     (Transformer(), (3, 4), (1e-6, 0.01)),
 ]
@@ -590,12 +590,9 @@ MODELS = [
 @pytest.mark.parametrize(("model", "shape", "radii"), MODELS, ids=[type(case[0]).__name__ for case in MODELS])
 def test_gradients_of_models_contain_every_point(model, shape, radii):
     with jax.numpy_dtype_promotion("standard"):  # Flax's GroupNorm
-        fun, params, x = task(model, shape)
-        bounds_of = jax.jit(lambda *args: jaxdp.interval(fun)(jaxdp.Interval(*args), x), compiler_options=QUICK)
-        results = []
-        for radius in radii:
-            given = around(params, radius)
-            results.append((given, bounds_of(given.lower, given.upper)))
+        fun, bounds_of, params, x = task(model, shape)
+        boxes_ = [around(params, radius) for radius in radii]
+        results = [(given, bounds_of(given, x)) for given in boxes_]
     points = [sample(given, 40) for given, _ in results]
     both = jax.tree.map(lambda a, b: np.concatenate([a, b]), *points)
     values = in_float64(jax.vmap(fun, (0, None)), both, x)
@@ -611,9 +608,10 @@ def test_gradients_of_models_contain_every_point(model, shape, radii):
 
 @pytest.mark.slow
 def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
-    fun, params, x = task(Perceptron(), (4,))
-    given = around(params, 0.02)
-    bounds = bounded(fun)(given, x)
+    with jax.numpy_dtype_promotion("standard"):  # as above: the same program
+        fun, bounds_of, params, x = task(Perceptron(), (4,))
+        given = around(params, 0.02)
+        bounds = bounds_of(given, x)
 
     def flat(params):
         return jnp.concatenate([jnp.ravel(v) for v in jax.tree.leaves(fun(params, x))])
@@ -762,7 +760,9 @@ def test_predicates_that_are_known_choose_a_branch_exactly():
     def fun(x, flag):
         return lax.cond(flag, lambda v: v + 1, lambda v: v * jnp.nan, x), lax.switch(2, [jnp.sin, jnp.cos, jnp.abs], x)
 
-    first, second = jaxdp.interval(fun)(box([-1.0, 2.0], [0.5, 3.0]), True)
+    first, second = jax.jit(lambda x: jaxdp.interval(fun)(x, True), compiler_options=QUICK)(
+        box([-1.0, 2.0], [0.5, 3.0])
+    )
     np.testing.assert_allclose([first.lower, first.upper], [[0, 3], [1.5, 4]], atol=1e-5)
     np.testing.assert_allclose([second.lower, second.upper], [[0, 2], [1, 3]], atol=1e-5)
 
@@ -860,7 +860,7 @@ def test_results_of_every_kind():
         }
 
     tree = {"a": box([-1.0, 0.5, 2.0], [1.0, 1.0, 3.0]), "b": jnp.ones(3)}
-    found = jaxdp.interval(fun)(tree, index=jnp.int32(1))
+    found = bounded(fun)(tree, index=jnp.int32(1))
     assert found["nothing"] is None
     assert found["positive"].lower.tolist() == [False, True, True]
     assert found["positive"].upper.tolist() == [True, True, True]

@@ -194,12 +194,12 @@ def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
         "empty": jnp.zeros((0, 5)),
         "none": None,
     }
-    out = LAWS[name][0](KEY, tree, 1.0)
+    out = jax.jit(lambda key: LAWS[name][0](key, tree, 1.0))(KEY)
     assert jax.tree.structure(out) == jax.tree.structure(tree)
     for leaf, like in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True):
         assert leaf.dtype == jnp.float32 and leaf.shape == like.shape
     with jax.enable_x64(True):
-        wide = LAWS[name][0](KEY, jnp.zeros(SAMPLES, jnp.float64), 2.0)
+        wide = jax.jit(lambda key: LAWS[name][0](key, jnp.zeros(SAMPLES, jnp.float64), 2.0))(KEY)
         assert wide.dtype == jnp.float64
         assert p_value(wide, LAWS[name][1], 2.0) > ACCEPT
 

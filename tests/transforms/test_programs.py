@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxdp
 from jaxdp.transforms import sites, walker
 
 PROGRAMS = 3_000 if os.environ.get("JAXDP_SLOW") == "1" else 50
@@ -440,14 +439,8 @@ def differences(program: Program, methods: tuple[str, ...], oracle: Any) -> dict
         expected = dataclasses.replace(reference, grads=clean, norms=np.where(finite, reference.norms, 0))
         sums = expected.clipped_sum(clip_norm, keep)
 
-        def run(params: Any, batch: Any, mask: Any) -> dict[str, Any]:
-            out = {}
-            for method in methods:
-                engine = method if method in ("vmap", "bookkeeping") else "auto"
-                f = jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine, group=setting.group)
-                with oracle.forced(method if method in ("factors", "keep", "drop") else "auto"):
-                    out[method] = f(params, batch, mask)
-            return out
+        def run(*args: Any) -> Any:
+            return oracle.every_method(loss, methods, *args, clip_norm=clip_norm, group=setting.group)
 
         got = jax.jit(run, compiler_options=oracle.compiler_options)(setting.params, setting.batch, setting.mask)
 

@@ -208,7 +208,8 @@ def test_lookup_rule(mode: str) -> None:
 @pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
 def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) -> None:
     bounds, near = np.iinfo(kind), [-rows - 1, -rows, -1, 0, 1, rows - 2, rows - 1, rows, rows + 1]
-    index = np.array([i for i in (*near, bounds.min, bounds.max) if bounds.min <= i <= bounds.max], kind)
+    held = [i for i in (*near, bounds.min, bounds.max) if bounds.min <= i <= bounds.max]
+    index = np.resize(np.array(held, kind), 11)  # one shape
     rule = sites.Lookup(weight_shape=(rows, 3), positions=len(index), rows=rows, cols=3, clip=mode == "clip")
     record = rule.record([None, jnp.asarray(index)[:, None]])
     whole = index.astype(np.int64)
