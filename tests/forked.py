@@ -17,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")  # One set of modules shares its interpreters.
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
+PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 
 class _Interpreter:
@@ -38,11 +41,11 @@ class _Interpreter:
         )
         atexit.register(self.close)
 
-    def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, code: str, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as folder:
             files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-            self._process.stdin.write(json.dumps([code, arguments, files]) + "\n")
+            self._process.stdin.write(json.dumps([code, arguments, files, dict(env)]) + "\n")
             self._process.stdin.flush()
             status = int(self._process.stdout.readline())
             return subprocess.CompletedProcess([*arguments], status, *(Path(file).read_text() for file in files))
@@ -56,9 +59,14 @@ def _interpreters(modules: tuple[str, ...]) -> itertools.cycle:
     return itertools.cycle([_Interpreter(modules) for _ in range(2)])
 
 
-def run(code: str, *arguments: object, modules: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Runs Python code in a new process, with `sys.argv[1:]` the arguments and `modules` imported."""
-    return next(_interpreters(modules)).run(code, *map(str, arguments))
+def run(
+    code: str, *arguments: object, modules: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python code in a new process, with `sys.argv[1:]` the arguments and `modules` imported.
+
+    XLA reads its part of `env` when it starts. What a module reads when it is imported stays as it is.
+    """
+    return next(_interpreters(modules)).run(code, *map(str, arguments), env=env)
 
 
 def _serve() -> None:
@@ -66,9 +74,10 @@ def _serve() -> None:
         importlib.import_module(name)
     gc.freeze()
     for line in sys.stdin:
-        code, arguments, files = json.loads(line)
+        code, arguments, files, env = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            os.environ.update(env)
             _work(code, arguments, files)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 

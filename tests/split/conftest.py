@@ -3,13 +3,8 @@
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import logging
-import os
 import pathlib
-import subprocess
-import sys
-import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -123,57 +118,3 @@ def nothing_compiles(caplog):
         assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
 
     return watch
-
-
-FORKING = """
-import json, os, sys, traceback, warnings
-import configs.split.two_parties, launch.parties
-import jaxdp.split.noisy_upload
-
-for line in sys.stdin:
-    task = json.loads(line)
-    with warnings.catch_warnings(action="ignore"):  # JAX has not started, so it has no threads
-        child = os.fork()
-    if child:
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.dup2(2, 1)
-    try:
-        warnings.simplefilter("error")
-        os.environ.update(task["environment"])
-        exec(task["code"], {"given": task["given"]})
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-"""
-
-
-@pytest.fixture(scope="session")
-def run_in_a_fork():
-    """Returns `run(code, *given, environment={})`: the exit status of a process with code, and what it printed.
-
-    The code finds its arguments in `given`. Its process is a fork of one that has imported everything and has not
-    started JAX: imports would be most of its time.
-    """
-    root = pathlib.Path(__file__).resolve().parents[2]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            env={**os.environ, "PYTHONPATH": str(root)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-
-        def run(code, *given, environment=None):
-            task = {"code": code, "given": [str(x) for x in given], "environment": environment or {}}
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-            status = process.stdout.readline()
-            errors.seek(0)
-            return int(status or process.wait()), errors.read()
-
-        with process:
-            yield run

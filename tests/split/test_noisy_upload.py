@@ -40,6 +40,7 @@ from jaxdp.split.noisy_upload import (
     release_privately,
 )
 from jaxdp.transforms import noise
+from tests import forked
 
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
@@ -651,14 +652,14 @@ def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(proje
 
 
 KILLED = """
-import os, pathlib, signal
+import os, pathlib, signal, sys
 import numpy as np
 from jaxdp.privacy import Ledger
 from jaxdp.release import Release
 from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, release_privately
 
-folder, file = pathlib.Path(given[0]), given[1]
+folder, file = pathlib.Path(sys.argv[1]), sys.argv[2]
 
 def dying(**fields):
     def compute(secret):
@@ -683,19 +684,19 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path, run_in_a_fork):
+def test_a_process_that_is_killed_is_repeated_under_the_same_flags_only(tmp_path):
     """Checks that other flags, which move the last bits of a result, get other noise."""
     flags = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true".strip()}
     same, other = tmp_path / "same", tmp_path / "other"
     same.mkdir()
-    status, errors = run_in_a_fork(KILLED, same, "lost.npz")
-    assert status == -signal.SIGKILL, errors
+    killed = forked.run(KILLED, same, "lost.npz", modules=forked.PARTIES)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (same / "run" / "secret_seed").exists()
     shutil.copytree(same, other)
     found = []
     for folder, environment, paid in ((same, {}, 1), (other, flags, 2)):
-        status, errors = run_in_a_fork(KILLED, folder, "released.npz", environment=environment)
-        assert status == 0, errors
+        again = forked.run(KILLED, folder, "released.npz", modules=forked.PARTIES, env=environment)
+        assert again.returncode == 0, again.stderr
         assert not (folder / "run" / "secret_seed").exists()
         with np.load(folder / "lost.npz") as lost, np.load(folder / "released.npz") as released:
             found.append([(lost[name], released[name]) for name in ("features", "labels")])

@@ -21,6 +21,7 @@ from jaxdp.split.noisy_upload import public_projection
 from jaxdp.split.package import read_package, write_package
 from launch import parties
 from launch.parties import run_client, run_server
+from tests import forked
 
 COUNT = 12
 
@@ -184,12 +185,12 @@ def full(*args):
 
 
 KILLED = """
-import os, signal
+import os, signal, sys
 from ml_collections import ConfigDict
 from jaxdp.split import exchange
 from launch import parties
 
-config, root, shared, place = given
+config, root, shared, place = sys.argv[1:]
 
 send = getattr(exchange, place or "send_upload")
 
@@ -210,15 +211,15 @@ except TimeoutError as error:
 @pytest.mark.parametrize(
     ("mode", "place"), [("private", "send_upload"), ("published", "send_upload"), ("private", "send_queries")]
 )
-def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, run_in_a_fork, mode, place):
+def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, place):
     config = repr(ConfigDict({**client.config.to_dict(), "mode": mode}).to_dict())
     name = place.removeprefix("send_")
-    status, errors = run_in_a_fork(KILLED, config, client.root, client.shared, place)
-    assert status == -signal.SIGKILL, errors
+    killed = forked.run(KILLED, config, client.root, client.shared, place, modules=forked.PARTIES)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     lost = read_package(f"{client.root}-lost", name)
     assert client.has_secret and not (client.shared / name).exists()
-    status, errors = run_in_a_fork(KILLED, config, client.root, client.shared, "")
-    assert status == 0, errors
+    again = forked.run(KILLED, config, client.root, client.shared, "", modules=forked.PARTIES)
+    assert again.returncode == 0, again.stderr
     sent = read_package(client.shared / name, name)
     assert sent.fields == lost.fields and set(sent.arrays) == set(lost.arrays)
     for key, array in lost.arrays.items():
