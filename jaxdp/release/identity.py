@@ -78,13 +78,17 @@ def environment() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "library": [__version__, _library()],
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": {**_versions(), "python": platform.python_version()},
         "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
         "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
         "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
         "host": [platform.node(), *processor()],
     }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def processor() -> list[Any]:
