@@ -14,13 +14,26 @@ CASES = audits.cases()
 NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 
 
+# The noise and the accounting of these are those of another case, by the same lines. Their clips are not.
+SAME_NOISE = {
+    **dict.fromkeys(("DP-SAT", "AdpAlloc"), "DP-SGD"),
+    **{
+        f"private {name}": "private Tent"
+        for name in ("EATA", "EATA, filters kept", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
+    },
+}
+OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
+    """`python -m launch.audit` runs all twins of all cases."""
     honest = case.honest(SEED)
     assert honest.verdict == "consistent", honest.describe()
     assert honest.ceiling > honest.upper
-    for name in case.twins:
+    left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else set()
+    for name in case.twins.keys() - left_out:
         found = case.broken(name, SEED)
         if not isinstance(found, str):
             assert found.upper == pytest.approx(honest.upper), f"{name} is audited under another claim"
