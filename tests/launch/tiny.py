@@ -99,7 +99,7 @@ SPLIT = {
     "noise.seeds": 1,
     "private.epsilons": (1.0, 8.0),
     "private.dimensions": (2,),
-    "private.shots": (5,),
+    "private.shots": (3,),
     "private.steps": 5,
 }
 
