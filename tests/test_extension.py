@@ -183,9 +183,9 @@ def test_its_audit_has_power():
             return noisy_mean(values, epsilon=epsilon, account=ledger.account("x"), seed=seed)
 
     def audit(epsilon):
-        seeds = [number.to_bytes(16, "little") for number in range(300)]
-        near = np.array([outputs(epsilon, np.zeros(1), seed) for seed in seeds[:150]])
-        far = np.array([outputs(epsilon, np.ones(1), seed) for seed in seeds[150:]])
+        seeds = [number.to_bytes(16, "little") for number in range(200)]
+        near = np.array([outputs(epsilon, np.zeros(1), seed) for seed in seeds[:100]])
+        far = np.array([outputs(epsilon, np.ones(1), seed) for seed in seeds[100:]])
         return multi_run(far, near, upper=1.0, delta=0.0, confidence=0.999)
 
     assert audit(1.0).verdict == "consistent" and audit(8.0).verdict == "VIOLATED"

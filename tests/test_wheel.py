@@ -36,31 +36,43 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
 
 
-@pytest.mark.slow
-def test_every_launcher_can_be_imported(installed, tmp_path):
-    code = """
-import importlib, pathlib, pkgutil
+EVERYTHING = """
+import importlib, pathlib, pkgutil, sys
 import jaxdp.launch
 found = [module.name for module in pkgutil.walk_packages(jaxdp.launch.__path__, "jaxdp.launch.")]
 # The two parties have flags of the same names.
 for name in [name for name in found if not name.endswith(("__main__", "split_client"))]:
     importlib.import_module(name)
 assert len(found) > 30
+
+# Configs import each other as in a checkout, and a command finds them by their names there.
+from jaxdp.launch import frame
+sys.argv = ["program", "--config=configs/digits_dpsgd.py", "--config=configs/pretrain/digits.py:sam"]
+frame._find_configs()
+files = [pathlib.Path(argument.removeprefix("--config=").removesuffix(":sam")) for argument in sys.argv[1:]]
+assert all(file.is_absolute() and file.exists() for file in files) and sys.argv[2].endswith("digits.py:sam")
+folder = files[0].parents[1]
+found = [path.relative_to(folder).with_suffix("") for path in (folder / "configs").rglob("*.py")]
+for path in found:
+    importlib.import_module(".".join(path.parts))
+assert len(found) > 20
 """
+
+
+@pytest.mark.slow
+def test_every_launcher_and_config_can_be_imported(installed, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", EVERYTHING]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["configs/digits_dpsgd.py", "configs/pretrain/digits.py:sam"])
-def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path, config):
-    """Configs import each other, and the name of a config is looked up in the package."""
-    stage = "finetune" if "dpsgd" in config else "pretrain"
-    fields = tiny.FINETUNE if stage == "finetune" else {**tiny.PRETRAIN, "train.checkpoint_every": 6}
-    command = [sys.executable, "-m", f"jaxdp.launch.{stage}", f"--config={config}", "--workdir=run"]
-    flags = [f"--config.{name}={value}" for name, value in fields.items() if not isinstance(value, dict)]
+def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path):
+    """The config imports another one, and its name is looked up in the package."""
+    command = [sys.executable, "-m", "jaxdp.launch.pretrain", "--config=configs/pretrain/digits.py:sam"]
+    fields = {**tiny.PRETRAIN, "train.checkpoint_every": 6}
+    flags = ["--workdir=run", *(f"--config.{name}={value}" for name, value in fields.items())]
     environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     process = subprocess.run(
         [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

@@ -893,8 +893,11 @@ def campaign(
     seed: int = 0,
     minutes: float = math.inf,
     twin: str | None = None,
+    until: str | None = None,
 ) -> dict[str, Any]:
     """Kills jobs in turn until the number of kills or the time is reached. Continues from the content of `output`.
+
+    With `until` it also ends at the first job with this problem.
 
     Returns:
         The content of `output`: {"launchers": figures, "sites": by launcher, "rows": one per killed job}.
@@ -908,6 +911,8 @@ def campaign(
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
         while sum(row["killed"] for row in rows) < kills and time.monotonic() < deadline:
+            if any(until in row["problems"] for row in rows):
+                break
             hits = {name: _hits(row for row in rows if row["launcher"] == name) for name in names}
             everywhere = _hits(rows)
             took = {name: sum(row["seconds"] for row in rows if row["launcher"] == name) for name in names}

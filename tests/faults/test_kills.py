@@ -20,7 +20,7 @@ folder = pathlib.Path(sys.argv[1])
 kills.warm()
 kills.campaign(["fit", "accuracy"], 6, folder / "right.json")
 for twin in sys.argv[2:]:
-    kills.campaign(["accuracy"], 4, folder / f"{twin}.json", twin=twin)
+    kills.campaign(["accuracy"], 4, folder / f"{twin}.json", twin=twin, until="under")
 """
 
 

@@ -1,9 +1,22 @@
-"""The launchers in separate processes, as users run them."""
+"""The launchers as users run them: in a process of their own, or in this one, where JAX is started already."""
 
+import contextlib
+import io
+import logging
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
+import traceback
+import warnings
+from unittest import mock
+
+import absl.logging
+from absl import flags
+from absl.testing import flagsaver
+
+from launch import frame
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # ml_collections loads config files by a deprecated function. All other warnings are errors.
@@ -12,8 +25,8 @@ PYTHON = [sys.executable, "-W", "error", "-W", "ignore:the load_module:Deprecati
 
 def command(module, config, workdir, overrides):
     """Returns the command of a launcher. `overrides` maps fields of the config to values."""
-    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
-    return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *flags]
+    fields = [f"--config.{name}={value}" for name, value in overrides.items()]
+    return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *fields]
 
 
 def environment(**additions):
@@ -32,3 +45,68 @@ def run(arguments, **additions):
         timeout=300,
         check=False,
     )
+
+
+# Under other settings of JAX than those of this process, a release would be another one. A process in the background of
+# a shell would ignore Ctrl-C.
+ALIKE = """
+import runpy, signal, sys
+import jax
+jax.config.update("jax_numpy_rank_promotion", "raise")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def start(arguments):
+    """Starts a command in a process whose releases this process can continue."""
+    module, *rest = arguments[len(PYTHON) + 1 :]
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*PYTHON, "-c", ALIKE, module, *rest], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def call(arguments):
+    """Runs a command in this process, as `python -m` does."""
+    module, *flags_of_it = arguments[len(PYTHON) + 1 :]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    logger, verbosity, parsed = logging.getLogger(), absl.logging.get_verbosity(), flags.FLAGS.is_parsed()
+    handlers, level = logger.handlers[:], logger.level
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(flagsaver.flagsaver())
+        stack.enter_context(mock.patch.object(sys, "argv", [module, *flags_of_it]))
+        stack.enter_context(contextlib.chdir(ROOT))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
+            err.write("" if isinstance(stopped.code, int) else str(stopped.code or ""))
+        except Exception:
+            code = 1
+            traceback.print_exc(file=err)
+        finally:
+            logger.handlers[:] = handlers
+            absl.logging.set_verbosity(verbosity)
+            logger.setLevel(level)
+            if not parsed:
+                flags.FLAGS.unparse_flags()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def study(module, config, workdir, overrides):
+    """Runs a study by its launcher in this process. Returns its result and what was printed."""
+    found, run_study = [], frame.run
+
+    def recorded(*arguments):
+        found.append(run_study(*arguments))
+        return found[-1]
+
+    with mock.patch.object(frame, "run", recorded):
+        process = call(command(module, config, workdir, overrides))
+    assert process.returncode == 0, process.stderr
+    return found[-1], process.stdout

@@ -22,16 +22,24 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
+    """Returns the workdir and the result of a study, and what its launcher printed."""
     root = tmp_path_factory.mktemp("adapt")
-    return root, frame.run(adapt.STUDY, tiny.adapt(), root)
+    return root, *program.study("adapt", "configs/tta/digits.py", root, tiny.ADAPT)
 
 
 def test_what_no_noise_is_in_is_what_it_was(finished):
-    _, result = finished
+    _, result, _ = finished
     assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) == []
     result = json.loads(json.dumps(result))
     result["cells"][0]["mean"] += 0.1
     assert golden.differences("adapt", {"cells": [c for c in result["cells"] if "noise_multiplier" not in c]}) != []
+
+
+def test_both_epsilons_and_the_costs_are_printed(finished):
+    _, _, printed = finished
+    assert "2 streams of 2 domains with 32 photographs each" in printed
+    assert "epsilon 5: epsilon = 5 for a sample, 7.4" in printed
+    assert "for a photograph (seen 2 times), at delta = 1e-06, replace_one" in printed
 
 
 def cell(result, method, setting):
@@ -50,7 +58,7 @@ def gdp_delta(epsilon, mu):
 
 
 def test_tables_are_means_over_the_runs_that_were_kept(finished):
-    root, result = finished
+    root, result, _ = finished
     assert {(c["method"], c["setting"]) for c in result["cells"]} == {
         *(("Tent-COME", setting) for setting in ("original", "clipped", "epsilon 5")),
         ("no adaptation", "original"),
@@ -73,7 +81,7 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
 
 
 def test_without_adaptation_the_source_model_predicts(finished):
-    root, result = finished
+    root, result, _ = finished
     task = adapt.STUDY.open(tiny.adapt(), root)
     for name in ("gaussian_noise", "contrast"):
         right = []
@@ -85,7 +93,7 @@ def test_without_adaptation_the_source_model_predicts(finished):
 
 
 def test_both_epsilons_are_exact_and_in_the_ledger(finished):
-    root, result = finished
+    root, result, _ = finished
     found = cell(result, "Tent-COME", "epsilon 5")
     sigma = found["noise_multiplier"]
     assert found["visits"] == 2  # every photograph comes under two corruptions
@@ -99,7 +107,7 @@ def test_both_epsilons_are_exact_and_in_the_ledger(finished):
 
 
 def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
-    root, result = finished
+    root, result, _ = finished
     tried = row(root, "tuning", "Tent-COME", "original", "0")["tried"]
     assert [candidate["learning_rate"] for candidate in tried] == [1e-3, 10.0]
     best = max(tried, key=lambda candidate: candidate["accuracy"])
@@ -114,7 +122,7 @@ def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
 
 
 def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monkeypatch):
-    root, result = finished
+    root, result, _ = finished
     shutil.copy(root / "source.safetensors", tmp_path / "source.safetensors")
     shutil.copytree(root / "cells" / "tuning", tmp_path / "cells" / "tuning")
     step, calls = Adapter.step, itertools.count()
@@ -179,25 +187,3 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
 def test_an_unknown_variant_is_refused():
     with pytest.raises(ValueError, match="variant must be 'continual', 'episodic' or 'convnext'"):
         imagenet_c.get_config("cyclic")
-
-
-def test_the_launcher_adapts_prints_both_epsilons_and_charges(tmp_path):
-    overrides = {
-        "train.steps": 30,
-        "model.options.depth": 2,
-        "methods": "('Tent',)",
-        "privacy.budgets": "(5.0,)",
-        "protocol.seeds": 1,
-        "data.images": 32,
-        "data.corruptions": "('contrast', 'gaussian_noise')",
-        "tuning.learning_rates": "(1e-3,)",
-        "tuning.clipped_steps": "(1e-3,)",
-    }
-    process = program.run(program.command("adapt", "configs/tta/digits.py", tmp_path / "run", overrides))
-    assert process.returncode == 0, process.stderr
-    assert "1 streams of 2 domains with 32 photographs each" in process.stdout
-    assert "epsilon 5: epsilon = 5 for a sample, 7.4" in process.stdout
-    assert "for a photograph (seen 2 times), at delta = 1e-06, replace_one" in process.stdout
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert [c["setting"] for c in result["cells"]] == ["original", "clipped", "epsilon 5", "original"]
-    assert (tmp_path / "run" / "ledger.sqlite").exists()

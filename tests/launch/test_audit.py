@@ -3,28 +3,31 @@
 Seeds are fixed. Over the choice of a seed, an honest mechanism is VIOLATED with probability below 0.001.
 """
 
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from launch import audits
 from launch.audits.case import Case
+from tests.launch import program
 
 SEED = bytes(range(16))
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = audits.cases()
 NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
+
+
+# The noise and the accounting of these are those of DP-SGD and of private Tent, by the same lines. Their sums are not.
+SAME_NOISE = {"DP-SAT", *(f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO"))}
+OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
+    """Twins of a noise that two cases share are caught in one of them. `python -m launch.audit` runs all."""
     honest = case.honest(SEED)
     assert honest.verdict == "consistent", honest.describe()
     assert honest.ceiling > honest.upper
-    for name in case.twins:
+    left_out = OF_THE_NOISE if case.mechanism in SAME_NOISE else set()
+    for name in case.twins.keys() - left_out:
         found = case.broken(name, SEED)
         if not isinstance(found, str):
             assert found.upper == pytest.approx(honest.upper), f"{name} is audited under another claim"
@@ -57,8 +60,8 @@ def test_a_case_says_why_a_twin_is_missing():
 @pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path):
     page = tmp_path / "docs" / "audits.md"
-    command = [sys.executable, "-m", "launch.audit", "--mechanism=Poisson sampling", f"--output={page}"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [*program.PYTHON, "-m", "launch.audit", "--mechanism=Poisson sampling", f"--output={page}"]
+    found = program.call(command)
     assert found.returncode == 0, found.stderr
     text = page.read_text()
     assert "| Poisson sampling |" in text and "| consistent |" in text and SEED.hex() in text
@@ -66,5 +69,5 @@ def test_the_command_prints_the_table_and_writes_the_page(tmp_path):
         "sensitivity off by two" in text
         and "Poisson sampling, no “no clipping”: who is in a batch has no norm." in text
     )
-    wrong = subprocess.run([*command[:3], "--mechanism=no"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    wrong = program.call([*command[:-2], "--mechanism=no"])
     assert wrong.returncode != 0 and "--mechanism must be one of" in wrong.stderr

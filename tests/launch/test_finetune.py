@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import time
 
 import jax
@@ -26,14 +25,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CELL = pathlib.Path("cells", "private")
-UNOPTIMISED = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"  # compiles faster
 
 
 def launch(workdir, config="configs/digits_dpsgd.py", **overrides):
     overrides = {name.replace("__", "."): value for name, value in overrides.items()}
     if config == "configs/digits_dpsgd.py":
         overrides = {**tiny.FINETUNE, **overrides}
-    return program.run(program.command("finetune", config, workdir, overrides), XLA_FLAGS=UNOPTIMISED)
+    return program.call(program.command("finetune", config, workdir, overrides))
 
 
 def contents(folder):
@@ -132,19 +130,14 @@ def test_references_have_a_ledger_of_their_own(tmp_path):
 def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_path):
     workdir = tmp_path / "run"
     plant_seed(workdir)
-    process = subprocess.Popen(
-        program.command("finetune", "configs/digits_dpsgd.py", workdir, tiny.FINETUNE),
-        cwd=ROOT,
-        env=program.environment(XLA_FLAGS=UNOPTIMISED),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = program.start(program.command("finetune", "configs/digits_dpsgd.py", workdir, tiny.FINETUNE))
     charges = workdir / CELL / "charges.jsonl"
     deadline = time.monotonic() + 120
     while not (charges.exists() and charges.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
     assert not (workdir / "result.json").exists()
     # One chunk, so that the planted seed covers the whole run.
     assert sum(steps_charged(workdir).values()) == 6 and (workdir / CELL / "secret_seed").exists()

@@ -349,18 +349,19 @@ def test_every_study_refuses_a_mistake_before_it_writes_anything(tmp_path, name,
 # --- The programs -----------------------------------------------------------------------------------------------------
 
 
-def said(*arguments):
-    process = program.run([*program.PYTHON, "-m", "launch.finetune", *arguments])
+def said(*arguments, run=program.call):
+    process = run([*program.PYTHON, "-m", "launch.finetune", *arguments])
     return process.returncode, process.stdout + process.stderr
 
 
 @pytest.mark.slow
 def test_a_program_prints_mistakes_as_sentences(tmp_path):
     run = ("--config", "configs/digits_dpsgd.py", "--workdir", str(tmp_path / "run"))
-    code, text = said(*run, "--config.private.steps=0")
+    # In processes of their own, since absl writes tracebacks to the first stderr of a process.
+    code, text = said(*run, "--config.private.steps=0", run=program.run)
     assert code == 1 and "ValueError: config.private.steps must be an integer of at least 1, got 0" in text
     assert "Traceback" not in text and "run the same command: it continues and pays nothing twice" in text
-    code, text = said(*run, "--config.private.steps=0", "--verbosity=1")
+    code, text = said(*run, "--config.private.steps=0", "--verbosity=1", run=program.run)
     assert code == 1 and "Traceback" in text and "check_numbers" in text
     code, text = said(*run, "--config.private.stepps=5")
     assert code != 0 and "stepps" in text

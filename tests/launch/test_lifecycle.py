@@ -28,7 +28,7 @@ from jaxdp.release import till as till_module
 from launch import data, frame
 from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
-from tests.launch import golden, tiny
+from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -251,12 +251,14 @@ def refused(config, root, words):
     return error
 
 
-def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, ran):
+def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, finished, ran, monkeypatch):
     root = tmp_path / "run"
     error = refused(tiny.lifecycle(budgets__private__epsilon=5.0), root, "dataset 'digits/private', budget epsilon 5")
     assert 6 < error.value.would_spend < 10  # of fine-tuning and the answers together
     refused(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=1.0), root, "digits/private")
     assert ran == []
+    leave_out_audits(monkeypatch)
+    shutil.copytree(finished[0] / "pretrain", root / "pretrain")
     states = life.run(tiny.lifecycle(budgets__private__epsilon=5.0, finetune__epsilon=0.5, predict__epsilon=0.5), root)
     assert {state["status"] for state in states.values()} == {"done"} and spent(root)["digits/private"] < 5
 
@@ -315,6 +317,7 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
+    leave_out_audits(monkeypatch)
     for place in ((finetune.loop._Files, "save"), (till_module, "_save_arrays"), (cache, "keep")):
         with monkeypatch.context() as patch, pytest.raises(Interrupted):
             patch.setattr(*place, stop)
@@ -387,17 +390,7 @@ def test_a_workdir_of_an_earlier_release_is_refused(tmp_path):
 def command(workdir, **changes):
     """Returns the command of the launcher."""
     fields = {**tiny.LIFECYCLE, **{name.replace("__", "."): value for name, value in changes.items()}}
-    arguments = ["--config", "configs/lifecycle_digits.py", "--workdir", str(workdir)]
-    # A process in the background of a shell would ignore Ctrl-C.
-    code = (
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('launch.lifecycle', run_name='__main__', alter_sys=True)"
-    )
-    return [sys.executable, "-c", code, *arguments, *(f"--config.{name}={value}" for name, value in fields.items())]
-
-
-def start(arguments):
-    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return program.command("lifecycle", "configs/lifecycle_digits.py", workdir, fields)
 
 
 def wait_for(path, process):
@@ -408,6 +401,11 @@ def wait_for(path, process):
 
 def first_stages(monkeypatch, number):
     monkeypatch.setattr(life, "STAGES", stages.STAGES[:number])
+
+
+def leave_out_audits(monkeypatch):
+    """Leaves out the audits, which read no private data and pay nothing."""
+    monkeypatch.setattr(life, "STAGES", tuple(stage for stage in stages.STAGES if not stage.name.startswith("audit")))
 
 
 def pays(job):
@@ -480,11 +478,11 @@ def test_ctrl_c_between_stages(copied, monkeypatch, place):
         pass
 
 
-def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished):
+def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, monkeypatch):
     root = tmp_path / "run"
     shutil.copytree(finished[0] / "pretrain", root / "pretrain")
     changes = {"finetune__steps": 60, "finetune__checkpoint_every": 1}
-    running = start(command(root, **changes))
+    running = program.start(command(root, **changes))
     wait_for(lambda: list(root.glob("finetune/*/charges.jsonl")), running)
     while running.poll() is None:  # Python drops the exception where a destructor or JAX's callback of gc runs
         running.send_signal(signal.SIGINT)
@@ -496,16 +494,16 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished):
     assert "Interrupted in stage 'finetune'" in errors and "The same command continues from here" in errors
     assert "interrupted" in (root / "report.html").read_text()
     assert spent(root)["digits/private"] > 0
-    again = start(command(root, **changes))
-    _, errors = again.communicate(timeout=300)
-    assert again.returncode == 0 and not list(root.rglob("secret_seed")), errors
+    first_stages(monkeypatch, 2)
+    again = program.call(command(root, **changes))
+    assert again.returncode == 0 and not list(root.rglob("secret_seed")), again.stderr
     with Ledger(root / "ledger.sqlite") as ledger:
         steps = [n for leaf, n in composition(ledger.events("digits/private")[None]).items() if "Sampled" in repr(leaf)]
     assert steps == [60] and unfinished(root) == 0
 
 
 KILLED = """
-import importlib, os, pathlib, shutil, signal, sys
+import importlib, os, pathlib, signal, sys
 import jax
 from launch.lifecycle import life
 from jaxdp.release import till
@@ -529,9 +527,9 @@ life.run(config, workdir)
 def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
     shutil.rmtree(copied / "recalibrate")
     lose(copied)
-    killed = start([sys.executable, "-c", KILLED, str(copied), str(tmp_path / "seen"), repr(tiny.LIFECYCLE)])
-    _, errors = killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL, errors
+    arguments = [sys.executable, "-c", KILLED, str(copied), str(tmp_path / "seen"), repr(tiny.LIFECYCLE)]
+    killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2  # it counts
     (seed,) = copied.rglob("secret_seed")
     first_stages(monkeypatch, 3)
@@ -586,11 +584,12 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
     changes = {"ledger": str(shared), "finetune__checkpoint_every": 1}
     for root in (first, second):
         shutil.copytree(finished[0] / "pretrain", root / "pretrain")
+    leave_out_audits(monkeypatch)
     others, accuracy = [], finetune.accuracy
 
     def once_started(*args):
         if not others and list(first.glob("finetune/*/charges.jsonl")):
-            others.append(start(command(second, **changes)))
+            others.append(program.start(command(second, **changes)))
             others[0].wait(timeout=300)
         return accuracy(*args)
 

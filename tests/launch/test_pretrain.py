@@ -22,7 +22,10 @@ TRAINING = pathlib.Path("cells", "dpadapter", "metrics.jsonl")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Interrupts a run between two checkpoints, and runs it again."""
+    """Interrupts a run between two checkpoints, and runs it again by its launcher.
+
+    Returns its workdir and its result, and what was printed.
+    """
     workdir = tmp_path_factory.mktemp("pretrain") / "run"
 
     def interrupt(*arguments, **options):
@@ -35,15 +38,23 @@ def finished(tmp_path_factory):
         with pytest.raises(KeyboardInterrupt):
             frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
     assert (workdir / "config.json").exists() and not (workdir / "params.safetensors").exists()
-    return workdir, frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
+    return workdir, *program.study("pretrain", "configs/pretrain/digits.py:dpadapter", workdir, tiny.PRETRAIN)
 
 
 def test_the_result_is_what_it_was(finished):
     assert golden.differences("pretrain", finished[1]) == []
 
 
+def test_the_launcher_prints_what_the_model_withstands(finished):
+    _, result, printed = finished
+    assert "dpadapter: 90 public examples (digits/public), 90 test (digits/test), images 8x8x1" in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("none "))
+    assert float(line.split()[1]) == pytest.approx(result["accuracy"], rel=1e-3)
+    assert "std 0.1 " in printed and "std 0.5 of each tensor" in printed
+
+
 def test_a_run_leaves_what_it_promises(finished):
-    workdir, result = finished
+    workdir, result, _ = finished
     assert json.loads((workdir / "result.json").read_text()) == result
     assert (workdir / "robustness.png").read_bytes().startswith(b"\x89PNG")
     rows = read_metrics(workdir / TRAINING)
@@ -60,7 +71,7 @@ def test_a_run_leaves_what_it_promises(finished):
 
 
 def test_the_saved_model_has_the_accuracies_that_are_reported(finished):
-    workdir, result = finished
+    workdir, result, _ = finished
     params = models.load_params(workdir / "params.safetensors")
     model = models.create("cnn", num_classes=10, widths=(8,), dense=0, norm="group")
     test = data.bundled("digits").split([0.05, 0.9, 0.05], seed=0)[2]
@@ -79,7 +90,7 @@ def test_the_saved_model_has_the_accuracies_that_are_reported(finished):
 
 
 def test_the_result_says_where_the_model_comes_from(finished):
-    _, result = finished
+    _, result, _ = finished
     public, _, test = data.bundled("digits").split([0.05, 0.9, 0.05], seed=0)
     where = result["provenance"]
     assert where["train"] == {"name": "digits/public", "fingerprint": public.fingerprint, "examples": len(public)}
@@ -133,32 +144,6 @@ def test_configs_build_and_name_models_and_methods_that_exist():
     assert cifar100.get_config("cpu").data.parts.public == "train[:8000]"
     with pytest.raises(ValueError, match="takes 'paper' or 'cpu', a method, or both"):
         cifar100.get_config("gpu,sam")
-
-
-# --- The launcher -----------------------------------------------------------------------------------------------------
-
-
-def test_the_launcher_trains_and_prints_what_the_model_withstands(tmp_path):
-    overrides = {
-        "model.options.widths": "(8,)",
-        "train.steps": 40,
-        "train.checkpoint_every": 20,
-        "ascent.batch_size": 100,
-        "ascent.microbatch_size": 50,
-        "robustness.std": "(0.1,)",
-        "robustness.relative_std": "(0.5,)",
-        "robustness.draws": 2,
-        "robustness.inputs": 2,
-    }
-    process = program.run(program.command("pretrain", "configs/pretrain/digits.py", tmp_path / "run", overrides))
-    assert process.returncode == 0, process.stderr
-    assert "dpadapter: 898 public examples (digits/public), 539 test (digits/test), images 8x8x1" in process.stdout
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("none "))
-    assert float(line.split()[1]) == pytest.approx(result["accuracy"], rel=1e-3)
-    assert result["accuracy"] > 0.5  # chance is 0.1
-    assert "std 0.1 " in process.stdout and "std 0.5 of each tensor" in process.stdout
-    assert models.load_params(tmp_path / "run" / "params.safetensors")["head"]["bias"].shape == (10,)
 
 
 @pytest.mark.download

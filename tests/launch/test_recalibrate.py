@@ -49,7 +49,7 @@ def test_the_launcher_recalibrates_and_prints_scores_and_costs(tmp_path):
         "figures.reliability_methods": "('HB split',)",
     }
     config = "configs/recalibration/digits.py"
-    process = program.run(program.command("recalibrate", config, tmp_path / "run", overrides))
+    process = program.call(program.command("recalibrate", config, tmp_path / "run", overrides))
     assert process.returncode == 0, process.stderr
     assert "2 methods under 1 shifts of 1078 test images, 4 settings" in process.stdout
     result = json.loads((tmp_path / "run" / "result.json").read_text())

@@ -69,7 +69,7 @@ def test_the_ledger_shows_what_was_paid(finished):
     with Ledger(root / "ledger.sqlite") as ledger:
         assert ledger.epsilon(split.PUBLISHED_CLIENT) == np.inf
         for found, asked in zip(result["private"], (1.0, 8.0), strict=True):
-            name = f"client 1, 5 shots, 2 dimensions, epsilon {asked:g}"
+            name = f"client 1, 3 shots, 2 dimensions, epsilon {asked:g}"
             assert found["epsilon"] == ledger.epsilon(name) and 0.95 * asked < found["epsilon"] <= asked
     assert set(spends(root).values()) == {1} and len(spends(root)) == 5
 
@@ -97,7 +97,7 @@ def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, t
     shutil.copytree(root, again)
     (again / "result.json").unlink()
     shutil.rmtree(folder(again, "runs", "SA, noise once", 3, 42, 1.0))
-    shutil.rmtree(folder(again, "private", 5, 2, 8.0, 42))
+    shutil.rmtree(folder(again, "private", 3, 2, 8.0, 42))
     shutil.rmtree(folder(again, "attacks", "Split Adaptation", 1.0))
     resumed = frame.run(split.STUDY, tiny.split(), again)
     assert resumed["accuracy"] == result["accuracy"] and resumed["private"] == result["private"]

@@ -35,7 +35,9 @@ PRETRAIN = {
     "train.checkpoint_every": 3,
     "ascent.batch_size": 20,
     "ascent.microbatch_size": 10,
-    "data.parts": {"public": 0.05, "private": 0.9, "test": 0.05},
+    "data.parts.public": 0.05,
+    "data.parts.private": 0.9,
+    "data.parts.test": 0.05,
     "robustness.std": (0.1, 1.0),
     "robustness.relative_std": (0.5,),
     "robustness.draws": 2,
@@ -97,7 +99,7 @@ SPLIT = {
     "noise.seeds": 1,
     "private.epsilons": (1.0, 8.0),
     "private.dimensions": (2,),
-    "private.shots": (5,),
+    "private.shots": (3,),
     "private.steps": 5,
 }
 
