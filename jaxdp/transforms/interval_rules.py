@@ -36,6 +36,7 @@ from jaxdp.transforms.boxes import (
     widen,
     without_overflow,
 )
+from jaxdp.transforms.walker import scan_starts
 
 # Sums of at most this many products are unrolled and bounded corner by corner.
 _UNROLLED = 16
@@ -299,6 +300,7 @@ for _name, _rule in {
     "exp2": _monotone(8, below=0, inputs=4),
     "expm1": _monotone(8),
     "log": _monotone(8, start=0),
+    "log2": _monotone(8, start=0),
     "log1p": _monotone(8, start=-1),
     "sqrt": _monotone(1, below=0, start=0),
     "rsqrt": _monotone(4, below=0, start=0, falls=True),
@@ -326,6 +328,21 @@ def _power(x: Operand, y: int) -> Box:
     base = x if y % 2 else _absolute(x)
     low, high = both(lambda v: lax.integer_pow(v, y), base)
     return Box(*_rounded(low, high, 2 * y), nonnegative=is_nonnegative(base))
+
+
+@register_rule("one_minus_square")
+def _one_minus_square(eqn: Equation, x: Operand) -> Operand:
+    """Bounds 1 - x^2, which JAX computes as (1 + x)(1 - x)."""
+    high, low = eqn.ends(_absolute(x))
+    return Box(*widen(low, high, 4))
+
+
+@register_rule("exp_neg_sq")
+def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
+    """Bounds exp(-x^2)."""
+    square = _power(x, 2)
+    low, high = widen(jnp.exp(-square.upper), jnp.exp(-square.lower), 16)
+    return Box(jnp.maximum(low, 0), high, nonnegative=True)
 
 
 @register_rule("pow")
@@ -402,6 +419,12 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
         if isinstance(a, Box) and a.zero_sum and np.shape(lower(b))[-1:] in ((), (1,)):
             result.zero_sum = True
     return result
+
+
+@register_rule("polynomial")
+def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Operand:
+    """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
+    return functools.reduce(lambda total, c: _add(eqn, _mul(eqn, total, x), c), reversed(coefficients))
 
 
 @register_rule("x_plus_xy")
@@ -965,15 +988,14 @@ def _carried(body: Callable[[list[Operand]], list[Operand]], init: Sequence[Oper
 @register_rule("scan")
 def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     p, closed = eqn.params, eqn.params["jaxpr"]
-    n_consts, n_carry = p["num_consts"], p["num_carry"]
-    consts, init = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-    xs = _plain(operands[n_consts + n_carry :])
+    first_carry, first_x = scan_starts(closed, operands, eqn.outputs)
+    consts, init, xs = operands[:first_carry], operands[first_carry:first_x], _plain(operands[first_x:])
     first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
     kinds, start = _carried(lambda state: eqn.evaluate(closed, [*consts, *state, *first]), init)
 
     def body(state: Any, x: Any) -> Any:
         outs = eqn.evaluate(closed, [*consts, *state, *x])
-        return _plain(outs[:n_carry], kinds), _plain(outs[n_carry:])
+        return _plain(outs[: len(init)], kinds), _plain(outs[len(init) :])
 
     final, stacked = lax.scan(body, start, xs, length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1))
     return [*final, *stacked]

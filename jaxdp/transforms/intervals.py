@@ -34,7 +34,7 @@ from jaxdp.transforms.walker import bind_equation
 
 __all__ = ["Interval", "UnsupportedPrimitive", "bound", "interval", "lower", "register_rule", "upper", "widen"]
 
-_INTERNAL = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, jax.__file__))
+_OURS, _JAX = (os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, jax.__file__))
 
 
 class UnsupportedPrimitive(NotImplementedError):
@@ -305,7 +305,7 @@ def _user_line(eqn: Any) -> str:
     """Returns the file, line and function outside of JAX and of this package's interpreter."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if not frame.file_name.startswith(_INTERNAL):
+        if not frame.file_name.startswith((_OURS, _JAX)):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
     return "an unknown line"
 
@@ -318,14 +318,23 @@ def _rewrite(eqn: Any, producers: dict[Any, Any]) -> tuple[str, Sequence[Any]]:
         return ("ge" if found[0] == "max" else "le"), found[1:]
     if name == "mul" and _same(atoms[0], atoms[1]):
         return "square", atoms[:1]
-    # JAX computes the derivative of tanh as x + x y with x = g (1 - y).
+    # JAX 0.10 computes the derivative of tanh as x + x y with x = g (1 - y).
     if name in ("add", "add_any") and is_float(eqn.outvars[0].aval):
         found = _meets_itself(atoms, producers, "mul")
         if found and not isinstance(found[1], jex.Literal):
             return "x_plus_xy", found[1:]
+    # JAX 0.12 computes exp(-x^2), in the derivative of erf, from the bits of x.
+    if name == "custom_jvp_call" and _is_of_jax(eqn.params["call_jaxpr"].jaxpr, "exp_neg_sq"):
+        return "exp_neg_sq", atoms
     if name == "div" and (operands := _softmax(atoms[0], atoms[1], producers)):
         return "softmax", operands
     return name, atoms
+
+
+def _is_of_jax(body: Any, function: str) -> bool:
+    """Returns whether a body is that of a function of JAX with this name."""
+    name, _, place = (body.debug_info.func_src_info or "").partition(" at ")
+    return name == function and place.startswith(_JAX)
 
 
 def _meets_itself(atoms: Sequence[Any], producers: dict[Any, Any], *names: str) -> tuple[str, Any, Any] | None:

@@ -75,6 +75,29 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
             yield from every_equation(inner)
 
 
+def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
+    """Returns the positions of the first carry and of the first scanned array among the operands of a `scan`.
+
+    The parameters that say so differ between releases of JAX. In every release, constants come first, and only scanned
+    and stacked arrays have one axis more outside of the body than inside.
+
+    Args:
+      body: The closed jaxpr of one iteration.
+      operands, results: Arrays or shapes, those of the scan.
+    """
+
+    def unscanned(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        return sum(len(x.shape) == len(v.aval.shape) for x, v in zip(outside, inside, strict=True))
+
+    first_x = unscanned(operands, body.jaxpr.invars)
+    return first_x - unscanned(results, body.jaxpr.outvars), first_x
+
+
+def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
+    operands, results = ([v.aval for v in variables] for variables in (scan.invars, scan.outvars))
+    return scan_starts(scan.params["jaxpr"], operands, results)
+
+
 def has_custom_vjp(eqn: Any) -> bool:
     """Returns whether an equation is or contains a `jax.custom_vjp`."""
     inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
@@ -230,7 +253,7 @@ def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any
         body = jax.checkpoint(inner.forward, prevent_cse=params["prevent_cse"], policy=params["policy"])
         result: tuple[list[Any], list[Any]] = body(operands, taps)
         return result
-    first_carry, first_x = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first_carry, first_x = _starts(step.eqn)
 
     def iterate(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         outs, records = inner.forward([*operands[:first_carry], *carry, *xs[0]], xs[1])
@@ -243,7 +266,7 @@ def _forward_inner(step: _Step, inner: Plan, operands: list[Any], taps: list[Any
 
 def _weights_of_scan(eqn: jex.JaxprEqn, inner: Plan, operands: list[Any]) -> list[Any]:
     """Returns the V_j inside a scan body: loop-invariant ones once, sliced ones stacked along a leading axis."""
-    first_carry, first_x = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    first_carry, first_x = _starts(eqn)
     # A carry changes after its initial value, so every carry is data inside the body.
     operands = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
     in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(operands)]
@@ -321,7 +344,7 @@ def make_plan(
 
 
 def _plan_scan(eqn: jex.JaxprEqn, values: Sequence[Value], loops: tuple[int, ...]) -> _Step:
-    first_carry, first_x = eqn.params["num_consts"], eqn.params["num_consts"] + eqn.params["num_carry"]
+    first_carry, first_x = _starts(eqn)
     inner_values = [
         _DATA if v.data or first_carry <= i < first_x else _enter_loop(v, is_slice=i >= first_x)
         for i, v in enumerate(values)
