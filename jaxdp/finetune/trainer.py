@@ -27,7 +27,7 @@ from jaxdp.data import PoissonSampler, Source, pad_to_physical
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
-from jaxdp.transforms.clipping import ClippedGrad, Engine, clipped_grad
+from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
@@ -138,12 +138,13 @@ class PrivateTrainer:
           TypeError: A leaf of params is not an array.
           ValueError: params do not suit the method's query.
         """
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        check_params(params)
+        for path, leaf in paths_of(params):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise TypeError(
-                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {name!r}. Close loss_fn over it "
-                    "instead (Equinox: eqx.partition(model, eqx.is_array), NNX: nnx.split)."
+                    f"params must be a pytree of arrays, got {type(leaf).__name__} at {path!r}. Convert a number that "
+                    "is trained with jnp.asarray. Close loss_fn over everything else. For an Equinox module: params, "
+                    "static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in loss_fn."
                 )
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # weak types retrace
         moving = moving_params(self.query.gradient, params)

@@ -30,10 +30,10 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.transforms import shards, sites, walker
+from jaxdp.transforms import draws, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
 
-__all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "PerExampleGrads"]
+__all__ = ["CLIP_RULES", "ClipRule", "ClippedGrad", "ClippedSum", "Engine", "LeafPlan", "PerExampleGrads"]
 __all__ += ["check_clip_rule", "clipped_grad", "paths_of"]
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
@@ -73,6 +73,30 @@ class PerExampleGrads(NamedTuple):
 
     grads: Any
     nonfinite: jax.Array
+
+
+class LeafPlan(NamedTuple):
+    """How `clipped_grad` treats one leaf of params.
+
+    Attributes:
+      path: The path of the leaf, such as "Dense_0/kernel".
+      shape: Its shape.
+      dtype: The name of its dtype.
+      rules: How the leaf meets data: "dot_general", "convolution", "embedding", or "direct" (scales, biases, and
+        operations without a rule).
+      method: "factors" (norms by Gram matrices), "keep" (per-example gradients, kept for the sum), "drop" (per-example
+        gradients, formed a second time for the sum), "vmap", "frozen" or "no gradient".
+      work: The cost of norm and clipped sum over that of an ordinary gradient, by counted operations and bytes.
+      bytes: The bytes per example that clipping needs beyond an ordinary gradient.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    rules: tuple[str, ...]
+    method: str
+    work: float
+    bytes: int
 
 
 class _PerExample(NamedTuple):
@@ -126,6 +150,19 @@ class ClippedGrad:
         result: PerExampleGrads = _per_example_grads(*self._arguments(params, batch, mask, key))
         return result
 
+    def plan(self, params: Any, batch: Any, *, key: jax.Array | None = None) -> list[LeafPlan]:
+        """Returns how each leaf of params is treated, by counts that do not depend on values. Nothing is computed.
+
+        Arguments and errors are as in `__call__`.
+        """
+        static, *arguments = self._arguments(params, batch, None, key)
+        loss, moving, batch, _ = _prepared(static, *arguments)
+        treated = iter(_leaf_treatments(self, loss, moving, batch))
+        return [
+            LeafPlan(path, jnp.shape(leaf), _kind_of(leaf), *(next(treated) if trained else ((), "frozen", 0.0, 0)))
+            for (path, leaf), trained in zip(paths_of(params), static.trainable, strict=True)
+        ]
+
     def __call__(
         self, params: Any, batch: Any, mask: jax.Array | None = None, *, key: jax.Array | None = None
     ) -> ClippedSum:
@@ -149,10 +186,11 @@ class ClippedGrad:
     def _arguments(self, params: Any, batch: Any, mask: Any, key: Any) -> tuple[Any, ...]:
         """Checks the arguments of a call and converts them for the compiled functions, the static one first."""
         self._check(batch, mask, key)
+        check_params(params)
         trainable = self._trainable(params)
         if not any(trainable):
             first = paths_of(params)[:3]
-            kinds = {path: str(jnp.result_type(x)) if _is_array(x) else type(x).__name__ for path, x in first}
+            kinds = {path: _kind_of(x) for path, x in first}
             raise ValueError(
                 f"params has no trainable leaf of floating dtype. Its first leaves are {kinds}. To train a Python "
                 "scalar, convert it with jnp.asarray, and check that `trainable` accepts such paths."
@@ -287,6 +325,49 @@ def paths_of(params: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
 
 
+# A model where its parameters belong: (module, class) to (name, remedy).
+_MODELS = {
+    ("flax.nnx", "Module"): (
+        "an NNX module",
+        "Split it by graph, params, rest = nnx.split(model, nnx.Param, ...), and merge it in loss_fn by "
+        "nnx.merge(graph, params, rest, copy=True).",
+    ),
+    ("flax.linen", "Module"): (
+        "a Linen module",
+        "Pass model.init(key, inputs)['params'], and call model.apply({'params': params}, inputs) in loss_fn.",
+    ),
+    ("haiku", "Transformed"): (
+        "a pair of Haiku functions",
+        "Pass transformed.init(key, inputs), and call transformed.apply(params, key, inputs) in loss_fn.",
+    ),
+    ("haiku", "TransformedWithState"): (
+        "a pair of Haiku functions",
+        "Pass the first result of transformed.init(key, inputs), and call transformed.apply(params, state, key, "
+        "inputs) in loss_fn.",
+    ),
+}
+
+
+def _model_kind(x: Any) -> tuple[str, str] | None:
+    for base in type(x).__mro__:
+        for (module, name), kind in _MODELS.items():
+            if base.__name__ == name and base.__module__.startswith(module):
+                return kind
+    return None
+
+
+def check_params(params: Any) -> None:
+    """Raises TypeError if params is or contains a model of Flax or Haiku in place of its parameters."""
+    for node in jax.tree.leaves(params, is_leaf=lambda x: _model_kind(x) is not None):
+        if kind := _model_kind(node):
+            what, remedy = kind
+            raise TypeError(f"params must be a pytree of arrays, got {what}, {type(node).__name__}. {remedy}")
+
+
+def _kind_of(leaf: Any) -> str:
+    return str(jnp.result_type(leaf)) if _is_array(leaf) else type(leaf).__name__
+
+
 def _is_array(x: Any) -> bool:
     # Python scalars are settings, not parameters: Equinox stores dropout rates and flags as leaves of a module.
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
@@ -373,10 +454,32 @@ def _on_this_shard(loss: Loss, moving: list[Any], batch: Any, axes: frozenset[st
     return [shards.vary(x, axes) for x in moving]
 
 
+_OWN_KEY = "Let loss_fn take key=, pass key= in every call (stochastic=True in jaxdp.finetune), and "
+# Errors of model libraries inside a loss, by the names of their classes.
+_REMEDIES = {
+    "TraceContextError": (  # Flax NNX
+        "changes the state of an NNX module, such as the count of Dropout or the average of BatchNorm. Merge a copy: "
+        f"nnx.merge(graph, params, rest, copy=True). For Dropout: {_OWN_KEY[0].lower()}{_OWN_KEY[1:]}call "
+        "nnx.reseed(model, default=key)."
+    ),
+    "ModifyScopeVariableError": (  # Flax Linen
+        "updates a collection of a Linen module, such as the averages of BatchNorm. Use GroupNorm or LayerNorm, or "
+        "freeze the statistics (use_running_average=True)."
+    ),
+    "InvalidRngError": f"needs random numbers. {_OWN_KEY}call model.apply(..., rngs={{'dropout': key}}).",  # Flax Linen
+    "MissingRNGError": f"needs random numbers. {_OWN_KEY}call transformed.apply(params, key, ...).",  # Haiku
+}
+
+
 def _loss(f: ClippedGrad, params: Any, example: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
     keys = {} if key is None else {"key": key}
     _check_signature(f.loss_fn, params, example, **keys)
-    out = f.loss_fn(params, example, **keys)
+    try:
+        out = f.loss_fn(params, example, **keys)
+    except Exception as error:
+        if remedy := _REMEDIES.get(type(error).__name__):
+            raise ValueError(f"loss_fn {remedy}") from error
+        raise
     pair = isinstance(out, tuple) and len(out) == 2
     value, aux = out if f.has_aux and pair else (out, None)
     shapes = jax.tree.map(jnp.shape, value)
@@ -505,6 +608,13 @@ def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.
     """Traces the loss of one example. Returns (program from weights and leaves to leaves, shapes of its result)."""
     program, shapes = jax.make_jaxpr(loss, return_shape=True)(moving, *_one_example(batch))
     _refuse_batch_norm(program.jaxpr)
+    if draws.has_fixed_draw(program.jaxpr, [i >= len(moving) for i in range(len(program.jaxpr.invars))]):
+        raise ValueError(
+            "loss_fn draws random numbers with a key that depends neither on the example nor on key=. All examples and "
+            f"calls would share them, such as one dropout mask. {_OWN_KEY}derive all randomness from it (NNX: "
+            "nnx.reseed(model, default=key), with the names of its streams). Draw numbers that are meant to be fixed "
+            "outside of loss_fn."
+        )
     return program, shapes
 
 
@@ -516,17 +626,22 @@ def _vmap(loss: Loss, moving: list[Any], batch: Any) -> _PerExample:
     return _PerExample(losses, aux, _sum_of_squares(grads), functools.partial(_contract_rows, grads), grads)
 
 
+def _planned(loss: Loss, moving: list[Any], batch: Any) -> tuple[walker.Plan, Any]:
+    """Returns where the weights of the loss of one example meet data, and the shapes of its auxiliary output."""
+    closed, (_, aux_shape) = _traced(loss, moving, batch)
+    weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
+    inputs = weights + [walker.Value(data=True)] * len(jax.tree.leaves(batch))
+    return walker.make_plan(closed.jaxpr, closed.consts, inputs, close=(0,)), aux_shape
+
+
 # (sites of a component, entries of its leaves) -> "factors", "keep" or "drop".
 Choice = Callable[[list[sites.Site], int], str]
 
 
 def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _PerExample:
     """Computes losses, norms and weighted sums from one backward pass to the taps."""
-    closed, (_, aux_shape) = _traced(loss, moving, batch)
-    weights = [walker.Value(False, frozenset({i}), tuple(range(jnp.ndim(x)))) for i, x in enumerate(moving)]
+    plan, aux_shape = _planned(loss, moving, batch)
     examples = jax.tree.leaves(batch)
-    inputs = weights + [walker.Value(data=True)] * len(examples)
-    plan = walker.make_plan(closed.jaxpr, closed.consts, inputs, close=(0,))
 
     def tapped(taps: list[jax.Array], example: list[Any]) -> tuple[jax.Array, Any]:
         (value, *aux), records = plan.forward([*moving, *example], taps)
@@ -669,8 +784,11 @@ def can_factor(component: list[sites.Site]) -> bool:
 _BALANCE = {"cpu": 4.0, "gpu": 20.0, "tpu": 50.0}
 
 
-def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
-    """Selects the method for a component: "factors", "keep" (per-example gradients) or "drop" (form them twice)."""
+def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tuple[dict[str, float], float]:
+    """Returns (cost of each possible method, cost of the ordinary gradient), in bytes that take the same time.
+
+    The methods are "factors", "keep" (per-example gradients) and "drop" (form them twice).
+    """
     balance = _BALANCE.get(jax.default_backend(), 20.0)
     activations = contract = form = gram = 0.0
     for site in component:
@@ -694,17 +812,52 @@ def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> st
         options["keep"] = form + reuse
     if can_factor(component):
         options["factors"] = gram + contract
+    return options, contract
+
+
+def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
+    """Selects the cheapest method for a component."""
+    options, _ = method_costs(component, leaf_size, keep)
     return min(options, key=lambda name: options[name])
 
 
+_RULE_NAMES = {sites.Dot: "dot_general", sites.Conv: "convolution", sites.Lookup: "embedding", sites.OnWeight: "direct"}
+
+
+def _leaf_treatments(
+    f: ClippedGrad, loss: Loss, moving: list[Any], batch: Any
+) -> list[tuple[tuple[str, ...], str, float, int]]:
+    """Returns (rules, method, work, bytes) of every trainable leaf, as in `LeafPlan`."""
+    sizes = [math.prod(jnp.shape(x)) for x in moving]
+    if f.engine == "vmap":
+        _traced(loss, moving, batch)
+        return [((), "vmap", math.nan, 4 * size) for size in sizes]
+    plan, _ = _planned(loss, moving, batch)
+    treated: list[tuple[tuple[str, ...], str, float, int]] = [((), "no gradient", 0.0, 0)] * len(moving)
+    for indices in _connected(plan.sites):
+        component = [plan.sites[j] for j in indices]
+        members = sorted(frozenset[int]().union(*(site.leaves for site in component)))
+        leaf_size, keep = sum(sizes[i] for i in members), f.engine == "auto"
+        method = choose_method(component, leaf_size, keep)
+        options, ordinary = method_costs(component, leaf_size, keep)
+        rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
+        positions = [site.rule.positions * site.repeats for site in component]
+        groups = [site.rule.groups * site.slices for site in component]
+        gram = sum(8 * s * t * t for s, t in zip(groups, positions, strict=True) if t > 1)
+        for i in members:
+            extra = gram // len(members) if method == "factors" else 4 * sizes[i]
+            treated[i] = (rules, method, max(1.0, options[method] / max(ordinary, 1.0)), extra)
+    return treated
+
+
 def _refuse_batch_norm(jaxpr: Any) -> None:
-    """Raises ValueError if a jaxpr computes BatchNorm statistics (Flax Linen or NNX)."""
+    """Raises ValueError if a jaxpr computes BatchNorm statistics (Flax Linen, NNX or Haiku)."""
     for eqn in walker.every_equation(jaxpr):
         traceback = eqn.source_info.traceback
         names = [frame.function_name for frame in traceback.frames] if traceback else []
-        if any(a == "_compute_stats" and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
+        if any(a in ("_compute_stats", "mean") and b == "BatchNorm.__call__" for a, b in itertools.pairwise(names)):
             raise ValueError(
                 "loss_fn uses BatchNorm in batch mode. Its output for one example depends on the whole batch, so a "
                 "per-example gradient does not exist and clipping bounds nothing. Use GroupNorm or LayerNorm, or "
-                "freeze the statistics (use_running_average=True)."
+                "freeze the statistics (Flax: use_running_average=True, Haiku: is_training=False)."
             )
