@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad
     from jaxdp.transforms.intervals import Interval, interval
+    from jaxdp.transforms.model_check import ModelCheck, check
     from jaxdp.transforms.noise import privatize
 
 # Names load on first use, so that `import jaxdp` stays fast and pulls in only what is called.
 _ATTRIBUTES = {
+    "check": "jaxdp.transforms.model_check",
+    "ModelCheck": "jaxdp.transforms.model_check",
     "clipped_grad": "jaxdp.transforms.clipping",
     "interval": "jaxdp.transforms.intervals",
     "Interval": "jaxdp.transforms.intervals",
@@ -57,8 +60,10 @@ __all__ = [
     "BudgetExceeded",
     "Interval",
     "Ledger",
+    "ModelCheck",
     "__version__",
     "audit",
+    "check",
     "clipped_grad",
     "data",
     "finetune",

@@ -2,60 +2,116 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from jaxdp.files import Limits, check_finite, understood, write_durably
+from jaxdp.transforms.clipping import paths_of
 
-Params = Mapping[str, Any]
+def _flatten(params: Any) -> dict[str, Any]:
+    """Returns arrays by their paths, such as "conv/kernel", in the order of the leaves."""
+    found: dict[str, Any] = {}
+    for path, leaf in paths_of(params):
+        if path in found:
+            raise ValueError(f"params has two leaves with the path {path!r}. Rename a key.")
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or _is_key(leaf):
+            kind = "a random key" if _is_key(leaf) else type(leaf).__name__
+            raise TypeError(
+                f"params must be a pytree of arrays, got {kind} at {path!r}. Keep what is no parameter apart (NNX: "
+                "nnx.split(model, nnx.Param, ...), Equinox: eqx.partition(model, eqx.is_array))."
+            )
+        found[path] = leaf
+    return found
 
 
-def _flatten(params: Params) -> dict[str, Any]:
-    """Returns arrays by their paths, such as "conv/kernel"."""
-    for keys, value in flatten_dict(dict(params)).items():
-        for key in keys:
-            if not isinstance(key, str) or not key or "/" in key:
-                raise ValueError(f"keys of params must be non-empty strings without '/', got {key!r} in {keys}.")
-        if not isinstance(value, jax.Array | np.ndarray):
-            raise TypeError(f"params must be nested dicts of arrays, got {type(value).__name__} at {'/'.join(keys)!r}.")
-    return flatten_dict(dict(params), sep="/")
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and key != "" and "/" not in key
 
 
-def save_params(path: str | os.PathLike[str], params: Params) -> None:
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key)
+
+
+def save_params(path: str | os.PathLike[str], params: Any) -> None:
     """Writes parameters to one safetensors file, each under its path such as "conv/kernel".
 
     The write is atomic and durable. Collections are another level: {"params": ..., "batch_stats": ...} works.
 
+    Args:
+      path: The file.
+      params: Any pytree of arrays: nested dicts, lists, named tuples, registered dataclasses, a state of NNX, the
+        arrays of an Equinox module. The file has the arrays and their paths. Only of nested dicts with string keys
+        without "/" do the paths tell the structure. Everything else needs `like` in `load_params`.
+
     Raises:
-      TypeError, ValueError: params is not nested dicts of arrays with string keys without "/".
+      TypeError: A leaf is not an array.
+      ValueError: Two leaves have the same path.
     """
     from safetensors.flax import save
 
     flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
-    write_durably(pathlib.Path(path), save(flat))
+    keys = {key for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0] for key in keys}
+    nested = all(isinstance(key, jax.tree_util.DictKey) and _is_name(key.key) for key in keys)
+    write_durably(pathlib.Path(path), save(flat, None if nested else {_STRUCTURE: type(params).__name__}))
 
 
-def load_params(path: str | os.PathLike[str], *, limits: Limits | None = None) -> dict[str, Any]:
-    """Reads a safetensors file as nested dicts of JAX arrays. Names are split at "/".
+def load_params(path: str | os.PathLike[str], *, like: Any = None, limits: Limits | None = None) -> Any:
+    """Reads parameters that `save_params` wrote.
 
     Args:
       path: The file.
-      limits: The limit on its bytes. The default is `Limits()`.
+      like: A pytree of arrays or of `jax.ShapeDtypeStruct` with the structure, shapes and dtypes of the saved one, such
+        as freshly initialised parameters. None reads nested dicts, whose names are split at "/".
+      limits: The limit on the bytes of the file. The default is `Limits()`.
+
+    Returns:
+      JAX arrays in the structure of `like`, or in nested dicts.
 
     Raises:
       FileNotFoundError: There is no such file.
-      ValueError: The file is damaged or larger than the limit, or a value is NaN or infinite.
+      ValueError: The file is damaged or larger than the limit, or a value is NaN or infinite. The file does not fit
+        `like` (the message lists every leaf), or it needs `like`.
+      TypeError: A leaf of `like` is not an array.
     """
+    from safetensors import safe_open
+
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no parameter file at {os.fspath(path)!r}.")
     remedy = "Restore it from a copy, or make it again."
     tensors = load_tensors(path, remedy=remedy, limits=limits)
+    if like is not None:
+        return _fitted(tensors, like, os.fspath(path))
     with understood(path, remedy):
-        return unflatten_dict(tensors, sep="/")
+        with safe_open(os.fspath(path), framework="numpy") as file:
+            kind = (file.metadata() or {}).get(_STRUCTURE)
+        if kind is None:
+            return unflatten_dict(tensors, sep="/")
+    raise ValueError(
+        f"{os.fspath(path)} holds a {kind}, whose structure is not in the file. Pass like=, a pytree of the same "
+        "structure, such as freshly initialised parameters."
+    )
+
+
+_STRUCTURE = "jaxdp_structure"  # in the metadata of a file whose names are not those of nested dicts
+
+
+def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
+    """Returns the tensors in the structure of `like`."""
+    wanted, problems = _flatten(like), []
+    for name in wanted | tensors:
+        if name not in tensors or name not in wanted:
+            problems.append(f"{name}: {'missing in the file' if name in wanted else 'not in like'}")
+            continue
+        (saved, stated) = ((x.shape, str(x.dtype)) for x in (tensors[name], wanted[name]))
+        if saved != stated:
+            problems.append(f"{name}: {saved[1]} {saved[0]} in the file, {stated[1]} {stated[0]} in like")
+    if problems:
+        raise ValueError(f"{path} does not fit like. Build the model that was saved:\n  " + "\n  ".join(problems) + ".")
+    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in wanted])
 
 
 def load_tensors(path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None) -> dict[str, jax.Array]:
@@ -69,7 +125,7 @@ def load_tensors(path: str | os.PathLike[str], *, remedy: str, limits: Limits | 
     return tensors
 
 
-def merge_pretrained(params: Params, pretrained: Params, *, exclude: Sequence[str] = ("head",)) -> dict[str, Any]:
+def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = ("head",)) -> Any:
     """Takes every parameter from `pretrained`, except those under `exclude`, which keep their fresh values.
 
     A public backbone gets a new head by `merge_pretrained(model.init(key, x)["params"], backbone)`.
@@ -82,7 +138,7 @@ def merge_pretrained(params: Params, pretrained: Params, *, exclude: Sequence[st
         `pretrained` has them.
 
     Returns:
-      Nested dicts like `params`. Pre-trained arrays are cast to the dtypes in `params`.
+      A pytree like `params`. Pre-trained arrays are cast to the dtypes in `params`.
 
     Raises:
       ValueError: An excluded path is not in `params`, or a remaining parameter is missing, superfluous or of another
@@ -91,7 +147,8 @@ def merge_pretrained(params: Params, pretrained: Params, *, exclude: Sequence[st
     fresh, given = _flatten(params), _flatten(pretrained)
     for entry in exclude:
         if not any(f"{path}/".startswith(f"{entry}/") for path in fresh):
-            raise ValueError(f"exclude has {entry!r}, which is not in params. The top levels are {sorted(params)}.")
+            top = sorted({path.split("/")[0] for path in fresh})
+            raise ValueError(f"exclude has {entry!r}, which is not in params. The top levels are {top}.")
     merged, problems = dict(fresh), []
     for path in fresh | given:
         if any(f"{path}/".startswith(f"{entry}/") for entry in exclude):
@@ -109,4 +166,4 @@ def merge_pretrained(params: Params, pretrained: Params, *, exclude: Sequence[st
             "pretrained does not fit params. Exclude the parameters to train afresh, or build the matching model:\n  "
             + "\n  ".join(problems)
         )
-    return unflatten_dict(merged, sep="/")
+    return jax.tree.unflatten(jax.tree.structure(params), list(merged.values()))

@@ -1,9 +1,14 @@
+import collections
+import dataclasses
 import os
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxdp import models
 
@@ -54,13 +59,62 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_not_nested_dicts_of_arrays_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="params must be nested dicts of arrays, got list at 'a/b'"):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    weight: Any
+    bias: Any
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+TREES = {
+    "list": [jnp.arange(3.0), {"a": jnp.ones((2, 2), jnp.bfloat16)}],
+    "named tuple": Pair(jnp.arange(3), (jnp.float32(2), np.float32(3))),
+    "dataclass": {"layers": [Layer(jnp.ones((2, 3)), None), Layer(jnp.zeros(3), jnp.ones(3))]},
+    "integer keys": {0: jnp.ones(2), 11: jnp.zeros(2)},
+    "haiku": {"mlp/~/linear_0": {"w": jnp.ones((2, 3))}, "mlp/~/linear_1": {"w": jnp.zeros((3, 2))}},
+    "nnx": nnx.split(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0))))[1],
+    "equinox": eqx.filter(eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), eqx.is_array),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_any_pytree_comes_back_into_a_template(name, tmp_path):
+    saved, path = TREES[name], tmp_path / "m.safetensors"
+    models.save_params(path, saved)
+    assert_same(models.load_params(path, like=jax.tree.map(jnp.zeros_like, saved)), saved)
+    assert_same(models.load_params(path, like=jax.eval_shape(lambda: saved)), saved)
+    with pytest.raises(ValueError, match="whose structure is not in the file. Pass like="):
+        models.load_params(path)
+
+
+def test_a_template_that_does_not_fit_lists_every_leaf(tmp_path):
+    models.save_params(tmp_path / "m", {"a": jnp.ones(2), "b": [jnp.ones(3)], "c": jnp.ones(4)})
+    with pytest.raises(ValueError) as caught:
+        models.load_params(tmp_path / "m", like={"a": jnp.ones(3), "b": [jnp.ones(3, jnp.bfloat16)], "d": jnp.ones(1)})
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "a: float32 (2,) in the file, float32 (3,) in like",
+        "b/0: float32 (3,) in the file, bfloat16 (3,) in like",
+        "d: missing in the file",
+        "c: not in like.",
+    ]
+
+
+def test_what_is_no_pytree_of_arrays_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="params must be a pytree of arrays, got float at 'a/b/0'"):
         models.save_params(tmp_path / "m", {"a": {"b": [1.0]}})
-    with pytest.raises(ValueError, match=r"got 'b/c' in \('a', 'b/c'\)"):
-        models.save_params(tmp_path / "m", {"a": {"b/c": jnp.ones(1)}})
+    with pytest.raises(TypeError, match="got a random key at 'a'.*nnx.split"):
+        models.save_params(tmp_path / "m", {"a": jax.random.key(0)})
+    with pytest.raises(ValueError, match="two leaves with the path 'a/b'"):
+        models.save_params(tmp_path / "m", {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)})
     with pytest.raises(FileNotFoundError, match="there is no parameter file"):
         models.load_params(tmp_path / "missing")
+
+
+def test_a_backbone_of_another_library_gets_a_new_head():
+    fresh, old = ({"body": [jnp.full(2, x)], "head": Pair(jnp.full(k, x), None)} for x, k in ((0.0, 3), (1.0, 5)))
+    merged = models.merge_pretrained(fresh, old)
+    assert_same(merged, {"body": [jnp.ones(2)], "head": fresh["head"]})
 
 
 def backbone(num_classes: int, seed: int, **attributes):
