@@ -94,7 +94,9 @@ def test_the_reference_has_every_public_name(site):
         found = set(re.findall(r"jaxdp(?:\.\w+)*\.(\w+)", page)) | set(re.findall(r"<code>(\w+)</code>", page))
         modules = [f"jaxdp.{package}"]
         if package == "transforms":  # its names are in its modules
-            modules += [f"jaxdp.transforms.{module}" for module in ("clipping", "intervals", "noise", "losses")]
+            modules += [
+                f"jaxdp.transforms.{module}" for module in ("clipping", "model_check", "intervals", "noise", "losses")
+            ]
         for module in map(importlib.import_module, modules):
             missing = [name for name in getattr(module, "__all__", ()) if name not in found]
             assert not missing, f"docs/reference/{package}.md lacks {missing} of {module.__name__}"

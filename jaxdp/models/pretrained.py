@@ -12,6 +12,7 @@ from flax.traverse_util import unflatten_dict
 from jaxdp.files import Limits, check_finite, understood, write_durably
 from jaxdp.transforms.clipping import paths_of
 
+
 def _flatten(params: Any) -> dict[str, Any]:
     """Returns arrays by their paths, such as "conv/kernel", in the order of the leaves."""
     found: dict[str, Any] = {}

@@ -40,9 +40,7 @@ def _follow(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> tuple[bool, list[bool]]
             if eqn.primitive.name == "scan":
                 carries, first = eqn.params["num_carry"], eqn.params["num_consts"]
                 while any(new and not old for new, old in zip(after[:carries], entered[first:], strict=False)):
-                    entered = [
-                        old or (0 <= i - first < carries and after[i - first]) for i, old in enumerate(entered)
-                    ]
+                    entered = [old or (0 <= i - first < carries and after[i - first]) for i, old in enumerate(entered)]
                     found, after = _follow(body, entered)
             fixed |= found
             if aligned:

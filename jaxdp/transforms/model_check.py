@@ -133,7 +133,9 @@ def check(
     key = jax.random.key(0) if stochastic else None
     found += _check_leaves(params)
     if not any(jnp.issubdtype(getattr(leaf, "dtype", object), jnp.floating) for _, leaf in paths_of(params)):
-        return ModelCheck((*found, Finding("error", "params has no array of floating dtype, so nothing is trained.")), ())
+        return ModelCheck(
+            (*found, Finding("error", "params has no array of floating dtype, so nothing is trained.")), ()
+        )
     kept = trainable or (lambda path, leaf: True)
     f = clipped_grad(
         loss_fn,
@@ -244,9 +246,8 @@ def _check_leaves(params: Any) -> list[Finding]:
                 "Keep params in float32 and cast them in loss_fn."
             )
             found.append(Finding("warning", message))
-        if getattr(leaf, "dtype", None) in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
-            if not jnp.isfinite(leaf).all():
-                found.append(Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again."))
+        if jnp.issubdtype(getattr(leaf, "dtype", object), jnp.inexact) and not jnp.isfinite(leaf).all():
+            found.append(Finding("error", f"params has NaN or infinite values in {path!r}. Initialise it again."))
     return found
 
 
@@ -306,8 +307,8 @@ def _looks_like_a_batch(shapes: Any, accepts: Callable[[Any], bool]) -> list[Fin
     if not accepts(jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + 1, *x.shape[1:]), x.dtype), shapes)):
         return []
     message = (
-        f"All leaves of example have a leading axis of {leaves[0].shape[0]}, and loss_fn accepts any length of it. If it "
-        "is the axis of a batch, pass ONE example, and a loss_fn for one example."
+        f"All leaves of example have a leading axis of {leaves[0].shape[0]}, and loss_fn accepts any length of it. If "
+        "it is the axis of a batch, pass ONE example, and a loss_fn for one example."
     )
     return [Finding("note", message)]
 

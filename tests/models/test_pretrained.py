@@ -84,7 +84,7 @@ def test_any_pytree_comes_back_into_a_template(name, tmp_path):
     models.save_params(path, saved)
     assert_same(models.load_params(path, like=jax.tree.map(jnp.zeros_like, saved)), saved)
     assert_same(models.load_params(path, like=jax.eval_shape(lambda: saved)), saved)
-    with pytest.raises(ValueError, match="whose structure is not in the file. Pass like="):
+    with pytest.raises(ValueError, match="whose structure is not in the file"):
         models.load_params(path)
 
 
@@ -103,7 +103,7 @@ def test_a_template_that_does_not_fit_lists_every_leaf(tmp_path):
 def test_what_is_no_pytree_of_arrays_is_refused(tmp_path):
     with pytest.raises(TypeError, match="params must be a pytree of arrays, got float at 'a/b/0'"):
         models.save_params(tmp_path / "m", {"a": {"b": [1.0]}})
-    with pytest.raises(TypeError, match="got a random key at 'a'.*nnx.split"):
+    with pytest.raises(TypeError, match=r"got a random key at 'a'.*nnx\.split"):
         models.save_params(tmp_path / "m", {"a": jax.random.key(0)})
     with pytest.raises(ValueError, match="two leaves with the path 'a/b'"):
         models.save_params(tmp_path / "m", {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)})
