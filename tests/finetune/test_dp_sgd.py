@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import optax
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
+from flax import nnx
 
 from jaxdp import data, finetune
 from jaxdp.privacy import Ledger, epsilon
@@ -514,6 +516,17 @@ def test_leaves_that_are_no_arrays_are_refused():
     trainer = trainer_of(data.PoissonSampler(N, 0.1))
     with pytest.raises(TypeError, match="float at 'rate'"):
         trainer.init({**params_of(), "rate": 0.5})
+
+
+def test_models_in_place_of_params_are_refused_with_the_line_that_makes_params():
+    trainer = trainer_of(data.PoissonSampler(N, 0.5))
+    for model, message in [
+        (nnx.Linear(4, 3, rngs=nnx.Rngs(0)), r"got an NNX module, Linear.*nnx\.split\(model, nnx\.Param, \.\.\.\)"),
+        (eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)), r"custom_jvp at 'activation'.*eqx\.partition\(model, eqx\."),
+        ({"w": 1.0}, r"got float at 'w'. Convert a number that is trained with jnp\.asarray"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            trainer.init(model)
 
 
 def test_no_noise_is_no_privacy():
