@@ -267,10 +267,11 @@ def clipped_grad(
       A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with `f.sensitivity(adjacency)`.
 
     Raises:
-      ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode, or it combines values
-        of several devices inside `jax.shard_map`.
-      TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes other arguments, or a
-        trainable leaf is complex.
+      ValueError: An argument is out of range. When called: the loss uses BatchNorm in batch mode, it draws random
+        numbers that all examples and calls would share, such as one dropout mask, or it combines values of several
+        devices inside `jax.shard_map`.
+      TypeError: clip_norm is not a number or clip_rule is not a rule. When called: loss_fn takes other arguments,
+        params is a model and not its parameters, or a trainable leaf is complex.
       NotImplementedError: When called: the loss uses a mutable array (`jax.new_ref`). Engine "vmap" supports it.
 
     Formal guarantees:
@@ -348,8 +349,9 @@ _MODELS = {
 }
 
 
-def _model_kind(x: Any) -> tuple[str, str] | None:
-    for base in type(x).__mro__:
+@functools.cache
+def _model_kind(cls: type[Any]) -> tuple[str, str] | None:
+    for base in cls.__mro__:
         for (module, name), kind in _MODELS.items():
             if base.__name__ == name and base.__module__.startswith(module):
                 return kind
@@ -358,8 +360,8 @@ def _model_kind(x: Any) -> tuple[str, str] | None:
 
 def check_params(params: Any) -> None:
     """Raises TypeError if params is or contains a model of Flax or Haiku in place of its parameters."""
-    for node in jax.tree.leaves(params, is_leaf=lambda x: _model_kind(x) is not None):
-        if kind := _model_kind(node):
+    for node in jax.tree.leaves(params, is_leaf=lambda x: _model_kind(x.__class__) is not None):
+        if kind := _model_kind(node.__class__):
             what, remedy = kind
             raise TypeError(f"params must be a pytree of arrays, got {what}, {type(node).__name__}. {remedy}")
 
@@ -830,8 +832,13 @@ def _leaf_treatments(
     """Returns (rules, method, work, bytes) of every trainable leaf, as in `LeafPlan`."""
     sizes = [math.prod(jnp.shape(x)) for x in moving]
     if f.engine == "vmap":
-        _traced(loss, moving, batch)
-        return [((), "vmap", math.nan, 4 * size) for size in sizes]
+        program = _traced(loss, moving, batch)[0].jaxpr
+        read = {id(v) for eqn in program.eqns for v in eqn.invars} | {id(v) for v in program.outvars}
+        used = (id(v) in read for v in program.invars)
+        return [
+            ((), "vmap", math.nan, 4 * n) if u else ((), "no gradient", 0.0, 0)
+            for n, u in zip(sizes, used, strict=False)
+        ]
     plan, _ = _planned(loss, moving, batch)
     treated: list[tuple[tuple[str, ...], str, float, int]] = [((), "no gradient", 0.0, 0)] * len(moving)
     for indices in _connected(plan.sites):

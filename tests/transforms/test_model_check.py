@@ -65,6 +65,8 @@ def test_a_sound_model_has_no_finding_and_a_plan() -> None:
     assert re.search(r"^w +4x3 +float32 +dot_general +factors +[\d.]+x +0 B$", report.explain(), flags=re.MULTILINE)
     head = jaxdp.check(cross_entropy, PARAMS, EXAMPLE, trainable=lambda path, leaf: path == "b", engine="vmap")
     assert [leaf.method for leaf in head.leaves] == ["vmap", "frozen"]
+    unused = jaxdp.check(cross_entropy, {**PARAMS, "old": W}, EXAMPLE, engine="vmap")
+    only(unused, "warning: .*'old', which gets no gradient")
 
 
 @pytest.mark.slow
