@@ -5,6 +5,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from jaxdp.transforms import walker
+
 _DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 
 
@@ -38,9 +40,10 @@ def _follow(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> tuple[bool, list[bool]]
             entered = inputs if aligned else [any(inputs)] * len(body.invars)
             found, after = _follow(body, entered)
             if eqn.primitive.name == "scan":
-                carries, first = eqn.params["num_carry"], eqn.params["num_consts"]
-                while any(new and not old for new, old in zip(after[:carries], entered[first:], strict=False)):
-                    entered = [old or (0 <= i - first < carries and after[i - first]) for i, old in enumerate(entered)]
+                avals = ([v.aval for v in variables] for variables in (eqn.invars, eqn.outvars))
+                first, last = walker.scan_starts(eqn.params["jaxpr"], *avals)
+                while any(new and not old for new, old in zip(after, entered[first:last], strict=False)):
+                    entered = [old or (first <= i < last and after[i - first]) for i, old in enumerate(entered)]
                     found, after = _follow(body, entered)
             fixed |= found
             if aligned:
