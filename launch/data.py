@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Source, sources
+from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, read_npz
 
 Prepare = Callable[[Any], Any]
@@ -39,7 +39,7 @@ CLEAN = "clean"  # no shift
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
 
 
-def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Source]:
+def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     The division into parts does not depend on the records.
@@ -106,7 +106,7 @@ def splits(config: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _of_file(config: Any, part: str) -> Source:
+def _of_file(config: Any, part: str) -> Examples:
     if [*config.parts.values()].count(part) > 1:
         raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
     keys = f"{part}_images", f"{part}_labels"
@@ -158,11 +158,11 @@ def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> 
 
 
 @functools.lru_cache(maxsize=8)
-def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Source:
+def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Examples:
     return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
 
 
-def read(spec: Any, prepare: Prepare | None = None) -> Source:
+def read(spec: Any, prepare: Prepare | None = None) -> Examples:
     """Returns one whole set, or some classes of it.
 
     Args:
@@ -195,7 +195,7 @@ def check_apart(sets: Any, first: str, *others: str) -> None:
             )
 
 
-def under(test: Source | None, config: Any, shift: str) -> Source:
+def under(test: Examples | None, config: Any, shift: str) -> Examples:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
     Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps them.
@@ -216,7 +216,7 @@ def under(test: Source | None, config: Any, shift: str) -> Source:
     return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 
-def in_memory(source: Source, name: str = "") -> Source:
+def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
     columns = source.gather(np.arange(len(source)))
     image = np.rint(255 * columns["image"]).astype(np.uint8)
@@ -225,12 +225,12 @@ def in_memory(source: Source, name: str = "") -> Source:
     )
 
 
-def everything(source: Source) -> dict[str, np.ndarray]:
+def everything(source: Examples) -> dict[str, np.ndarray]:
     """Returns all columns of a source."""
     return source.gather(np.arange(len(source)))
 
 
-def labels(source: Source) -> np.ndarray:
+def labels(source: Examples) -> np.ndarray:
     """Returns all labels of a source without reading an image."""
     stored = source.arrays["label"]
     return stored if source.rows is None else stored[source.rows]
@@ -241,17 +241,17 @@ def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
 
 
-def at_most(source: Source, count: int, *, seed: int) -> Source:
+def at_most(source: Examples, count: int, *, seed: int) -> Examples:
     """Returns a public choice of `count` records in a random order. 0 takes all records."""
     return source.take(choose(len(source), count or len(source), seed=seed))
 
 
-def smallest_class(source: Source) -> int:
+def smallest_class(source: Examples) -> int:
     """Returns the number of records of the rarest class."""
     return int(np.bincount(labels(source), minlength=source.num_classes).min())
 
 
-def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]:
+def few_shots(source: Examples, shots: int, *, seed: int) -> dict[str, np.ndarray]:
     """Returns `shots` records of every class, class by class, drawn without replacement.
 
     Raises:
@@ -264,7 +264,7 @@ def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]
     return source.gather(np.concatenate(rows))
 
 
-def turned(source: Source, quarters: int) -> Source:
+def turned(source: Examples, quarters: int) -> Examples:
     """Returns a source with its images rotated by quarter turns."""
     if quarters % 4 == 0:
         return source
@@ -273,12 +273,12 @@ def turned(source: Source, quarters: int) -> Source:
     return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
 
 
-def cut(source: Source, pieces: int) -> Sequence[Source]:
+def cut(source: Examples, pieces: int) -> Sequence[Examples]:
     """Returns a source in pieces of nearly equal size, in its order."""
     return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]
 
 
-def require_images(sources: Mapping[str, Source]) -> None:
+def require_images(sources: Mapping[str, Examples]) -> None:
     """Raises ValueError for a source without images."""
     for source in sources.values():
         if "image" not in source.arrays:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdp import finetune
-from jaxdp.data import Source
+from jaxdp.data import Examples
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_curves, plot_points
@@ -65,7 +65,7 @@ class _Bench:
             images.update(self.config.sets[dataset])
         return images
 
-    def _task(self, dataset: str) -> tuple[Pretrained, Source, Source]:
+    def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
         found = data.parts(self.images(dataset), "private", "test")
         network = models.with_classes(self.network, found["private"].num_classes)
         private, test = (models.resize(network, found[role]) for role in ("private", "test"))

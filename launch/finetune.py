@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
-from jaxdp.data import Source, augmentation
+from jaxdp.data import Examples, augmentation
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.report import format_table, plot_training, read_metrics
 
@@ -29,9 +29,9 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    public: Source | None
-    private: Source
-    test: Source
+    public: Examples | None
+    private: Examples
+    test: Examples
     network: Pretrained
     trainer: Any
 

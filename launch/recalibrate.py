@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Source
+from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Records
@@ -130,7 +130,7 @@ class Bench:
             flush=True,
         )
 
-    def images(self, shift: str) -> Source:
+    def images(self, shift: str) -> Examples:
         """Returns the test images under a shift."""
         return data.under(self.test, self.config.data, shift)
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from jaxdp import finetune
-from jaxdp.data import PoissonSampler, Source, augmentation
+from jaxdp.data import Examples, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import calibrate_noise
 
@@ -15,7 +15,7 @@ from . import frame, models
 Params = Any
 
 
-def make(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
+def make(config: Any, network: Pretrained, private: Examples, public: Examples | None, images: Any) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
     Args:
@@ -68,7 +68,7 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
     )
 
 
-def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
+def _anchors(public: Examples | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
     """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
     if public is None:
         raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxdp import data as sources
-from jaxdp.data import Source
+from jaxdp.data import Examples
 
 from .. import data
 
@@ -24,14 +24,14 @@ class Parts(NamedTuple):
       stream_test: The test images by each shift of the stream.
     """
 
-    public: Source
-    private: Source
-    sources: tuple[Source, ...]
-    stream: dict[str, Source]
-    client: Source
-    test: Source
-    source_test: dict[str, Source]
-    stream_test: dict[str, Source]
+    public: Examples
+    private: Examples
+    sources: tuple[Examples, ...]
+    stream: dict[str, Examples]
+    client: Examples
+    test: Examples
+    source_test: dict[str, Examples]
+    stream_test: dict[str, Examples]
 
     def records(self, account: str) -> int:
         """Returns the public number of images behind an account of the ledger."""
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     def fingerprints(self, name: str) -> list[str]:
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data are private."""
         part = getattr(self, name)
-        if isinstance(part, Source):
+        if isinstance(part, Examples):
             part = [part]
         named = part.items() if isinstance(part, Mapping) else [(source.name, source) for source in part]
         return [f"{name} {source.fingerprint}" for name, source in named]
@@ -77,7 +77,7 @@ def load(config: Any) -> Parts:
     hospitals = {f"hospital {k}": images for k, images in enumerate(data.cut(held, config.sources))}
     stream = dict(zip(shifts, data.cut(arriving, len(shifts)), strict=True))
 
-    def corrupted(source: Source, shift: str, name: str = "") -> Source:
+    def corrupted(source: Examples, shift: str, name: str = "") -> Examples:
         return data.in_memory(data.under(source, config, shift), name or source.name)
 
     return Parts(

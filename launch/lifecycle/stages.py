@@ -33,7 +33,7 @@ from jaxdp.audit import prediction as prediction_canaries
 from jaxdp.audit import recalibration as recalibration_canaries
 from jaxdp.audit import split as split_canaries
 from jaxdp.audit import tta as tta_canaries
-from jaxdp.data import Source, augmentation, from_arrays
+from jaxdp.data import Examples, augmentation, from_arrays
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
@@ -319,12 +319,12 @@ def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.Pr
     return split.PrivateRelease.calibrated(clip_norm=clip_norm, num_classes=num_classes, **terms)
 
 
-def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Projection, split.PrivateRelease]:
+def _client_release(job: Job) -> tuple[Callable[[Examples], np.ndarray], split.Projection, split.PrivateRelease]:
     """Returns `represent(source) -> [n, 1, D]`, the public projection, and the release with its clip norm."""
     public = job.data.public
     network, backbone = _backbone(job)
 
-    def represent(source: Source) -> np.ndarray:
+    def represent(source: Examples) -> np.ndarray:
         return models.logits(network, backbone, source)[:, None]
 
     projection = split.public_projection(represent(public), job.config.split.directions)
@@ -343,7 +343,7 @@ def deploy(job: Job) -> dict[str, Any]:
     parameters = load_params(job.before["recalibrate"].folder / "confidence.safetensors")
     save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
 
-    def error(params: Params, confidence: recalibration.Recalibration, test: Source) -> float:
+    def error(params: Params, confidence: recalibration.Recalibration, test: Examples) -> float:
         logits = models.logits(network, params, test)
         return _ece(confidence.apply(logits), logits.argmax(1) == data.labels(test))
 
@@ -414,7 +414,7 @@ def certificates(job: Job) -> dict[str, Any]:
     return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
 
 
-def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
+def _featurise(job: Job) -> Callable[[Examples], dict[str, np.ndarray]]:
     """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone, and labels."""
     how, public = job.config.predict, job.data.public
     network, backbone = _backbone(job)
