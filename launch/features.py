@@ -176,7 +176,7 @@ def _some_classes(source: Examples, config: Any) -> Examples:
 
 
 def _network(source: Examples, num_classes: int) -> Pretrained:
-    channels = source.arrays["image"].shape[-1]
+    channels = data.image_shape(source)[-1]
     preprocessing = Preprocessing(size=28, mean=channels * (0.0,), std=channels * (1.0,))
     return Pretrained(Convolutions(num_classes), {}, preprocessing)
 

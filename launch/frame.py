@@ -289,8 +289,6 @@ def account(
     name: str,
     *,
     label: str = "",
-    adjacency: Any = "add_remove",
-    unit: str = "example",
     **terms: Any,
 ) -> Iterator[Account]:
     """Yields the account of a data set in the ledger at `path`. Makes both if they are missing.
@@ -299,11 +297,11 @@ def account(
       path: The path of the ledger.
       name: The name of the data set.
       label: The label of the spends.
-      adjacency, unit, **terms: As in `Ledger.register`.
+      **terms: As in `Ledger.register`, with `launch.data.terms` of the config.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with Ledger(path) as ledger:
-        ledger.register(name, adjacency=adjacency, unit=unit, **terms)
+        ledger.register(name, **terms)
         yield ledger.account(name, label=label)
 
 

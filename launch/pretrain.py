@@ -48,7 +48,7 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     train, test = (models.resize(network, found[role]) for role in ("public", "test"))
     trainer, batches = _trainer(config, network), _batches(config, train)
     batches.check_microbatches(trainer)
-    shape = "x".join(map(str, train.arrays["image"].shape[1:]))
+    shape = "x".join(map(str, data.image_shape(train)))
     print(
         f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "
         f"{shape}, {train.num_classes} classes.",

@@ -182,12 +182,13 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """Recalibrates the first trial at the centre with sources that pay. Judges on records that no source has."""
     config, records = work.config, _records(work, cell.shift)
     adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
+    unit = data.terms(config.data)["unit"]
     rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
     found, parties = {"before": recalibration.none()}, []
     with Ledger(work.root / "ledger.sqlite") as ledger:
         for i, owned in enumerate(np.split(rows, sources)):
-            ledger.register(f"source {i}", adjacency=adjacency, unit="example", records=len(owned), delta=0.0)
+            ledger.register(f"source {i}", adjacency=adjacency, unit=unit, records=len(owned), delta=0.0)
             parties.append(recalibration.Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
         for name in config.figures.reliability_methods:
             folder = work.folder(cell) / "scratch" / frame.file_name(name)

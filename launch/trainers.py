@@ -10,7 +10,7 @@ from jaxdp.data import Examples, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import calibrate_noise
 
-from . import frame, models
+from . import data, frame, models
 
 Params = Any
 
@@ -29,7 +29,7 @@ def make(config: Any, network: Pretrained, private: Examples, public: Examples |
       network: The network to train.
       private: The private images.
       public: PUBLIC images, from which GEP takes its anchors.
-      images: The `data` part of the study's config, for the augmentation.
+      images: The `data` part of the study's config, for the augmentation and the adjacency.
 
     Raises:
       ValueError: The config is inconsistent.
@@ -38,6 +38,7 @@ def make(config: Any, network: Pretrained, private: Examples, public: Examples |
     options = dict(config.method_options.get(config.method, {}))
     sampler = PoissonSampler(len(private), config.batch_size / len(private))
     target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
+    target["adjacency"] = data.terms(images)["adjacency"]
     if config.method == "adp_alloc":
         frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
         kind = options["schedule"].kind

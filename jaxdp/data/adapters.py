@@ -83,13 +83,14 @@ def from_hf(
     _check_random_access(dataset)
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset has the splits {', '.join(dataset)}. Give one of them: from_hf(dataset['train']).")
-    wanted = {column: column for column in dataset.column_names} if columns is None else dict(columns)
-    if missing := [column for column in wanted.values() if column not in dataset.column_names]:
-        raise ValueError(f"dataset has no column {', '.join(missing)}. It has {', '.join(dataset.column_names)}.")
-    if not num_classes and "label" in wanted:
-        num_classes = getattr(dataset.features[wanted["label"]], "num_classes", 0)
-    if dataset.format["type"] is None:
-        dataset = dataset.select_columns(list(wanted.values())).with_format("numpy")
+    plain = dataset.format["type"] is None
+    there = dataset.column_names if plain else list(dataset[0])  # a transform may change the columns
+    wanted = {column: column for column in there} if columns is None else dict(columns)
+    if missing := [column for column in wanted.values() if column not in there]:
+        raise ValueError(f"dataset has no column {', '.join(missing)}. It has {', '.join(there)}.")
+    num_classes = num_classes or getattr(dataset.features.get(wanted.get("label")), "num_classes", 0)
+    if plain:
+        dataset = dataset.select_columns(list(wanted.values())).with_format("numpy", dtype=None)  # None keeps dtypes
 
     def renamed(record: Any) -> Any:
         record = {column: record[stored] for column, stored in wanted.items()}
@@ -116,7 +117,7 @@ def from_grain(
 ) -> Examples:
     """Wraps a random-access source of Grain, a `grain.MapDataset`, or any object with `len()` and `records[i]`.
 
-    Records are read on demand. They may be any nesting of arrays and numbers. Nothing of Grain is imported.
+    Records are read on demand. They may be any nesting of arrays, see `ExampleReader`. Nothing of Grain is imported.
 
     Args:
       records: The object. `records[i]` must be the same whenever it is read: neither augmented nor shuffled anew.
@@ -193,9 +194,7 @@ def from_folder(
     with (root / table).open(newline="", encoding="utf-8-sig") as file:
         rows = list(csv.DictReader(file))
     if not rows or "path" not in rows[0]:
-        raise ValueError(
-            f"{root / table} must have rows and a header with 'path', got {list(rows[0]) if rows else []}."
-        )
+        raise ValueError(f"{root / table} must have rows, and a header with 'path'.")
     text = {key: [row[key] for row in rows] for key in rows[0] if key is not None and key != "path"}
     if classes is not None and "label" in text:
         text["label"] = [_class_of(label, classes, root / table, line) for line, label in enumerate(text["label"], 2)]

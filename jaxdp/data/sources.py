@@ -26,7 +26,7 @@ from jaxdp.data.protocol import Source
 from jaxdp.files import Limits, check_image
 
 _CHUNK_ROWS = 4096
-_CHUNK_BYTES = 2**26
+_CHUNK_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,7 +247,8 @@ class ExampleReader:
     columns, shapes and dtypes of record 0.
 
     Attributes:
-      records: The object. Leaves of a record become NumPy arrays.
+      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists become NumPy arrays.
+        A grey "image" [H, W] becomes [H, W, 1].
       prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be deterministic.
       at_once: The number of records that the fingerprint reads at once.
     """
@@ -267,10 +268,7 @@ class ExampleReader:
           TypeError: A column is not of numbers.
         """
         wanted = rows.tolist()
-        if hasattr(self.records, "__getitems__") and wanted:
-            found = [self._arrays(record) for record in self.records.__getitems__(wanted)]
-        else:
-            found = [self._arrays(self.records[row]) for row in wanted]
+        found = self._read(wanted) if wanted else []
         kind = _kind(self._first)
         for row, record in zip(wanted, found, strict=True):
             if (given := _kind(record)) != kind:
@@ -285,7 +283,7 @@ class ExampleReader:
 
     @functools.cached_property
     def _first(self) -> Any:
-        first = self._arrays(self.records[0])
+        (first,) = self._read([0])
         for path, _, dtype in _kind(first):
             if dtype.kind in "OSUMm":
                 raise TypeError(
@@ -294,12 +292,24 @@ class ExampleReader:
                 )
         return first
 
-    def _arrays(self, record: Any) -> Any:
+    def _read(self, rows: list[int]) -> list[Any]:
+        at_once = hasattr(self.records, "__getitems__")
+        found = self.records.__getitems__(rows) if at_once else [self.records[row] for row in rows]
+        return [self._arrays(row, record) for row, record in zip(rows, found, strict=True)]
+
+    def _arrays(self, row: int, record: Any) -> Any:
         record = record if self.prepare is None else self.prepare(record)
+        try:
+            record = tree.traverse(lambda part: np.asarray(part) if isinstance(part, list) else None, record)
+        except ValueError as error:
+            raise ValueError(f"record {row} has a list of several lengths. Pad it in prepare=.") from error
         # PyTorch makes NumPy arrays of tensors on the host without a gradient only.
-        return tree.map_structure(
+        arrays = tree.map_structure(
             lambda leaf: np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf), record
         )
+        if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
+            arrays["image"] = arrays["image"][..., None]
+        return arrays
 
 
 def _kind(record: Any) -> list[tuple[Any, ...]]:

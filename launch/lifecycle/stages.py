@@ -44,19 +44,20 @@ from jaxdp.transforms import losses
 
 from .. import data, models, trainers
 from .cache import Charges, Job, Stage
-from .parts import Parts
+from .parts import Parts, hospitals
 
 Params = Any
 
 
 def accounts(config: Any) -> dict[str, dict[str, Any]]:
     """Returns the terms of the private data sets by their name in the ledger."""
-    budgets = config.budgets
-    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": "image", **budgets.private}}
-    for k in range(config.data.sources):
-        terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": "image", **budgets.sources}
+    budgets, unit = config.budgets, data.terms(config.data, unit="image")["unit"]
+    data.only_adjacency(config.data, "add_remove")
+    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": unit, **budgets.private}}
+    for k in range(hospitals(config.data)):
+        terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": unit, **budgets.sources}
     replaced = {"stream": budgets.stream, "clinic": budgets.client}
-    return terms | {name: {"adjacency": "replace_one", "unit": "image", **budget} for name, budget in replaced.items()}
+    return terms | {name: {"adjacency": "replace_one", "unit": unit, **budget} for name, budget in replaced.items()}
 
 
 # --- The model ------------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def recalibrate(job: Job) -> dict[str, Any]:
         job.folder / "reliability.png",
         diagrams,
         title="Confidence before and after recalibration",
-        subtitle=f"{len(right)} test images under {shift.replace('_', ' ')}; "
+        subtitle=f"{len(right)} test images{'' if shift == data.CLEAN else ' under ' + shift.replace('_', ' ')}; "
         f"{len(sources)} sources, ε = {epsilon:g} each",
     )
     return {
