@@ -289,6 +289,8 @@ def account(
     name: str,
     *,
     label: str = "",
+    adjacency: Any = "add_remove",
+    unit: str = "example",
     **terms: Any,
 ) -> Iterator[Account]:
     """Yields the account of a data set in the ledger at `path`. Makes both if they are missing.
@@ -297,11 +299,11 @@ def account(
       path: The path of the ledger.
       name: The name of the data set.
       label: The label of the spends.
-      **terms: As in `Ledger.register`, with `launch.data.terms` of the config.
+      adjacency, unit, **terms: As in `Ledger.register`. `launch.data.terms` has those of a config.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with Ledger(path) as ledger:
-        ledger.register(name, **terms)
+        ledger.register(name, adjacency=adjacency, unit=unit, **terms)
         yield ledger.account(name, label=label)
 
 
