@@ -19,7 +19,7 @@ import optax
 from tqdm import tqdm
 
 from jaxdp import tta
-from jaxdp.data import Source, imagenet_r_classes, restrict_classes
+from jaxdp.data import Examples, imagenet_r_classes, restrict_classes
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
@@ -113,7 +113,7 @@ class _Task:
         return tta.Stream(mine, seed=seed, **{name: self.config.protocol[name] for name in how})
 
 
-def _photographs(config: Any, test: Source | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Source]:
+def _photographs(config: Any, test: Examples | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Examples]:
     """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
     found = {}
     for name in tqdm(shifts, desc="reading", unit="corruption"):

@@ -2,16 +2,32 @@
 
 A *set of images* has the fields
 
-    source      "bundled" with scikit-learn, "tfds", or "npz", a file as MedMNIST distributes it
-    name        the name of the set
+    source      "bundled"  a set of scikit-learn
+                "tfds"     TensorFlow Datasets
+                "npz"      .npz files
+                "hf"       a data set of the library `datasets` (Hugging Face)
+                "folder"   a folder of images with CSV files, see `jaxdp.data.from_folder`
+                "package.module:function", which returns the examples of a part: function(part, **options)
+    name        the name of the set, also for messages and the ledger
+    path        npz: the path of a file as MedMNIST distributes it, with the arrays {part}_images and {part}_labels, or
+                a folder of .npz files; hf: a folder of `save_to_disk`, or "" to load `name`; folder: the folder
     data_dir    tfds: the folder of the data; "" is the default folder of TFDS
-    path        npz: the path of the file, with the arrays {part}_images and {part}_labels; also num_classes, limits
     split_seed  bundled: the seed of the division into parts
-    parts       the part of each role, one of `ROLES`:
+    parts       the part of each role, one of `ROLES`. Several parts in a tuple are several sources or streams.
                 bundled  a share of the set (below 1), or a number of records
                 tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
-                npz      a part of the file, or a split of a set of TFDS as above
-    prepare     tfds: whether images differ in size and are resized and cut as the model's preprocessing says
+                npz      a part of the file, a file of the folder such as "train.npz", or a split of TFDS as above
+                hf       a whole split
+                folder   a CSV file in the folder
+    columns     npz, hf: {column: name in the file}; without it all by their own names
+    num_classes npz, hf, folder: the number of classes
+    class_names folder: the names of the classes in the CSV files, if they are not numbers
+    in_memory   hf, folder, function: whether to keep all examples in memory (True), or to read them on demand
+    options     function: its keyword arguments
+    limits      the fields of `jaxdp.files.Limits`
+    prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
+    unit        the unit of privacy in the ledger, see `terms`
+    adjacency   the neighbouring relation in the ledger, see `terms`
     crop_padding, flip   of the augmentation, see `augmentation`
 
 A set under domain shift also has the fields
@@ -21,8 +37,10 @@ A set under domain shift also has the fields
     corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
 """
 
+import csv
 import dataclasses
 import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,16 +48,17 @@ from typing import Any
 import numpy as np
 
 from jaxdp import data
-from jaxdp.data import Source, sources
+from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, read_npz
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # no shift
+SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
 # A bundled set is divided in this order, so studies with the same parts have the same division.
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
 
 
-def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Source]:
+def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     The division into parts does not depend on the records.
@@ -53,8 +72,12 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: The parts do not fit the data or share a record, or the source is unknown.
     """
+    if config.source not in SOURCES and ":" not in config.source:
+        known = ", ".join(map(repr, SOURCES))
+        raise ValueError(f"config.data.source must be {known} or 'package.module:function', got {config.source!r}.")
+    wanted = _wanted(config)
+    chosen = [name for role in roles for name in wanted if _role(name) == role]
     if config.source == "bundled":
-        wanted = _wanted(config)
         whole = data.bundled(config.name)
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
@@ -63,20 +86,46 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
                 f"got {dict(wanted)}."
             )
         cut = dict(zip(wanted, whole.split(shares, seed=config.split_seed), strict=True))
-        return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in roles if k in cut}
-    if config.source not in ("tfds", "npz"):
-        raise ValueError(f"config.data.source must be 'bundled', 'tfds' or 'npz', got {config.source!r}.")
-    where, wanted = splits(config), _wanted(config)
+        return {k: dataclasses.replace(cut[k], name=f"{config.name}/{k}") for k in chosen}
     how = prepare if config.get("prepare", False) else None
+    where = splits(config) if config.source in ("tfds", "npz") else {}
+    _check_apart(config, {name: part for name, part in wanted.items() if name not in where})
     return {
-        role: _read(*where[role], config.data_dir or None, how) if role in where else _of_file(config, wanted[role])
-        for role in roles
-        if role in wanted
+        name: _read(*where[name], config.data_dir or None, how) if name in where else _opened(config, wanted[name], how)
+        for name in chosen
     }
 
 
 def _wanted(config: Any) -> dict[str, Any]:
-    return {role: config.parts[role] for role in ROLES if config.parts.get(role)}
+    """Returns the parts by role. Several parts of a role have the names "role 0", "role 1", ..."""
+    given = {role: config.parts[role] for role in ROLES if config.parts.get(role)}
+    several = {role: part for role, part in given.items() if isinstance(part, list | tuple)}
+    return {
+        name: each
+        for role, part in given.items()
+        for name, each in ([(f"{role} {k}", x) for k, x in enumerate(part)] if role in several else [(role, part)])
+    }
+
+
+def _role(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") -> dict[str, Any]:
+    """Returns unit and adjacency of the private data for `frame.account`.
+
+    Args:
+      config: The `data` part of a study's config. Its fields `unit` and `adjacency` are used if they are there.
+      unit, adjacency: The defaults. A unit is a word for people: the guarantee is for one record of a part, so declare
+        "patient" only if no patient has two records.
+    """
+    return {"unit": config.get("unit", unit), "adjacency": config.get("adjacency", adjacency)}
+
+
+def only_adjacency(config: Any, adjacency: str) -> None:
+    """Raises ValueError if the `data` part of a config has another adjacency than a study's proofs are for."""
+    if (given := config.get("adjacency", adjacency)) != adjacency:
+        raise ValueError(f"config.data.adjacency must be {adjacency!r} for this study, got {given!r}.")
 
 
 def _share(role: str, part: Any, records: int) -> float:
@@ -106,13 +155,63 @@ def splits(config: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _of_file(config: Any, part: str) -> Source:
-    if [*config.parts.values()].count(part) > 1:
-        raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
-    keys = f"{part}_images", f"{part}_labels"
-    image, label = arrays(config, "path", keys, "as MedMNIST distributes it").values()
-    name = f"{config.name}/{part}"
-    return data.from_arrays(image=image, label=label.reshape(-1), num_classes=config.num_classes, name=name)
+def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
+    """Returns a part of npz, hf, folder or a function."""
+    if not isinstance(part, str):
+        raise ValueError(f"config.data.parts must have texts for config.data.source={config.source!r}, got {part!r}.")
+    name, path = f"{config.name}/{part}", config.get("path", "")
+    columns, limits = dict(config.get("columns", {})) or None, Limits(**config.get("limits", {}))
+    how: dict[str, Any] = {"name": name, "num_classes": config.get("num_classes", 0)}
+    match config.source:
+        case "npz" if part.endswith(".npz"):
+            return data.from_npz(os.path.join(path, part), columns=columns, limits=limits, **how)
+        case "npz":
+            image, label = arrays(
+                config, "path", (f"{part}_images", f"{part}_labels"), "as MedMNIST distributes it"
+            ).values()
+            return data.from_arrays(image=image, label=label.reshape(-1), **how)
+        case "hf":
+            if set("[+") & set(part):
+                raise ValueError(f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them before.")
+            found = data.from_hf(path or config.name, part, columns=columns, **how)
+        case "folder":
+            classes = tuple(config.get("class_names", ())) or None
+            found = data.from_folder(path, part, classes=classes, prepare=prepare, limits=limits, **how)
+        case _:
+            found = _called(config, part)
+    return found.load() if config.get("in_memory", True) else found
+
+
+def _called(config: Any, part: str) -> Examples:
+    module, _, function = config.source.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"config.data.source={config.source!r} cannot be imported: {error}.") from error
+    found = make(part, **dict(config.get("options", {})))
+    if not isinstance(found, Examples):
+        raise TypeError(
+            f"config.data.source={config.source!r} must return jaxdp.data.Examples, as from_arrays and from_grain do, "
+            f"got {type(found).__name__}."
+        )
+    return dataclasses.replace(found, name=f"{config.name}/{part}")
+
+
+def _check_apart(config: Any, wanted: Mapping[str, Any]) -> None:
+    """Refuses parts that share a file of records, or an image of a folder."""
+    for part in (parts := list(wanted.values())):
+        if parts.count(part) > 1:
+            raise ValueError(f"config.data.parts has {part!r} for several roles, which would share all records.")
+    owner = dict[str, str]()
+    for name in wanted if config.source == "folder" else ():
+        with open(os.path.join(config.path, wanted[name]), newline="", encoding="utf-8-sig") as file:
+            listed = [os.path.normpath(row.get("path") or "") for row in csv.DictReader(file)]
+        for path in listed:
+            if owner.setdefault(path, name) != name:
+                raise ValueError(
+                    f"config.data.parts.{owner[path]} and config.data.parts.{name} share an image. No account counts "
+                    "both uses of a record. List every image in one part."
+                )
 
 
 def arrays(config: Any, field: str, keys: Sequence[str], what: str) -> dict[str, np.ndarray]:
@@ -158,22 +257,24 @@ def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> 
 
 
 @functools.lru_cache(maxsize=8)
-def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Source:
+def _read(name: str, split: str, data_dir: str | None, prepare: Prepare | None) -> Examples:
     return data.from_tfds(name, split, data_dir=data_dir, prepare=prepare)
 
 
-def read(spec: Any, prepare: Prepare | None = None) -> Source:
+def read(spec: Any, prepare: Prepare | None = None) -> Examples:
     """Returns one whole set, or some classes of it.
 
     Args:
-      spec: Has source, name, data_dir, `split` (tfds), and `classes`, the labels to keep. They are renumbered in this
-        order. () keeps all.
+      spec: Has the fields of a set of images, `split` in place of parts, and `classes`, the labels to keep. They are
+        renumbered in this order. () keeps all.
       prepare: As in `parts`.
     """
     if spec.source == "bundled":
         source = data.bundled(spec.name)
-    else:
+    elif spec.source == "tfds":
         source = _read(spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None)
+    else:
+        source = _opened(spec, spec.split, prepare if spec.prepare else None)
     return source.of_classes(spec.classes) if spec.classes else source
 
 
@@ -195,7 +296,7 @@ def check_apart(sets: Any, first: str, *others: str) -> None:
             )
 
 
-def under(test: Source | None, config: Any, shift: str) -> Source:
+def under(test: Examples | None, config: Any, shift: str) -> Examples:
     """Returns test images under a shift, `CLEAN` or a corruption, always in the same order.
 
     Corruptions that are computed here are computed whenever an image is read. `in_memory` keeps them.
@@ -216,7 +317,7 @@ def under(test: Source | None, config: Any, shift: str) -> Source:
     return test if shift == CLEAN else data.corrupt(test, shift, severity=config.severity)
 
 
-def in_memory(source: Source, name: str = "") -> Source:
+def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
     columns = source.gather(np.arange(len(source)))
     image = np.rint(255 * columns["image"]).astype(np.uint8)
@@ -225,15 +326,14 @@ def in_memory(source: Source, name: str = "") -> Source:
     )
 
 
-def everything(source: Source) -> dict[str, np.ndarray]:
+def everything(source: Examples) -> dict[str, np.ndarray]:
     """Returns all columns of a source."""
     return source.gather(np.arange(len(source)))
 
 
-def labels(source: Source) -> np.ndarray:
+def labels(source: Examples) -> np.ndarray:
     """Returns all labels of a source without reading an image."""
-    stored = source.arrays["label"]
-    return stored if source.rows is None else stored[source.rows]
+    return data.read_column(source, "label")
 
 
 def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
@@ -241,17 +341,17 @@ def choose(count: int, chosen: int, *, seed: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")[:chosen]
 
 
-def at_most(source: Source, count: int, *, seed: int) -> Source:
+def at_most(source: Examples, count: int, *, seed: int) -> Examples:
     """Returns a public choice of `count` records in a random order. 0 takes all records."""
     return source.take(choose(len(source), count or len(source), seed=seed))
 
 
-def smallest_class(source: Source) -> int:
+def smallest_class(source: Examples) -> int:
     """Returns the number of records of the rarest class."""
     return int(np.bincount(labels(source), minlength=source.num_classes).min())
 
 
-def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]:
+def few_shots(source: Examples, shots: int, *, seed: int) -> dict[str, np.ndarray]:
     """Returns `shots` records of every class, class by class, drawn without replacement.
 
     Raises:
@@ -264,7 +364,7 @@ def few_shots(source: Source, shots: int, *, seed: int) -> dict[str, np.ndarray]
     return source.gather(np.concatenate(rows))
 
 
-def turned(source: Source, quarters: int) -> Source:
+def turned(source: Examples, quarters: int) -> Examples:
     """Returns a source with its images rotated by quarter turns."""
     if quarters % 4 == 0:
         return source
@@ -273,13 +373,17 @@ def turned(source: Source, quarters: int) -> Source:
     return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
 
 
-def cut(source: Source, pieces: int) -> Sequence[Source]:
+def cut(source: Examples, pieces: int) -> Sequence[Examples]:
     """Returns a source in pieces of nearly equal size, in its order."""
     return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]
 
 
-def require_images(sources: Mapping[str, Source]) -> None:
+def require_images(sources: Mapping[str, Examples]) -> None:
     """Raises ValueError for a source without images."""
     for source in sources.values():
-        if "image" not in source.arrays:
-            raise ValueError(f"config.data.name must name a data set of images, got {source.name!r} without any.")
+        image_shape(source)
+
+
+def image_shape(source: Examples) -> tuple[int, ...]:
+    """Returns (height, width, channels) of the images. Raises ValueError for a source without images."""
+    return data.check_source(source, "image", argument=f"config.data: {source.name!r}")["image"].shape

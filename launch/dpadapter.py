@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdp import finetune
-from jaxdp.data import Source
+from jaxdp.data import Examples
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_curves, plot_points
@@ -65,7 +65,7 @@ class _Bench:
             images.update(self.config.sets[dataset])
         return images
 
-    def _task(self, dataset: str) -> tuple[Pretrained, Source, Source]:
+    def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
         found = data.parts(self.images(dataset), "private", "test")
         network = models.with_classes(self.network, found["private"].num_classes)
         private, test = (models.resize(network, found[role]) for role in ("private", "test"))
@@ -76,7 +76,7 @@ class _Bench:
         private, public = self.private(method, epsilon, dataset), None
         if private.method == "gep":
             public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
-        return trainers.make(private, network, source, public, self.config.sets[dataset])
+        return trainers.make(private, network, source, public, self.images(dataset))
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it is missing."""
@@ -118,7 +118,8 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell.upstream != SCRATCH:
         start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
     folder = work.folder(cell)
-    terms = {"records": len(source), "epsilon": cell.epsilon, "delta": private.delta}
+    terms = data.terms(bench.images(cell.dataset))
+    terms |= {"records": len(source), "epsilon": cell.epsilon, "delta": private.delta}
     with frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account:
         state = finetune.fit(
             made,

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxdp.data import Source, bundled, from_arrays
+from jaxdp.data import Examples, bundled, from_arrays
 from jaxdp.models import Preprocessing, Pretrained, load_params
 from jaxdp.prediction.features import FeatureMap
 
@@ -38,8 +38,8 @@ class Task(NamedTuple):
       network: Parameters of the frozen network, if one is used.
     """
 
-    train: Source
-    test: Source
+    train: Examples
+    test: Examples
     provenance: str
     network: Mapping[str, Any] | None = None
 
@@ -66,7 +66,7 @@ def blobs(config: Any, _: pathlib.Path) -> Task:
     Fields: separation, std, train and test (numbers of records), seed.
     """
 
-    def draw(part: str, seed: int) -> Source:
+    def draw(part: str, seed: int) -> Examples:
         # RandomState gives the same numbers in all versions of NumPy.
         noise = np.random.RandomState(seed).standard_normal((config[part], 2))
         label = np.arange(config[part]) % 2
@@ -143,7 +143,7 @@ def images(config: Any, network: pathlib.Path) -> Task:
     return Task(parts[0], parts[1], origin, params)
 
 
-def _read(config: Any) -> dict[str, Source]:
+def _read(config: Any) -> dict[str, Examples]:
     """Returns the images of each role. The bundled digits train the network if its own images are missing."""
     roles = ("upstream", "public", "private", "test")
     try:
@@ -158,7 +158,7 @@ def _read(config: Any) -> dict[str, Source]:
         return found | {"upstream": bundled("digits")}
 
 
-def _some_classes(source: Source, config: Any) -> Source:
+def _some_classes(source: Examples, config: Any) -> Examples:
     """Returns some classes, and a share of each. The hash of an image alone decides whether it stays."""
     if not config.classes:
         return source
@@ -175,13 +175,13 @@ def _some_classes(source: Source, config: Any) -> Source:
     return chosen.take(np.array(stay, np.int64))
 
 
-def _network(source: Source, num_classes: int) -> Pretrained:
-    channels = source.arrays["image"].shape[-1]
+def _network(source: Examples, num_classes: int) -> Pretrained:
+    channels = data.image_shape(source)[-1]
     preprocessing = Preprocessing(size=28, mean=channels * (0.0,), std=channels * (1.0,))
     return Pretrained(Convolutions(num_classes), {}, preprocessing)
 
 
-def _pretrained(how: Any, upstream: Source, path: pathlib.Path) -> Mapping[str, Any]:
+def _pretrained(how: Any, upstream: Examples, path: pathlib.Path) -> Mapping[str, Any]:
     """Returns parameters of the convolutions, from the file or trained here."""
     if path.exists():
         return load_params(path)
@@ -198,7 +198,7 @@ def _pretrained(how: Any, upstream: Source, path: pathlib.Path) -> Mapping[str, 
     return {name: params[name] for name in params if name.startswith("conv")}
 
 
-def _vectors(params: Mapping[str, Any] | None, source: Source) -> np.ndarray:
+def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
     """Returns activations of the network, or pixels, [n, d]."""
     if params is None:
         return data.everything(source)["image"].reshape(len(source), -1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
-from jaxdp.data import Source, augmentation
+from jaxdp.data import Examples, augmentation
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.report import format_table, plot_training, read_metrics
 
@@ -18,6 +18,7 @@ from . import data, dpadapter, frame, models, trainers
 
 Params = Any
 
+_CHANGES = {"add_remove": "adding or removing", "replace_one": "replacing", "zero_out": "zeroing out"}
 REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
 
@@ -29,9 +30,9 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    public: Source | None
-    private: Source
-    test: Source
+    public: Examples | None
+    private: Examples
+    test: Examples
     network: Pretrained
     trainer: Any
 
@@ -81,7 +82,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         return {"accuracy": judge(params, task.test)}
     private = config.private
     ledger = root / "ledger.sqlite" if cell.model == "private" else root / "references" / "ledger.sqlite"
-    terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
+    terms = data.terms(config.data)
+    terms |= {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
     with frame.account(ledger, task.private.name, label=cell.model.replace("_", " "), **terms) as account:
         state = finetune.fit(
             task.trainer,
@@ -129,6 +131,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "method": work.config.private.method,
         "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
         "steps": work.config.private.steps,
+        **data.terms(work.config.data),
         "dataset": work.shared.private.name,
     }
 
@@ -155,7 +158,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     text = format_table(rows)
     text += (
         f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for {result['dataset']}"
-        " (adding or removing one example)."
+        f" ({_CHANGES[result['adjacency']]} one {result['unit']})."
     )
     if len(rows) > 1:
         text += (

@@ -299,7 +299,7 @@ def account(
       path: The path of the ledger.
       name: The name of the data set.
       label: The label of the spends.
-      adjacency, unit, **terms: As in `Ledger.register`.
+      adjacency, unit, **terms: As in `Ledger.register`. `launch.data.terms` has those of a config.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with Ledger(path) as ledger:

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from jaxdp import data
-from jaxdp.data import Source
+from jaxdp.data import Examples
 from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
@@ -56,7 +56,7 @@ def network(config: Any, num_classes: int | None = None) -> Pretrained:
     return Pretrained(model, {}, preprocessing)
 
 
-def resize(network: Pretrained, source: Source) -> Source:
+def resize(network: Pretrained, source: Examples) -> Examples:
     """Returns a source whose images have the side and channels that the network takes."""
     return data.resize_images(source, network.preprocessing.size, len(network.preprocessing.mean))
 
@@ -82,7 +82,7 @@ def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
     return cross_entropy
 
 
-def logits(network: Pretrained, params: Params, source: Source, *, batch_size: int = 500) -> np.ndarray:
+def logits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500) -> np.ndarray:
     """Returns the logits of all images of a source, float32 [n, C]."""
     predict = jax.jit(network.apply_fn)
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
@@ -93,7 +93,7 @@ def logits(network: Pretrained, params: Params, source: Source, *, batch_size: i
 def train(
     network: Pretrained,
     params: Params,
-    source: Source,
+    source: Examples,
     how: Any,
     *,
     seed: int,
@@ -127,7 +127,7 @@ def train(
 
 def trained(
     network: Pretrained,
-    images: Callable[[], Source],
+    images: Callable[[], Examples],
     how: Any,
     path: pathlib.Path,
     *,
@@ -155,7 +155,7 @@ def trained(
 
 def source_model(
     config: Any,
-    images: Callable[[], Source],
+    images: Callable[[], Examples],
     root: pathlib.Path,
     name: str = "source",
     *,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.data import Source, resize_images
+from jaxdp.data import Examples, resize_images
 from jaxdp.files import Limits, read_json, read_npz, write_durably, write_json
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
@@ -360,7 +360,7 @@ def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     write_json(path, sums)
 
 
-def _read(spec: Any, preprocessing: Preprocessing) -> Source:
+def _read(spec: Any, preprocessing: Preprocessing) -> Examples:
     """Returns the images that a config names, in the size of the model."""
     source = data.read(spec, preprocessing.prepare)
     return resize_images(source, preprocessing.size, len(preprocessing.mean))

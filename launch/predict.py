@@ -28,7 +28,7 @@ from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves
 
-from . import frame, models, results
+from . import data, frame, models, results
 from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, flip_probability
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
@@ -47,6 +47,7 @@ RELEASED, EXACT = Cell(SINGLE, "released"), Cell(SINGLE, "without noise")
 
 def _cells(config: Any) -> Iterator[Cell]:
     frame.known("mechanisms", config.mechanisms, MECHANISMS)
+    data.only_adjacency(config.data, "add_remove")
     if not config.mechanisms:
         raise ValueError(f"config.mechanisms must have some of {', '.join(MECHANISMS)}.")
     yield RELEASED
@@ -68,7 +69,8 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
 
 def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
     train = work.shared.task.train
-    return frame.account(work.root / folder / "ledger.sqlite", train.name, records=len(train), **terms)
+    terms |= {**data.terms(work.config.data), "records": len(train)}
+    return frame.account(work.root / folder / "ledger.sqlite", train.name, **terms)
 
 
 def _release(work: frame.Work) -> dict[str, Any]:

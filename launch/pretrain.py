@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from jaxdp import pretrain
-from jaxdp.data import Source, augmentation
+from jaxdp.data import Examples, augmentation
 from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 from jaxdp.version import __version__
@@ -35,8 +35,8 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    train: Source
-    test: Source
+    train: Examples
+    test: Examples
     network: Pretrained
     trainer: pretrain.SharpnessTrainer
     batches: pretrain.Batches
@@ -48,7 +48,7 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     train, test = (models.resize(network, found[role]) for role in ("public", "test"))
     trainer, batches = _trainer(config, network), _batches(config, train)
     batches.check_microbatches(trainer)
-    shape = "x".join(map(str, train.arrays["image"].shape[1:]))
+    shape = "x".join(map(str, data.image_shape(train)))
     print(
         f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "
         f"{shape}, {train.num_classes} classes.",
@@ -78,7 +78,7 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
     )
 
 
-def _batches(config: Any, train: Source) -> pretrain.Batches:
+def _batches(config: Any, train: Examples) -> pretrain.Batches:
     shared = config.method.name != "dpadapter"
     return pretrain.Batches(
         num_examples=len(train),

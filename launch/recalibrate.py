@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Source
+from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Records
@@ -130,7 +130,7 @@ class Bench:
             flush=True,
         )
 
-    def images(self, shift: str) -> Source:
+    def images(self, shift: str) -> Examples:
         """Returns the test images under a shift."""
         return data.under(self.test, self.config.data, shift)
 
@@ -182,12 +182,13 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """Recalibrates the first trial at the centre with sources that pay. Judges on records that no source has."""
     config, records = work.config, _records(work, cell.shift)
     adjacency, ((sources, samples, epsilon),) = config.sweep.adjacency, parts(config)[CENTRE]
+    unit = data.terms(config.data)["unit"]
     rows = np.asarray(work.shared.order.rows[0])[: sources * samples]
     logits, labels = np.asarray(records.logits), np.asarray(records.labels)
     found, parties = {"before": recalibration.none()}, []
     with Ledger(work.root / "ledger.sqlite") as ledger:
         for i, owned in enumerate(np.split(rows, sources)):
-            ledger.register(f"source {i}", adjacency=adjacency, unit="example", records=len(owned), delta=0.0)
+            ledger.register(f"source {i}", adjacency=adjacency, unit=unit, records=len(owned), delta=0.0)
             parties.append(recalibration.Party(logits[owned], labels[owned], account=ledger.account(f"source {i}")))
         for name in config.figures.reliability_methods:
             folder = work.folder(cell) / "scratch" / frame.file_name(name)

@@ -72,6 +72,7 @@ class Cost(NamedTuple):
 
 
 def _cells(config: Any) -> Iterator[Any]:
+    data.only_adjacency(config.data, "replace_one")
     for name in ("seeds", "shots", "learning_rates"):
         frame.some(name, config[name])
     for name, given, choices, needed in (
@@ -142,7 +143,7 @@ def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
     # The largest epsilon shows the differences between rates best.
     client = _client(task, min(max(options.shots), data.smallest_class(task.pool)), seed, cell.rate)
     with Ledger.in_memory() as ledger:  # the images are the server's own
-        ledger.register("tuning", **_TERMS, delta=options.delta)
+        ledger.register("tuning", **_terms(bench.config), delta=options.delta)
         account = ledger.account("tuning")
         return bench.private(account, client, epsilon=max(options.epsilons), dimensions=options.dimensions[0])
 
@@ -162,12 +163,13 @@ def _tuned_as(cell: Run) -> str:
     return SA_ONCE if variant.order == "once" else SA
 
 
-_TERMS: dict[str, Any] = {"adjacency": "replace_one", "unit": "image"}
+def _terms(config: Any) -> dict[str, Any]:
+    return data.terms(config.data, unit="image", adjacency="replace_one")
 
 
 def _account(work: frame.Work, name: str) -> Any:
     """Returns the account of a client, whose images pay for its uploads."""
-    return frame.account(work.root / "ledger.sqlite", name, **_TERMS, delta=work.config.private.delta)
+    return frame.account(work.root / "ledger.sqlite", name, **_terms(work.config), delta=work.config.private.delta)
 
 
 def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:

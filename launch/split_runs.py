@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdp import split
 from jaxdp.audit import representations as attacks
-from jaxdp.data import Source
+from jaxdp.data import Examples
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
 from jaxdp.split import baselines, copies, costs
@@ -89,8 +89,8 @@ ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle")
 class Task(NamedTuple):
     """What a client wants to classify. Shots are drawn from the pool, and accuracy is measured on the test images."""
 
-    pool: Source
-    test: Source
+    pool: Examples
+    test: Examples
 
 
 class Client(NamedTuple):
@@ -130,10 +130,10 @@ class Bench:
         self._network = network = models.network(config.model)
         data.check_apart(sets, "client", "server", "tuning", "client_test")
 
-        def read(spec: Any) -> Source:
+        def read(spec: Any) -> Examples:
             return models.resize(network, data.read(spec, network.preprocessing.prepare))
 
-        def task(halves: Sequence[Source], *most: int) -> Task:
+        def task(halves: Sequence[Examples], *most: int) -> Task:
             return Task(*(data.at_most(half, count, seed=seed) for half, count in zip(halves, most, strict=True)))
 
         server, self._pretraining = read(sets.server), None
@@ -168,7 +168,7 @@ class Bench:
         """Parameters of the whole model, with a head for the server's labels."""
         return models.source_model(self.config, self._images, self.root, "backbone", untrained=self._network).params
 
-    def _images(self) -> Source:
+    def _images(self) -> Examples:
         if self._pretraining is None:
             raise ValueError("config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint.")
         return self._pretraining

@@ -6,16 +6,16 @@ import numpy as np
 import optax
 
 from jaxdp import finetune
-from jaxdp.data import PoissonSampler, Source, augmentation
+from jaxdp.data import Examples, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import calibrate_noise
 
-from . import frame, models
+from . import data, frame, models
 
 Params = Any
 
 
-def make(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
+def make(config: Any, network: Pretrained, private: Examples, public: Examples | None, images: Any) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
     Args:
@@ -29,7 +29,7 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
       network: The network to train.
       private: The private images.
       public: PUBLIC images, from which GEP takes its anchors.
-      images: The `data` part of the study's config, for the augmentation.
+      images: The `data` part of the study's config, for the augmentation and the adjacency.
 
     Raises:
       ValueError: The config is inconsistent.
@@ -38,6 +38,7 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
     options = dict(config.method_options.get(config.method, {}))
     sampler = PoissonSampler(len(private), config.batch_size / len(private))
     target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
+    target["adjacency"] = data.terms(images)["adjacency"]
     if config.method == "adp_alloc":
         frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
         kind = options["schedule"].kind
@@ -68,7 +69,7 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
     )
 
 
-def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
+def _anchors(public: Examples | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
     """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
     if public is None:
         raise ValueError(

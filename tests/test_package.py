@@ -154,7 +154,7 @@ def test_one_name_means_one_thing():
                 defined[node.name].append(str(path.relative_to(ROOT / "jaxdp")))
     # A method is what METHODS of its stage names; nothing else is called so.
     assert defined == {
-        "Source": ["data/sources.py"],
+        "Source": ["data/protocol.py"],
         "Party": ["recalibration/protocol.py"],
         "Method": ["recalibration/protocol.py", "tta/method.py"],
         "Task": [],

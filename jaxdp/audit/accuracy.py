@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.audit.trials import Trials
-from jaxdp.data import Source
+from jaxdp.data import Source, take
 from jaxdp.finetune.evaluate import Predict, count_correct, noisy_fraction
 from jaxdp.privacy import GaussianDpEvent
 
@@ -51,7 +51,7 @@ def audit_accuracy(
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
     # With two candidates, the data without one of them contain the other.
-    without = [count_correct(predict, params, source.take(np.delete(np.arange(len(source)), row))) for row in rows]
+    without = [count_correct(predict, params, take(source, np.delete(np.arange(len(source)), row))) for row in rows]
     replaced = runs.adjacency == "replace_one"
     fewer, more = min(without), max(without) if replaced else count_correct(predict, params, source)
     if more <= fewer:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.audit.trials import Trials
-from jaxdp.data import Source, from_arrays
+from jaxdp.data import Source, from_arrays, take
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
@@ -209,7 +209,7 @@ def audit_run(
     seed = new_seed() if seed is None else seed
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     coins = np.random.default_rng(int.from_bytes(seed, "little")).random(len(rows)) < 0.5
-    members, examples = source.take(np.setdiff1d(np.arange(len(source)), rows[~coins])), source.gather(rows)
+    members, examples = take(source, np.setdiff1d(np.arange(len(source)), rows[~coins])), source.gather(rows)
     # Batches are drawn from the members. The divisor stays the trainer's.
     trainer = dataclasses.replace(trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(members)))
     state = _started(trainer, params, seed, "noise one run", "views one run")

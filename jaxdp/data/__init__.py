@@ -1,8 +1,10 @@
 """Data: random-access sources, Poisson sampling, augmentation, and corruptions.
 
-TensorFlow Datasets, scikit-learn, jax-privacy, OpenCV and numba load on use, not with this package.
+TensorFlow Datasets, Hugging Face datasets, scikit-learn, jax-privacy, OpenCV and numba load on use, not with this
+package.
 """
 
+from jaxdp.data.adapters import from_folder, from_grain, from_hf, from_npz, from_torch
 from jaxdp.data.augment import augment, augmentation, normalise, random_crop, random_flip
 from jaxdp.data.corruptions import (
     CORRUPTIONS,
@@ -13,12 +15,24 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.images import resize_images
+from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
-from jaxdp.data.sources import Source, bundled, check_disjoint, from_arrays, from_tfds
+from jaxdp.data.sources import (
+    ExampleReader,
+    Examples,
+    bundled,
+    check_disjoint,
+    from_arrays,
+    from_tfds,
+    read_column,
+    take,
+)
 
 __all__ = [
     "CORRUPTIONS",
     "HELD_OUT_CORRUPTIONS",
+    "ExampleReader",
+    "Examples",
     "FixedBatchSampler",
     "PoissonSampler",
     "Source",
@@ -26,15 +40,23 @@ __all__ = [
     "augmentation",
     "bundled",
     "check_disjoint",
+    "check_source",
     "corrupt",
     "corrupted_tfds",
     "from_arrays",
+    "from_folder",
+    "from_grain",
+    "from_hf",
+    "from_npz",
     "from_tfds",
+    "from_torch",
     "imagenet_r_classes",
     "normalise",
     "pad_to_physical",
     "random_crop",
     "random_flip",
+    "read_column",
     "resize_images",
     "restrict_classes",
+    "take",
 ]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdp.data.sources import Source, from_tfds
+from jaxdp.data.sources import Examples, from_tfds
 
 CORRUPTIONS = (
     *("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -29,13 +29,13 @@ _SMALLEST_SIDE = {"cifar": 8, "imagenet": 32}
 
 
 def corrupt(
-    source: Source,
+    source: Examples,
     name: str,
     *,
     severity: int = 5,
     seed: int = 0,
     scale: Literal["auto", "cifar", "imagenet"] = "auto",
-) -> Source:
+) -> Examples:
     """Returns the source with every image corrupted, one by one, whenever it is gathered.
 
     Labels and positions stay. A corrupted image is a function of the image, the arguments, and its position in the
@@ -80,12 +80,13 @@ def corrupt(
             "such as libGL is missing, replace opencv-python by opencv-python-headless."
         ) from error
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
-    return dataclasses.replace(source, arrays=arrays, name=f"{source.name}/{name}_{severity}")
+    how = f"{name} {severity}, seed {seed}, {scale}"
+    return source.changed(how, arrays=arrays, name=f"{source.name}/{name}_{severity}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CorruptedImages:
-    """A column of a `Source` that reads as a uint8 array [n, H, W, C] and corrupts the rows that are read."""
+    """A column of `Examples` that reads as a uint8 array [n, H, W, C] and corrupts the rows that are read."""
 
     images: np.ndarray
     name: str
@@ -140,7 +141,7 @@ _TFDS_SPLITS = {"cifar10_corrupted": "test", "imagenet2012_corrupted": "validati
 _CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transform": "elastic"}
 
 
-def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str | None = None) -> Source:
+def corrupted_tfds(name: str, corruption: str, severity: int, *, data_dir: str | None = None) -> Examples:
     """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS` for both sets.
 
     Every configuration holds the same photographs.

@@ -5,18 +5,19 @@ import dataclasses
 import numpy as np
 import tree
 
-from jaxdp.data.sources import Source, convert
+from jaxdp.data.protocol import check_source
+from jaxdp.data.sources import ExampleReader, Examples, convert
 
 _CHUNK_ROWS = 1024
 
 
-def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
+def resize_images(source: Examples, size: int = 0, channels: int = 0) -> Examples:
     """Resizes the images of a source, and makes grey ones RGB.
 
     Each image depends on one record and public numbers only, so this is no release about the records.
 
     Args:
-      source: Records with an "image" [H, W, C]. All of them are copied if anything changes.
+      source: Examples with an "image" [H, W, C]. All of them are copied if anything changes.
       size: The side of the square images. 0 keeps the size. Shrinking averages over the area that a new pixel covers,
         enlarging interpolates linearly. The aspect ratio is not kept.
       channels: C. 0 keeps the channels. Only one channel can be changed, by repetition.
@@ -27,17 +28,17 @@ def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     Raises:
       ValueError: The source has no images, size or channels is negative, or several channels would change.
     """
-    stored = source.column("image")
     if size < 0 or channels < 0:
         raise ValueError(f"size and channels must be at least 0, got {size} and {channels}.")
-    height, width, given = stored.shape[1:]
+    height, width, given = check_source(source, "image", argument=f"source {source.name!r}")["image"].shape
     shape = (size, size) if size else (height, width)
     channels = channels or given
     if channels != given and given != 1:
         raise ValueError(f"channels must be {given} or 0 for source {source.name!r}, whose images have {given}.")
     if (*shape, channels) == (height, width, given):
         return source
-    rows = np.arange(len(source)) if source.rows is None else source.rows
+    source = source.load() if isinstance(source.arrays, ExampleReader) else source
+    stored, rows = source.column("image"), source.positions
     others = {key: part for key, part in source.arrays.items() if key != "image"}
     whole = stored.dtype == np.uint8
     image = np.empty((len(rows), *shape, channels), np.uint8 if whole else np.float32)
@@ -48,7 +49,7 @@ def resize_images(source: Source, size: int = 0, channels: int = 0) -> Source:
     arrays = {**tree.map_structure(lambda array: array[rows], others), "image": image}
     for array in tree.flatten(arrays):
         array.flags.writeable = False
-    return dataclasses.replace(source, arrays=arrays, rows=None)
+    return dataclasses.replace(source, arrays=arrays, rows=None, declared="")
 
 
 def resize(image: np.ndarray, shape: tuple[int, int], interpolation: str = "bilinear") -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Random-access sources of examples in host memory.
+"""Examples by position, in host memory or read on demand.
 
-An example of these sources is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
-{"features": float32 [d], "label": int32 []}. A custom `Source` may nest its records in any way.
+An example of the bundled sets is a dict of NumPy arrays: {"image": float32 [H, W, C] in [0, 1], "label": int32 []} or
+{"features": float32 [d], "label": int32 []}. Other records have any columns, nested in any way.
 
 This module computes no statistic of the records. Every scaling constant is public and written in this file. The number
 of classes is declared. Splits depend on positions alone. A mean or a maximum of private rows is an uncharged release.
@@ -22,33 +22,40 @@ from typing import Any
 import numpy as np
 import tree
 
+from jaxdp.data.protocol import Source
 from jaxdp.files import Limits, check_image
 
 _CHUNK_ROWS = 4096
+_CHUNK_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """Examples by position: `len(source)`, `source[i]`, `source.gather(indices)`.
+class Examples:
+    """Examples by position: `len(records)`, `records[i]`, `records.gather(indices)`. It is a `jaxdp.data.Source`.
 
-    Build one with `bundled`, `from_arrays` or `from_tfds`, or from your own arrays.
+    Build one with `bundled` or a function whose name starts with "from_", or from your own arrays.
 
     Attributes:
       arrays: The stored records, which must not be modified: a dict of columns, or any nesting of dicts, lists, tuples
-        and named tuples of arrays with the same first axis. uint8 is for pixels, gathered as float32 in [0, 1]. The
-        functions of this module store "label" as int32, "image" as uint8 or float32, and "features" as float32.
-      num_classes: The number of classes, a public declaration.
+        and named tuples of columns with the same first axis, or a `ExampleReader`. A column is an array, or an object
+        with `dtype`, `shape`, `len()` and `column[rows]`, such as a memory-mapped array. `gather` reads only its rows.
+        dtypes are kept, with one exception: the column "image" is for pixels, and uint8 is gathered as float32 in
+        [0, 1].
+      num_classes: The number of classes, a public declaration. 0 declares none.
       name: The name in messages and ledgers.
       rows: The positions of the examples in `arrays`, in order (int64 [n]). None is all.
+      declared: A text that names the content of `arrays`, for example its version. "" hashes the content instead, see
+        `fingerprint`.
 
     Raises:
       ValueError: There is no array, or two differ in their first axes.
     """
 
     arrays: Any = dataclasses.field(repr=False)
-    num_classes: int
-    name: str
+    num_classes: int = 0
+    name: str = "records"
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    declared: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         found = [("/".join(map(str, path)), str(len(array))) for path, array in tree.flatten_with_path(self.arrays)]
@@ -73,48 +80,51 @@ class Source:
           TypeError: indices are not integers.
           IndexError: An index is outside [0, n). Negative indices do not count from the end.
         """
-        rows = self._stored_rows(indices)
-        return tree.map_structure(lambda array: convert(array[rows]), self.arrays)
+        return tree.map_structure_with_path(
+            lambda path, array: convert(array) if path == ("image",) else array, self._read(self._stored_rows(indices))
+        )
 
     def column(self, key: str) -> Any:
-        """Returns `arrays[key]`. Raises ValueError if the records are not dicts with this key."""
+        """Returns `arrays[key]`. Raises ValueError if the records are not dicts of columns with this key."""
         if not isinstance(self.arrays, Mapping) or key not in self.arrays:
             there = ", ".join(sorted(self.arrays)) if isinstance(self.arrays, Mapping) else type(self.arrays).__name__
-            raise ValueError(f"source {self.name!r} has no column {key!r}. It has {there}.")
+            hint = " Its records are read as a whole: load() reads them into columns."
+            hint = hint if isinstance(self.arrays, ExampleReader) else ""
+            raise ValueError(f"source {self.name!r} has no column {key!r}. It has {there}.{hint}")
         return self.arrays[key]
 
-    def take(self, indices: np.ndarray, *, name: str | None = None) -> "Source":
-        """Returns the source of the examples at `indices` (integers [m] in [0, n)), without copying any record."""
+    def take(self, indices: np.ndarray, *, name: str | None = None) -> "Examples":
+        """Returns the examples at `indices` (integers [m] in [0, n)) as a source. It reads and copies no record."""
         return dataclasses.replace(self, rows=self._stored_rows(indices), name=name or self.name)
 
-    def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Source":
+    def of_classes(self, classes: Sequence[int], *, name: str | None = None) -> "Examples":
         """Returns the source of the examples of some classes, which become classes 0, 1, ... in the given order.
 
         The choice of records depends on their labels. Use it for public data, or as the owner of the data.
 
         Raises:
-          ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is no "label".
+          ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is no column "label",
+            or the number of classes is not declared.
         """
-        wanted = np.asarray(classes, np.int32)
+        wanted, stored = np.asarray(classes, np.int32), self.column("label")
         if len(wanted) < 2 or len(set(wanted.tolist())) < len(wanted):
             raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
         if wanted.min() < 0 or wanted.max() >= self.num_classes:
             raise ValueError(f"classes must be in [0, {self.num_classes}) for {self.name!r}, got {list(classes)}.")
         renamed = np.full(self.num_classes, -1, np.int32)
         renamed[wanted] = np.arange(len(wanted))
-        stored = self.column("label")
-        rows = np.arange(len(stored)) if self.rows is None else self.rows
         label = renamed[stored]
         label.flags.writeable = False
-        arrays = {**self.arrays, "label": label}
+        arrays, rows = {**self.arrays, "label": label}, self.positions
         kept = rows[label[rows] >= 0]
-        return dataclasses.replace(self, arrays=arrays, num_classes=len(wanted), rows=kept, name=name or self.name)
+        how = f"classes {wanted.tolist()}"
+        return self.changed(how, arrays=arrays, num_classes=len(wanted), rows=kept, name=name or self.name)
 
-    def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Source", ...]:
+    def split(self, fractions: Sequence[float], *, seed: int) -> tuple["Examples", ...]:
         """Returns disjoint random parts of the given sizes, for example a public and a private one.
 
         The assignment depends on the number of examples and the public seed only, and is the same for all versions of
-        NumPy. Each part is a separate data set with its own registration.
+        NumPy. It reads no record. Each part is a separate data set with its own registration.
 
         Args:
           fractions: Positive numbers that sum to at most 1. The remaining examples are in no part.
@@ -134,26 +144,72 @@ class Source:
         bounds = zip([0, *ends[:-1]], ends, strict=True)
         return tuple(self.take(order[a:b], name=f"{self.name}[{k}]") for k, (a, b) in enumerate(bounds))
 
+    def load(self) -> "Examples":
+        """Returns the same examples as columns in host memory. The fingerprint of the result is of their content.
+
+        Use it for records that fit and are read often, such as images that are decoded whenever they are read.
+        """
+        chunks = np.split(self.positions, range(_CHUNK_ROWS, len(self), _CHUNK_ROWS))
+        arrays = tree.map_structure(lambda *parts: np.concatenate(parts), *map(self._read, chunks))
+        for array in tree.flatten(arrays):
+            array.flags.writeable = False
+        return dataclasses.replace(self, arrays=arrays, rows=None, declared="")
+
+    def changed(self, how: str, **fields: Any) -> "Examples":
+        """Returns a copy with other fields. `how` describes the change of the content for a declared fingerprint."""
+        return dataclasses.replace(self, **fields, declared=self.declared and f"{self.declared}, {how}")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of the examples in `arrays`, int64 [n]."""
+        return np.arange(len(self)) if self.rows is None else self.rows
+
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 (64 hex digits) of the stored content. A resumed run compares it to refuse other data.
+        """A SHA-256 (64 hex digits). A resumed run compares it to refuse other data.
 
-        It covers num_classes and, per array in the order of the sorted keys, its key (or path, if nested),
-        little-endian dtype, shape and bytes. It does not cover the name of the source. It is a deterministic function
-        of the records, so it can confirm a guess of the whole data set. Do not publish it
-        for private data.
+        Without `declared`, it is of the stored content, which is read once in chunks of bounded size. Equal
+        fingerprints then mean equal records, up to a collision of SHA-256. It covers num_classes and, per array in the
+        order of the sorted keys, its key (or path, if nested), little-endian dtype, shape and bytes. The bytes of a
+        `ExampleReader` come record after record.
+
+        With `declared`, it is of that text, num_classes and the positions. Nothing is read, and changed records are not
+        detected: change the text whenever a record changes. If a crashed run resumes on other records under the same
+        text, both runs have the same noise, and what was seen of both reveals records.
+
+        It does not cover the name of the source. The hash of the content can confirm a guess of the whole data set. Do
+        not publish it for private data.
         """
         digest = hashlib.sha256()
-        for path, array in tree.flatten_with_path(self.arrays):
-            little = array.dtype.newbyteorder("<")
-            key = path[0] if len(path) == 1 else path
-            header = [key, little.str, [len(self), *array.shape[1:]], self.num_classes]
-            digest.update(json.dumps(header).encode() + b"\n")
-            for start in range(0, len(self), _CHUNK_ROWS):
-                stop = min(len(self), start + _CHUNK_ROWS)
-                rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
-                digest.update(np.ascontiguousarray(array[rows], little).tobytes())
+        if self.declared:
+            digest.update(json.dumps([self.declared, self.num_classes, len(self)]).encode() + b"\n")
+            digest.update(self.positions.astype("<i8").tobytes())
+        elif isinstance(self.arrays, ExampleReader):
+            for start in range(0, len(self), self.arrays.at_once):
+                arrays = tree.flatten_with_path(self._read(self.positions[start : start + self.arrays.at_once]))
+                if start == 0:
+                    digest.update(b"".join(self._header(path, array) for path, array in arrays))
+                for row in range(len(arrays[0][1])):
+                    digest.update(b"".join(_little(array[row]).tobytes() for _, array in arrays))
+        else:
+            for path, array in tree.flatten_with_path(self.arrays):
+                digest.update(self._header(path, array))
+                at_once = _rows_at_once(array)
+                for start in range(0, len(self), at_once):
+                    stop = min(len(self), start + at_once)
+                    rows: Any = slice(start, stop) if self.rows is None else self.rows[start:stop]
+                    digest.update(_little(array[rows]).tobytes())
         return digest.hexdigest()
+
+    def _header(self, path: tuple[Any, ...], array: Any) -> bytes:
+        key = path[0] if len(path) == 1 else path
+        little = array.dtype.newbyteorder("<")
+        return json.dumps([key, little.str, [len(self), *array.shape[1:]], self.num_classes]).encode() + b"\n"
+
+    def _read(self, rows: np.ndarray) -> Any:
+        if isinstance(self.arrays, ExampleReader):
+            return self.arrays[rows]
+        return tree.map_structure(lambda column: np.asarray(column[rows]), self.arrays)
 
     def _stored_rows(self, indices: np.ndarray) -> np.ndarray:
         indices = np.asarray(indices)
@@ -174,71 +230,224 @@ def convert(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32) / np.float32(255) if array.dtype == np.uint8 else array
 
 
-def from_arrays(
-    *,
-    label: np.ndarray,
-    num_classes: int,
-    image: np.ndarray | None = None,
-    features: np.ndarray | None = None,
-    name: str = "arrays",
-) -> Source:
-    """Wraps local NumPy arrays. Give exactly one of `image` and `features`.
+def _little(array: Any) -> np.ndarray:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+
+
+def _rows_at_once(array: Any) -> int:
+    row = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+    return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, row)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleReader:
+    """Records that are read as a whole, one by one, from an object with `len()` and `records[i]`.
+
+    `reader[rows]` reads only these records, by `records.__getitems__` if there is one. All records must have the
+    columns, shapes and dtypes of record 0.
+
+    Attributes:
+      records: The object. A record is any nesting of dicts and tuples. Its leaves and its lists become NumPy arrays.
+        A grey "image" [H, W] becomes [H, W, 1].
+      prepare: `prepare(record) -> record`, for example to encode text or to pad. It must be deterministic.
+      at_once: The number of records that the fingerprint reads at once.
+    """
+
+    records: Any
+    prepare: Callable[[Any], Any] | None = None
+    at_once: int = 64
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, rows: np.ndarray) -> Any:
+        """Returns the records at `rows`, integers [B], stacked.
+
+        Raises:
+          ValueError: A record differs from record 0. The message names it, for the owner who reads the data.
+          TypeError: A column is not of numbers.
+        """
+        wanted = rows.tolist()
+        found = self._read(wanted) if wanted else []
+        kind = _kind(self._first)
+        for row, record in zip(wanted, found, strict=True):
+            if (given := _kind(record)) != kind:
+                other = sorted({"/".join(map(str, path)) for path, *_ in set(given) ^ set(kind)})
+                raise ValueError(
+                    f"record {row} differs from record 0 in the shape or dtype of {', '.join(other)}. Give all records "
+                    "the same columns, shapes and dtypes, for example by padding in prepare=."
+                )
+        if not found:
+            return tree.map_structure(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), self._first)
+        return tree.map_structure(lambda *leaves: np.stack(leaves), *found)
+
+    @functools.cached_property
+    def _first(self) -> Any:
+        (first,) = self._read([0])
+        for path, _, dtype in _kind(first):
+            if dtype.kind in "OSUMm":
+                raise TypeError(
+                    f"column {'/'.join(map(str, path))!r} has the dtype {dtype}. Encode it as numbers in prepare=, or "
+                    "leave it out."
+                )
+        return first
+
+    def _read(self, rows: list[int]) -> list[Any]:
+        at_once = hasattr(self.records, "__getitems__")
+        found = self.records.__getitems__(rows) if at_once else [self.records[row] for row in rows]
+        return [self._arrays(row, record) for row, record in zip(rows, found, strict=True)]
+
+    def _arrays(self, row: int, record: Any) -> Any:
+        record = record if self.prepare is None else self.prepare(record)
+        try:
+            record = tree.traverse(lambda part: np.asarray(part) if isinstance(part, list) else None, record)
+        except ValueError as error:
+            raise ValueError(f"record {row} has a list of several lengths. Pad it in prepare=.") from error
+        # PyTorch makes NumPy arrays of tensors on the host without a gradient only.
+        arrays = tree.map_structure(
+            lambda leaf: np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf), record
+        )
+        if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
+            arrays["image"] = arrays["image"][..., None]
+        return arrays
+
+
+def _kind(record: Any) -> list[tuple[Any, ...]]:
+    return [(path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten_with_path(record)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """Some examples of any source."""
+
+    whole: Source
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def gather(self, indices: np.ndarray) -> Any:
+        return self.whole.gather(self.rows[np.asarray(indices, np.int64)])
+
+    @property
+    def fingerprint(self) -> str:
+        rows = hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+        return hashlib.sha256(json.dumps([self.whole.fingerprint, rows]).encode()).hexdigest()
+
+
+def take(source: Source, indices: np.ndarray) -> Source:
+    """Returns the examples at `indices` (integers [m] in [0, n)) of any source, as `Examples.take`. Reads nothing."""
+    return source.take(indices) if isinstance(source, Examples) else _Part(source, np.asarray(indices, np.int64))
+
+
+def read_column(source: Source, key: str) -> np.ndarray:
+    """Returns all values of a column of any source, [n, ...] in order, with the rest of the records unread if possible.
+
+    Raises:
+      ValueError: The records have no such column.
+    """
+    if isinstance(source, Examples) and not isinstance(source.arrays, ExampleReader):
+        return np.asarray(source.column(key)[source.positions])
+    chunks = np.split(np.arange(len(source)), range(64, len(source), 64))
+    batches = [source.gather(rows) for rows in chunks]
+    if not (isinstance(batches[0], Mapping) and key in batches[0]):
+        raise ValueError(f"source {getattr(source, 'name', '')!r} has no column {key!r}.")
+    return np.concatenate([np.asarray(batch[key]) for batch in batches])
+
+
+def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -> Examples:
+    """Wraps local arrays, one keyword per column, for example `from_arrays(tokens=..., mask=..., name="reviews")`.
+
+    The dtype of a column is kept, except for three names with a meaning:
+
+    - "image": Pixels, [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1], stored as
+      float32. `gather` returns float32 in [0, 1] for both.
+    - "features": Real numbers [n, d]. Floating point is stored as float32. Nothing is rescaled. Scale with public
+      constants only.
+    - "label", if num_classes is given: Integers [n] in [0, num_classes), stored as int32.
+
+    A memory-mapped column (`numpy.load(path, mmap_mode="r")`, `numpy.memmap`) stays on disk: its values are neither
+    checked nor converted here, and `gather` reads its rows on demand.
 
     Single records with NaN are accepted, because private training zeroes their gradients. Records without any finite
     number are refused, because training on them spends the budget and learns nothing. Errors about the records are for
     the owner who loads the data, and are not a release.
 
     Args:
-      label: Integers [n] in [0, num_classes).
-      num_classes: A public declaration. It is not read off the labels.
-      image: [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1].
-      features: Numbers [n, d], stored as float32 and not rescaled. Scale with public constants only.
+      num_classes: The number of classes, at least 2, a public declaration. It is not read off the labels. 0 declares
+        none.
       name: The name of the source.
+      columns: Arrays [n, ...] of numbers or booleans, or any nesting of such arrays.
 
     Raises:
-      ValueError: Shapes do not match, labels or pixels are out of range, or no number is finite. No value is shown.
+      ValueError: There is no column, shapes do not match, labels or pixels are out of range, or no number is finite.
+        No value is shown.
       TypeError: A dtype is not as above.
     """
-    if (image is None) == (features is None):
-        raise ValueError("Give exactly one of image and features.")
-    if num_classes < 2:
+    if not columns:
+        raise ValueError("from_arrays needs at least one column, for example image=, features= or tokens=.")
+    if num_classes < 0 or num_classes == 1:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
+    if num_classes and "label" in columns:
+        columns["label"] = _as_labels(columns["label"], num_classes)
+    named = {"image": _as_images, "features": _as_features}
+    stored = {key: named[key](value) if key in named else value for key, value in columns.items()}
+    return Examples(tree.map_structure_with_path(functools.partial(_as_column, name), stored), num_classes, name)
+
+
+def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
+    key = "/".join(map(str, path))
+    array = values if isinstance(values, np.memmap) else np.asarray(values)
+    if array.dtype.kind in "OSUMm" or not array.ndim:
+        raise TypeError(
+            f"{key} of source {name!r} must be an array [n, ...] of numbers, got dtype {array.dtype} and shape "
+            f"{array.shape}. Encode text and dates as numbers, and pad lists to one length."
+        )
+    if isinstance(array, np.memmap):
+        return array
+    if array.size and array.dtype.kind == "f" and not np.isfinite(array).any():
+        raise ValueError(f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it again.")
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def _as_labels(label: Any, num_classes: int) -> np.ndarray:
     labels = np.asarray(label)
     if labels.ndim != 1:
-        raise ValueError(f"label must have shape [n], got {labels.shape}.")
+        raise ValueError(f"label must have shape [n], got {labels.shape}. Leave out num_classes for other labels.")
     if not np.issubdtype(labels.dtype, np.integer):
-        raise TypeError(f"label must be integers, got dtype {labels.dtype}.")
+        raise TypeError(f"label must be integers, got dtype {labels.dtype}. Leave out num_classes for other labels.")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
         raise ValueError(f"label must be in [0, {num_classes}), but some are outside. Declare num_classes to fit.")
-    key, values = ("image", _as_images(image)) if image is not None else ("features", _as_features(features))
-    if values.size and values.dtype.kind == "f" and not np.isfinite(values).any():
-        raise ValueError(f"{key} of source {name!r} has no finite number. The file is damaged. Get or make it again.")
-    labels = labels.astype(np.int32)
-    values.flags.writeable = labels.flags.writeable = False
-    return Source({key: values, "label": labels}, num_classes, name)
+    return labels.astype(np.int32)
 
 
-def _as_images(image: np.ndarray) -> np.ndarray:
-    image = np.asarray(image)
+def _as_images(image: Any) -> np.ndarray:
+    image = image if isinstance(image, np.memmap) else np.asarray(image)
     if image.ndim == 3:
         image = image[..., None]
     if image.ndim != 4:
-        raise ValueError(f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}.")
-    if image.dtype == np.uint8:
-        return image.view()
-    if not np.issubdtype(image.dtype, np.floating):
+        raise ValueError(
+            f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}. Give volumes another name than image."
+        )
+    if image.dtype != np.uint8 and not np.issubdtype(image.dtype, np.floating):
         raise TypeError(f"image must be uint8 in 0..255 or floating point in [0, 1], got dtype {image.dtype}.")
+    if image.dtype == np.uint8 or isinstance(image, np.memmap):
+        return image
     if np.any((image < 0) | (image > 1)):
         raise ValueError("image must be in [0, 1] when floating point. Divide by the largest possible pixel value.")
     return image.astype(np.float32)
 
 
 def _as_features(features: Any) -> np.ndarray:
-    features = np.asarray(features)
+    features = features if isinstance(features, np.memmap) else np.asarray(features)
     if features.ndim != 2:
-        raise ValueError(f"features must have shape [n, d], got {features.shape}.")
+        raise ValueError(f"features must have shape [n, d], got {features.shape}. Give other arrays another name.")
     if not np.issubdtype(features.dtype, np.number) or np.iscomplexobj(features):
         raise TypeError(f"features must be real numbers, got dtype {features.dtype}.")
+    if isinstance(features, np.memmap) or not np.issubdtype(features.dtype, np.floating):
+        return features
     return features.astype(np.float32)
 
 
@@ -258,7 +467,7 @@ _BREAST_CANCER_RANGES = {
 }
 
 
-def bundled(name: str) -> Source:
+def bundled(name: str) -> Examples:
     """Returns a data set that needs no download: "digits", "breast_cancer" or "blobs".
 
     - "digits": 1797 handwritten digits, image 8x8x1 with 17 grey levels divided by 16, 10 classes (UCI).
@@ -314,7 +523,7 @@ def from_tfds(
     download: bool = False,
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
     limits: Limits | None = None,
-) -> Source:
+) -> Examples:
     """Reads a prepared TensorFlow Datasets split into memory with `tfds.data_source`, without TensorFlow.
 
     It handles data sets with an "image" of one fixed shape and a class "label", and the table "adult" (UCI census

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source, pad_to_physical
+from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data.protocol import inputs_of
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
@@ -20,14 +21,18 @@ Predict = Callable[[Any, jax.Array], jax.Array]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _correct(predict: Predict, params: Any, batch: Any, mask: jax.Array) -> jax.Array:
-    inputs = batch["image"] if "image" in batch else batch["features"]
-    return ((predict(params, inputs).argmax(-1) == batch["label"]) & mask).sum()
+    return ((predict(params, inputs_of(batch)).argmax(-1) == batch["label"]) & mask).sum()
 
 
 def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
     """Counts the examples whose largest logit is at their label, without privacy. Arguments are as in `accuracy`."""
+    check_source(source, "label")
     if not len(source):
-        raise ValueError(f"source {source.name!r} has no examples. Accuracy needs at least one.")
+        raise ValueError(f"source {getattr(source, 'name', '')!r} has no examples. Accuracy needs at least one.")
+    return _count(predict, params, source, batch_size)
+
+
+def _count(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
     return sum(int(_correct(predict, params, *batch)) for batch in _batches(source, batch_size))
 
 
@@ -43,13 +48,14 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
     that claims to be private. For private data use `charged_accuracy`.
 
     Args:
-      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
+      predict: `predict(params, inputs [B, ...]) -> logits [B, K]`. The inputs are the column "image", or else
+        "features", or else the dict of all columns but "label".
       params: The parameters for `predict`.
-      source: Examples with an "image" or "features", and a "label".
+      source: Examples with a column "label" of integers [].
       batch_size: The number of examples per call.
 
     Raises:
-      ValueError: source is empty.
+      TypeError, ValueError: source is empty, or not as `jaxdp.data.check_source(source, "label")` demands.
     """
     return count_correct(predict, params, source, batch_size=batch_size) / len(source)
 
@@ -84,8 +90,8 @@ def charged_accuracy(
       The estimate, clipped to [0, 1]. Before clipping its standard deviation is noise_multiplier / len(source).
 
     Raises:
-      BudgetExceeded: The account cannot pay. The data is not read.
-      ValueError: noise_multiplier is not positive and finite.
+      BudgetExceeded: The account cannot pay. Only the first and last examples are read, for a check.
+      TypeError, ValueError: noise_multiplier is not positive and finite, or source is not as in `accuracy`.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed. Clipping is post-processing. The number
@@ -96,8 +102,10 @@ def charged_accuracy(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Use accuracy() on public data."
         )
 
+    check_source(source, "label")
+
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
-        count = count_correct(predict, params, source, batch_size=batch_size)
+        count = _count(predict, params, source, batch_size)
         key = stream(secret, "accuracy")
         return {"accuracy": np.asarray(noisy_fraction(key, count, len(source), noise_multiplier))}
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxdp.data import Source
+from jaxdp.data import Source, check_source
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Account
 from jaxdp.release import Checkpoints, Release, Till, stream
@@ -49,7 +49,8 @@ def fit(
     Args:
       trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
       params: The first parameters. A resumed run does not read them.
-      source: The private examples. `len(source)` must be the sampler's `num_examples`.
+      source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first and last examples are
+        read for a check before anything is spent.
       steps: The total number of steps.
       account: The account that is charged, `ledger.account(name)` of the registered data set.
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
@@ -66,6 +67,7 @@ def fit(
 
     Raises:
       BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
+      TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
       ValueError: source and sampler differ in size. The workdir has a run with more than `steps` steps, another process
         uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
 
@@ -75,6 +77,7 @@ def fit(
       ends bit-identical to a run that is not killed. A loss that calls back to Python is not repeated: its interrupted
       chunk is charged again. No secret is left when the call returns, or when it fails between two chunks.
     """
+    check_source(source)
     trainer.check(source)
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")

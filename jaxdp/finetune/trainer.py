@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import PoissonSampler, Source, pad_to_physical
+from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
@@ -161,7 +162,8 @@ class PrivateTrainer:
         )
 
     def check(self, source: Source) -> None:
-        """Raises ValueError if `source` and the sampler differ in size."""
+        """Raises TypeError if `source` is no `Source`, ValueError if it and the sampler differ in size."""
+        check_members(source)
         if len(source) != self.sampler.num_examples:
             raise ValueError(
                 f"source has {len(source)} examples, but the sampler draws from {self.sampler.num_examples}. Its event "
@@ -184,7 +186,7 @@ class PrivateTrainer:
         The metrics are functions of the released values and cost nothing beyond the step's event.
 
         Raises:
-          ValueError: As in `check`.
+          TypeError, ValueError: As in `check`.
         """
         self.check(source)
         state = self.refreshed(state)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Source, pad_to_physical
+from jaxdp.data import Source, check_source, pad_to_physical
+from jaxdp.data.protocol import inputs_of
 
 Predict = Callable[[Any, jax.Array], jax.Array]
 
@@ -39,7 +40,7 @@ def robust_accuracy(
     Args:
       predict: `predict(params, inputs [B, ...]) -> logits [B, K]`.
       params: Floating-point arrays.
-      source: PUBLIC or held-out examples with an "image" or "features", and a "label". Nothing is charged.
+      source: PUBLIC or held-out examples, as in `jaxdp.finetune.accuracy`. Nothing is charged.
       std: The standard deviation of the noise, or S of them. All see the same draws, scaled.
       draws: D, the number of noise vectors. Each is the same for all examples.
       relative: Whether the noise on each array is std times its root mean square.
@@ -54,8 +55,9 @@ def robust_accuracy(
     Raises:
       ValueError: source is empty, a std is negative or not finite, or draws or draws_per_call are below 1.
     """
+    check_source(source, "label")
     if not len(source):
-        raise ValueError(f"source {source.name!r} has no examples. Accuracy needs at least one.")
+        raise ValueError(f"source {getattr(source, 'name', '')!r} has no examples. Accuracy needs at least one.")
     stds = np.atleast_1d(np.asarray(std, np.float32))
     if not (stds.size and np.all(stds >= 0) and np.all(np.isfinite(stds))):
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
@@ -80,10 +82,9 @@ def _correct(
     predict: Predict, relative: bool, params: Any, key: Any, draws: Any, std: Any, batch: Any, mask: Any
 ) -> jax.Array:
     """Counts the correct answers [D] of the models perturbed by the given draws."""
-    inputs = batch["image"] if "image" in batch else batch["features"]
 
     def one(draw: jax.Array) -> jax.Array:
-        logits = predict(_moved(jax.random.fold_in(key, draw), params, std, relative), inputs)
+        logits = predict(_moved(jax.random.fold_in(key, draw), params, std, relative), inputs_of(batch))
         return ((logits.argmax(-1) == batch["label"]) & mask).sum()
 
     return jax.vmap(one)(draws)

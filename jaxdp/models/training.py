@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jaxdp.data import FixedBatchSampler, Source
+from jaxdp.data import FixedBatchSampler, check_source
 
 
 def fit_public(
@@ -35,7 +35,7 @@ def fit_public(
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`.
       params: The pytree to start from.
-      data: Public examples, a `Source` or a pytree of arrays with one first axis.
+      data: Public examples, a `jaxdp.data.Source` or a pytree of arrays with one first axis.
       optimizer: Any optax optimizer.
       steps, batch_size: The number of updates, and of examples in each.
       seed: 16 bytes that fix the order of the examples and the augmentation.
@@ -45,13 +45,15 @@ def fit_public(
     Returns:
       The trained parameters.
     """
-    if not isinstance(data, Source):
+    if stored := hasattr(data, "gather"):
+        check_source(data, argument="data")
+    else:
         data = jax.tree.map(np.asarray, data)
-    count = len(data) if isinstance(data, Source) else len(jax.tree.leaves(data)[0])
+    count = len(data) if stored else len(jax.tree.leaves(data)[0])
     sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
 
     def gather(rows: np.ndarray) -> Any:
-        return data.gather(rows) if isinstance(data, Source) else jax.tree.map(lambda leaf: leaf[rows], data)
+        return data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()

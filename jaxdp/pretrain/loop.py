@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jaxdp.data import FixedBatchSampler, Source
+from jaxdp.data import FixedBatchSampler, Source, check_source
 from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.release import Checkpoints, alone, derive, stream
@@ -69,6 +69,7 @@ def fit(
     Raises:
       ValueError: An argument is out of range, or the workdir holds another run. Nothing is computed.
     """
+    check_source(source)
     plan = Batches(
         len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
     )
@@ -86,7 +87,7 @@ def fit(
     def views(key: jax.Array, step: jax.Array, number: jax.Array, examples: Any) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(key, step), number)
         assert augment is not None
-        return jax.vmap(augment)(jax.random.split(key, len(examples["label"])), examples)
+        return jax.vmap(augment)(jax.random.split(key, len(jax.tree.leaves(examples)[0])), examples)
 
     def batch(indices: np.ndarray, step: int, number: int, place: Any) -> Any:
         examples = jax.device_put(source.gather(indices), place)

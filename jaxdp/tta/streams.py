@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxdp.data import Source
+from jaxdp.data import Source, check_source, read_column
 from jaxdp.tta.method import check_name
 
 Order = Literal["continual", "mixed", "label_shifted"]
@@ -75,7 +75,8 @@ class Stream:
         phase is random. Infinite odds give strictly one class after another, odds of 1 give "continual".
 
     Attributes:
-      domains: {name: source} in stream order, with one image shape and one number of classes.
+      domains: {name: source} in stream order, with one image shape and one number of classes. Without a column "label"
+        the labels of batches are -1.
       batch_size: B >= 1, the size of every batch and the public divisor of its update.
       order: See above.
       reset: "never", "domain" or "batch". "domain" resets before the first batch of every domain ("episodic" in the
@@ -129,12 +130,13 @@ class Stream:
             raise ValueError("reset='domain' has no meaning with order='mixed'. Use reset='never' or 'batch'.")
         if not self.domains:
             raise ValueError("domains must hold at least one source.")
-        for name, source in self.domains.items():
-            if "image" not in source.arrays:
-                raise ValueError(f"domains[{name!r}] has no column 'image', only {sorted(source.arrays)}.")
-        kinds = {(s.arrays["image"].shape[1:], s.num_classes) for s in self.domains.values()}
-        if len(kinds) > 1:
-            raise ValueError(f"domains must have one image shape and number of classes, got {sorted(kinds)}.")
+        classes = [getattr(source, "num_classes", 0) for source in self.domains.values()]
+        if len({*zip(self._shapes, classes, strict=True)}) > 1:
+            raise ValueError(
+                f"domains must have one image shape and number of classes, got {self._shapes} and {classes}."
+            )
+        if self.order == "label_shifted" and not classes[0]:
+            raise ValueError("order='label_shifted' needs domains with a column 'label' and num_classes.")
         longest = max(len(source) for source in self.domains.values())
         if self.units is not None and len(self.units) != longest:
             raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}.")
@@ -159,12 +161,12 @@ class Stream:
         rows, reset = self._schedule[index]
         owner, positions = rows.T
         sources = list(self.domains.values())
-        images = np.zeros((self.batch_size, *sources[0].arrays["image"].shape[1:]), np.float32)
+        images = np.zeros((self.batch_size, *self._shapes[0]), np.float32)
         labels = np.full(self.batch_size, -1, np.int32)
         for domain in np.unique(owner):
             here = np.flatnonzero(owner == domain)
             examples = sources[domain].gather(positions[here])
-            images[here], labels[here] = examples["image"], examples["label"]
+            images[here], labels[here] = examples["image"], examples.get("label", -1)
         mask = np.arange(self.batch_size) < len(rows)
         return Batch(images, labels, mask, *self._named(rows), reset)
 
@@ -179,6 +181,12 @@ class Stream:
         names, numbers = list(self.domains), positions.tolist()
         units = numbers if self.units is None else [self.units[i] for i in numbers]
         return tuple(names[i] for i in owner), positions, tuple(units)
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """The shape of an image of each domain."""
+        named = self.domains.items()
+        return [check_source(source, "image", argument=f"domains[{k!r}]")["image"].shape for k, source in named]
 
     @functools.cached_property
     def _schedule(self) -> list[tuple[np.ndarray, bool]]:
@@ -209,14 +217,14 @@ class Stream:
         return [rows[start : min(stop, start + self.batch_size)] for start in range(0, stop, self.batch_size)]
 
     def _label_shifted(self, source: Source) -> np.ndarray:
-        labels = source.arrays["label"] if source.rows is None else source.arrays["label"][source.rows]
-        own, count = 1 / (1 + (source.num_classes - 1) / self.imbalance), len(labels)
+        labels, classes = read_column(source, "label"), getattr(source, "num_classes", 0)
+        own, count = 1 / (1 + (classes - 1) / self.imbalance), len(labels)
         order = _shuffled(self.seed, count)
         # The shuffle uses the first `count` words. Later words make phases independent of the order in a phase.
         words = _words(self.seed, 3 * count)[count:]
         strays = (words[:count] >> np.uint64(11)) * 2.0**-53 >= own
-        other = 1 + (words[count:] % np.uint64(source.num_classes - 1)).astype(np.int64)
-        phase = (labels + np.where(strays, other, 0)) % source.num_classes
+        other = 1 + (words[count:] % np.uint64(classes - 1)).astype(np.int64)
+        phase = (labels + np.where(strays, other, 0)) % classes
         return order[np.argsort(phase[order], kind="stable")]
 
 

@@ -1,11 +1,12 @@
-"""The data of a lifecycle: disjoint parts of one data set, some of them private, some under a shift."""
+"""The data of a lifecycle: disjoint parts of one data set, some of them private, some under a shift or from a site."""
 
 import dataclasses
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import data as sources
-from jaxdp.data import Source
+from jaxdp.data import Examples
 
 from .. import data
 
@@ -16,22 +17,22 @@ class Parts(NamedTuple):
     Attributes:
       public: Public images for pre-training.
       private: The training set, "<name>/private" in the ledger.
-      sources: The hospitals that recalibrate, "hospital 0", ... in the ledger. Their images are under one shift.
-      stream: Images that arrive while the model is in use, by their shift. "stream" in the ledger.
+      sources: The hospitals that recalibrate, "hospital 0", ... in the ledger. Their images may be under one shift.
+      stream: Images that arrive while the model is in use, by their shift or part. "stream" in the ledger.
       client: Images whose owner uploads noisy representations of them. "clinic" in the ledger.
       test: Held-out public images, on which all quality is measured.
       source_test: The test images by the shift of the sources.
-      stream_test: The test images by each shift of the stream.
+      stream_test: The test images by each shift of the stream, or by its parts.
     """
 
-    public: Source
-    private: Source
-    sources: tuple[Source, ...]
-    stream: dict[str, Source]
-    client: Source
-    test: Source
-    source_test: dict[str, Source]
-    stream_test: dict[str, Source]
+    public: Examples
+    private: Examples
+    sources: tuple[Examples, ...]
+    stream: dict[str, Examples]
+    client: Examples
+    test: Examples
+    source_test: dict[str, Examples]
+    stream_test: dict[str, Examples]
 
     def records(self, account: str) -> int:
         """Returns the public number of images behind an account of the ledger."""
@@ -42,7 +43,7 @@ class Parts(NamedTuple):
     def fingerprints(self, name: str) -> list[str]:
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data are private."""
         part = getattr(self, name)
-        if isinstance(part, Source):
+        if isinstance(part, Examples):
             part = [part]
         named = part.items() if isinstance(part, Mapping) else [(source.name, source) for source in part]
         return [f"{name} {source.fingerprint}" for name, source in named]
@@ -62,31 +63,51 @@ def load(config: Any) -> Parts:
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: The parts do not fit the data, or two of them share a record.
     """
-    found = data.parts(config, *ROLES)
-    if missing := [role for role in ROLES if role not in found]:
+    if missing := [role for role in ROLES if not config.parts.get(role)]:
         raise ValueError(f"config.data.parts must also name {', '.join(missing)}, got {dict(config.parts)}.")
+    found = data.parts(config, *ROLES)
     data.require_images(found)
-    held, arriving, test = found["sources"], found["stream"], found["test"]
-    side, _, channels = found["private"].arrays["image"].shape[1:]
-    shifts = tuple(config.stream_shifts)
-    if not 1 <= config.sources <= len(held) or not 1 <= len(shifts) <= len(arriving):
-        raise ValueError(
-            f"config.data has {len(held)} images for config.data.sources={config.sources} sources and {len(arriving)} "
-            f"for the {len(shifts)} of config.data.stream_shifts. Every one needs an image."
-        )
-    hospitals = {f"hospital {k}": images for k, images in enumerate(data.cut(held, config.sources))}
-    stream = dict(zip(shifts, data.cut(arriving, len(shifts)), strict=True))
+    shifts, source_shift, test = _stream(config), config.get("source_shift", data.CLEAN), found["test"]
+    side, _, channels = data.image_shape(found["private"])
+    for field, count, role in (("sources", hospitals(config), "sources"), ("stream_shifts", len(shifts), "stream")):
+        if role in found and not 1 <= count <= len(found[role]):
+            raise ValueError(
+                f"config.data has {len(found[role])} images for the {count} of config.data.{field}. Every one needs an "
+                "image."
+            )
 
-    def corrupted(source: Source, shift: str, name: str = "") -> Source:
-        return data.in_memory(data.under(source, config, shift), name or source.name)
+    def several(role: str, count: int) -> Sequence[Examples]:
+        return data.cut(found[role], count) if role in found else [found[f"{role} {k}"] for k in range(count)]
 
+    def shifted(source: Examples, shift: str, name: str = "") -> Examples:
+        name = name or source.name
+        if shift == data.CLEAN:
+            return dataclasses.replace(source, name=name)
+        return data.in_memory(data.under(source, config, shift), name)
+
+    held = several("sources", hospitals(config))
+    stream = zip(shifts.items(), several("stream", len(shifts)), strict=True)
     return Parts(
         public=sources.resize_images(found["public"], side, channels),
         private=dataclasses.replace(found["private"], name=f"{config.name}/private"),
-        sources=tuple(corrupted(images, config.source_shift, name) for name, images in hospitals.items()),
-        stream={shift: corrupted(images, shift, "stream") for shift, images in stream.items()},
+        sources=tuple(shifted(images, source_shift, f"hospital {k}") for k, images in enumerate(held)),
+        stream={domain: shifted(images, shift, "stream") for (domain, shift), images in stream},
         client=dataclasses.replace(found["client"], name="clinic"),
         test=test,
-        source_test={config.source_shift: corrupted(test, config.source_shift)},
-        stream_test={shift: corrupted(test, shift) for shift in shifts},
+        source_test={source_shift: shifted(test, source_shift)},
+        stream_test={domain: shifted(test, shift) for domain, shift in shifts.items()},
     )
+
+
+def hospitals(config: Any) -> int:
+    """Returns the number of hospitals: the parts of the role "sources", or `sources` if they share one part."""
+    given = config.parts.sources
+    return len(given) if isinstance(given, list | tuple) else config.sources
+
+
+def _stream(config: Any) -> dict[str, str]:
+    """Returns the shift of each domain of the stream. Several parts are real domains, under no artificial shift."""
+    given = config.parts.stream
+    if isinstance(given, list | tuple):
+        return {pathlib.Path(str(part)).stem: data.CLEAN for part in given}
+    return {shift: shift for shift in config.get("stream_shifts", (data.CLEAN,))}

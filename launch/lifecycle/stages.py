@@ -33,7 +33,7 @@ from jaxdp.audit import prediction as prediction_canaries
 from jaxdp.audit import recalibration as recalibration_canaries
 from jaxdp.audit import split as split_canaries
 from jaxdp.audit import tta as tta_canaries
-from jaxdp.data import Source, augmentation, from_arrays
+from jaxdp.data import Examples, augmentation, from_arrays
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
@@ -44,19 +44,20 @@ from jaxdp.transforms import losses
 
 from .. import data, models, trainers
 from .cache import Charges, Job, Stage
-from .parts import Parts
+from .parts import Parts, hospitals
 
 Params = Any
 
 
 def accounts(config: Any) -> dict[str, dict[str, Any]]:
     """Returns the terms of the private data sets by their name in the ledger."""
-    budgets = config.budgets
-    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": "image", **budgets.private}}
-    for k in range(config.data.sources):
-        terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": "image", **budgets.sources}
+    budgets, unit = config.budgets, data.terms(config.data, unit="image")["unit"]
+    data.only_adjacency(config.data, "add_remove")
+    terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": unit, **budgets.private}}
+    for k in range(hospitals(config.data)):
+        terms[f"hospital {k}"] = {"adjacency": "add_remove", "unit": unit, **budgets.sources}
     replaced = {"stream": budgets.stream, "clinic": budgets.client}
-    return terms | {name: {"adjacency": "replace_one", "unit": "image", **budget} for name, budget in replaced.items()}
+    return terms | {name: {"adjacency": "replace_one", "unit": unit, **budget} for name, budget in replaced.items()}
 
 
 # --- The model ------------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def recalibrate(job: Job) -> dict[str, Any]:
         job.folder / "reliability.png",
         diagrams,
         title="Confidence before and after recalibration",
-        subtitle=f"{len(right)} test images under {shift.replace('_', ' ')}; "
+        subtitle=f"{len(right)} test images{'' if shift == data.CLEAN else ' under ' + shift.replace('_', ' ')}; "
         f"{len(sources)} sources, ε = {epsilon:g} each",
     )
     return {
@@ -319,12 +320,12 @@ def _private_upload(how: Any, num_classes: int, *, clip_norm: float) -> split.Pr
     return split.PrivateRelease.calibrated(clip_norm=clip_norm, num_classes=num_classes, **terms)
 
 
-def _client_release(job: Job) -> tuple[Callable[[Source], np.ndarray], split.Projection, split.PrivateRelease]:
+def _client_release(job: Job) -> tuple[Callable[[Examples], np.ndarray], split.Projection, split.PrivateRelease]:
     """Returns `represent(source) -> [n, 1, D]`, the public projection, and the release with its clip norm."""
     public = job.data.public
     network, backbone = _backbone(job)
 
-    def represent(source: Source) -> np.ndarray:
+    def represent(source: Examples) -> np.ndarray:
         return models.logits(network, backbone, source)[:, None]
 
     projection = split.public_projection(represent(public), job.config.split.directions)
@@ -343,7 +344,7 @@ def deploy(job: Job) -> dict[str, Any]:
     parameters = load_params(job.before["recalibrate"].folder / "confidence.safetensors")
     save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
 
-    def error(params: Params, confidence: recalibration.Recalibration, test: Source) -> float:
+    def error(params: Params, confidence: recalibration.Recalibration, test: Examples) -> float:
         logits = models.logits(network, params, test)
         return _ece(confidence.apply(logits), logits.argmax(1) == data.labels(test))
 
@@ -414,7 +415,7 @@ def certificates(job: Job) -> dict[str, Any]:
     return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
 
 
-def _featurise(job: Job) -> Callable[[Source], dict[str, np.ndarray]]:
+def _featurise(job: Job) -> Callable[[Examples], dict[str, np.ndarray]]:
     """Returns `records(source) -> {"x" [n, d], "y" [n]}`: scaled outputs of the public backbone, and labels."""
     how, public = job.config.predict, job.data.public
     network, backbone = _backbone(job)

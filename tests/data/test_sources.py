@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxdp import clipped_grad
-from jaxdp.data import PoissonSampler, Source, bundled, from_arrays, pad_to_physical
+from jaxdp.data import Examples, PoissonSampler, bundled, from_arrays, pad_to_physical
 
 
-def pixels(count: int = 12) -> Source:
+def pixels(count: int = 12) -> Examples:
     image = np.random.default_rng(0).integers(0, 256, (count, 4, 5, 3), dtype=np.uint8)
     return from_arrays(image=image, label=np.arange(count) % 3, num_classes=3, name="pixels")
 
@@ -159,11 +159,11 @@ class Pair(NamedTuple):
     answer: dict[str, np.ndarray]
 
 
-def pairs(count: int = 40, seed: int = 0) -> Source:
+def pairs(count: int = 40, seed: int = 0) -> Examples:
     """Records of two levels: a dict of a named tuple that holds another dict, and of a tuple."""
     rng = np.random.default_rng(seed)
     query, answer, weight = (rng.normal(size=(count, *shape)).astype(np.float32) for shape in ((3,), (2,), ()))
-    return Source({"pair": Pair(query, {"y": answer}), "extra": (weight, np.arange(count))}, 2, "pairs")
+    return Examples({"pair": Pair(query, {"y": answer}), "extra": (weight, np.arange(count))}, 2, "pairs")
 
 
 def test_records_of_any_nesting_are_gathered_taken_and_split():
@@ -177,7 +177,7 @@ def test_records_of_any_nesting_are_gathered_taken_and_split():
     seen = np.concatenate([part.gather(np.arange(len(part)))["extra"][1] for part in parts])
     assert sorted(seen) == list(range(40))
     np.testing.assert_array_equal(source.take([9, 4]).take([1]).gather([0])["extra"][1], [4])
-    assert len(Source(np.arange(6), 2, "one array").take([1, 2])) == 2
+    assert len(Examples(np.arange(6), 2, "one array").take([1, 2])) == 2
 
 
 def test_the_fingerprint_of_nested_records_is_of_all_of_them():
@@ -188,10 +188,10 @@ def test_the_fingerprint_of_nested_records_is_of_all_of_them():
         {**source.arrays, "extra": (np.arange(40), source.arrays["extra"][0])},
         {**source.arrays, "pair": Pair(source.arrays["pair"].query, {"z": source.arrays["pair"].answer["y"]})},
     ]
-    prints = {source.fingerprint, *(Source(other, 2, "pairs").fingerprint for other in others)}
+    prints = {source.fingerprint, *(Examples(other, 2, "pairs").fingerprint for other in others)}
     assert len(prints) == 4 and pairs().fingerprint == source.fingerprint
     assert source.take(np.arange(40)).fingerprint == source.fingerprint
-    nested, flat = Source({"a": {"b": weight}}, 2, "nested"), Source({"a/b": weight}, 2, "flat")
+    nested, flat = Examples({"a": {"b": weight}}, 2, "nested"), Examples({"a/b": weight}, 2, "flat")
     assert nested.fingerprint != flat.fingerprint
 
 
@@ -204,14 +204,14 @@ def test_the_fingerprint_of_nested_records_is_of_all_of_them():
 )
 def test_records_of_different_lengths_are_refused(arrays, message):
     with pytest.raises(ValueError, match=message):
-        Source(arrays, 2, "mine")
+        Examples(arrays, 2, "mine")
 
 
 def test_records_without_the_column_that_is_needed_are_refused():
     with pytest.raises(ValueError, match=r"source 'pairs' has no column 'label'\. It has extra, pair"):
         pairs().of_classes([0, 1])
     with pytest.raises(ValueError, match=r"source 'tuple' has no column 'label'\. It has tuple"):
-        Source((np.zeros(2), np.zeros(2)), 2, "tuple").of_classes([0, 1])
+        Examples((np.zeros(2), np.zeros(2)), 2, "tuple").of_classes([0, 1])
 
 
 @pytest.mark.slow
@@ -241,8 +241,6 @@ LABEL = np.array([0, 1])
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"label": LABEL}, ValueError, "exactly one of"),
-        ({"label": LABEL, "image": np.zeros((2, 3, 3)), "features": np.zeros((2, 1))}, ValueError, "exactly one"),
         ({"label": LABEL, "features": np.zeros(2)}, ValueError, r"features must have shape \[n, d\]"),
         ({"label": LABEL, "features": np.array([["a"], ["b"]])}, TypeError, "features must be real numbers"),
         ({"label": LABEL, "image": np.zeros((2, 3))}, ValueError, "image must have shape"),

@@ -37,6 +37,8 @@ def ledger_of(**terms):
 class Watched:
     """A source that notes what the ledger had charged whenever it was read."""
 
+    fingerprint = SOURCE.fingerprint
+
     def __init__(self, ledger):
         self.ledger, self.charged = ledger, []
 
@@ -44,7 +46,8 @@ class Watched:
         return N
 
     def gather(self, rows):
-        self.charged.append(self.ledger.events("blobs").get(None))
+        if list(rows) != [0, N - 1]:  # the check of the source
+            self.charged.append(self.ledger.events("blobs").get(None))
         return SOURCE.gather(rows)
 
 

@@ -141,7 +141,11 @@ def test_a_part_of_a_file_has_one_role(tmp_path):
             ValueError,
             "config.data.kind has 'sound', which is not one of blobs, images",
         ),
-        ({"source": "web"}, ValueError, "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"),
+        (
+            {"source": "web"},
+            ValueError,
+            "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'web'",
+        ),
     ],
 )
 def test_unknown_kinds_and_sources_are_refused(changes, error, message):

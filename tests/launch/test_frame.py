@@ -255,7 +255,7 @@ def test_every_study_refuses_another_config_in_its_workdir(name, tmp_path):
     assert contents(tmp_path) == before
 
 
-TFDS_OR_NPZ = "config.data.source must be 'bundled', 'tfds' or 'npz', got 'web'"
+TFDS_OR_NPZ = "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'web'"
 GRID = r"config\.grids\.small\.{} has '{}', which is not one of"
 MISTAKES = {
     "finetune": [
@@ -264,7 +264,10 @@ MISTAKES = {
         ({"private.clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
         ({"pretrain.steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
         ({"data.source": "web"}, TFDS_OR_NPZ),
-        ({"data.name": "breast_cancer"}, "must name a data set of images, got .breast_cancer/public. without any"),
+        (
+            {"data.name": "breast_cancer"},
+            "'breast_cancer/p.*' has no column 'image'. It has features",
+        ),
         ({"data.crop_padding": 0}, "augmult must be at least 1, and 1 without augment"),
     ],
     "table": [

@@ -367,7 +367,7 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path):
     refused(tiny.lifecycle(data__parts__public=1797), "ValueError: .*add up to at most 1797")
     refused(
         tiny.lifecycle(data__source="cloud"),
-        r"ValueError: config\.data\.source must be 'bundled', 'tfds' or 'npz', got 'cloud'\.",
+        r"ValueError: config\.data\.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'cloud'\.",
     )
     refused(tiny.lifecycle(data__sources=21), "ValueError: .*Every one needs an image")
     with alone(root), pytest.raises(SystemExit, match="ValueError: another process is running"):

@@ -171,6 +171,14 @@ def lifecycle(**changes: Any) -> Any:
     return _config("lifecycle_digits", LIFECYCLE, changes)
 
 
+def lifecycle_own(folder: Any) -> Any:
+    own = {name: value for name, value in LIFECYCLE.items() if not name.startswith("data.")}
+    classes = tuple(map(str, range(10)))
+    own |= {"data.path": str(folder), "data.class_names": classes, "data.unit": "scan", "model.preprocessing.size": 8}
+    own |= {"model.preprocessing.mean": (0.3,), "model.preprocessing.std": (0.4,)}
+    return _config("lifecycle_own", own, {})
+
+
 PREDICT = {
     "repetitions": 3,
     "data.features.dimensions": 6,

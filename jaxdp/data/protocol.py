@@ -1,0 +1,100 @@
+"""The protocol of data, and its check."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+_REMEDY = "Make one with jaxdp.data.from_arrays or another from_ function."
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by position, as every trainer, stream and evaluation of this library reads them.
+
+    `jaxdp.data.Examples` is the implementation of this library. A class of your own needs these three members, and no
+    base class. It may have a `name` (str) for messages and `num_classes` (int) for functions that need classes.
+    """
+
+    def __len__(self) -> int:
+        """Returns the number n of examples, which is public."""
+
+    def gather(self, indices: np.ndarray, /) -> Any:
+        """Returns the examples at `indices`, stacked along a new first axis.
+
+        The result depends on the indices and the stored records only. An index may repeat. Equal calls give equal bits.
+
+        Args:
+          indices: int64 [B] in [0, n), B >= 0.
+
+        Returns:
+          Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype and example shape.
+        """
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that differs if any record differs, such as a hash of the content.
+
+        A release that repeats after a crash compares it. Equal texts for different records would give both the same
+        noise, and their difference would reveal records.
+        """
+
+
+def check_members(source: Any, argument: str = "source") -> None:
+    """Raises TypeError if an object lacks a member of `Source`. It reads nothing."""
+    members = {name: inspect.getattr_static(source, name, None) for name in ("__len__", "gather", "fingerprint")}
+    what = f"{argument} must be a jaxdp.data.Source"
+    if missing := [name for name, found in members.items() if found is None]:
+        raise TypeError(f"{what}, but {type(source).__name__} has no {', '.join(missing)}. {_REMEDY}")
+    if inspect.isfunction(members["fingerprint"]):
+        raise TypeError(f"{what}, whose fingerprint is a text or a property. {type(source).__name__} has a method.")
+
+
+def check_source(source: Any, *columns: str, argument: str = "source") -> Any:
+    """Checks that an object is a `Source`, and reads its first and last examples. It does not read the fingerprint.
+
+    Errors show columns, dtypes and shapes, and no value of a record.
+
+    Args:
+      source: The object.
+      columns: Columns that its examples must have. Examples are then dicts.
+      argument: The name of the object in errors.
+
+    Returns:
+      The structure of one example: a pytree of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      TypeError: A member is missing or of another kind, or `gather` does not return arrays of numbers.
+      ValueError: An array of `gather` has another first axis than the indices, or a column is missing.
+    """
+    check_members(source, argument)
+    what = f"{argument} must be a jaxdp.data.Source"
+    rows = np.array([0, len(source) - 1] if len(source) else [], np.int64)
+    batch = source.gather(rows)
+    found = f"gather({rows.tolist()}) of {type(source).__name__}"
+    if missing := [name for name in columns if not (isinstance(batch, dict) and name in batch)]:
+        has = ", ".join(sorted(map(str, batch))) if isinstance(batch, dict) else type(batch).__name__
+        raise ValueError(f"{argument} has no column {', '.join(map(repr, missing))}. It has {has}.")
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not leaves:
+        raise TypeError(f"{what}, but {found} returned no array. {_REMEDY}")
+    for path, leaf in leaves:
+        where = f"{found} returned at {jax.tree_util.keystr(path, simple=True, separator='/') or 'its root'!r}"
+        if not isinstance(leaf, np.ndarray | jax.Array):
+            raise TypeError(f"{what}, but {where} a {type(leaf).__name__}. Return arrays.")
+        if leaf.dtype.kind in "OSUMm":
+            raise TypeError(
+                f"{what}, but {where} the dtype {leaf.dtype}. Encode text, dates and lists of several lengths as "
+                "numbers of one shape."
+            )
+        if leaf.shape[:1] != rows.shape:
+            raise ValueError(f"{what}, but {where} the shape {leaf.shape}. The first axis must be {len(rows)}.")
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+
+
+def inputs_of(batch: Mapping[str, Any]) -> Any:
+    """Returns the input of a model: "image", or else "features", or else the dict of all columns but "label"."""
+    others = {name: column for name, column in batch.items() if name != "label"}
+    return others.get("image", others.get("features", others))

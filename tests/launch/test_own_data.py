@@ -1,0 +1,142 @@
+"""Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger, and a whole life."""
+
+import csv
+import sys
+import types
+
+import numpy as np
+import PIL.Image
+import pytest
+from ml_collections import ConfigDict
+
+from jaxdp.data import bundled
+from jaxdp.privacy import Ledger
+from launch import data, finetune, frame
+from launch.lifecycle import life
+from tests.launch import tiny
+
+SIZES = {
+    **{"public": 60, "private": 60, "client": 12, "test": 40, "stream_0": 8, "stream_1": 8},
+    **{f"site_{k}": 5 for k in range(5)},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Writes digits as a user has them: images and a CSV file per site, part of the stream, and role."""
+    root, source, start = tmp_path_factory.mktemp("digits"), bundled("digits"), 0
+    for name, size in SIZES.items():
+        with (root / f"{name}.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["path", "label"])
+            for k in range(start, start + size):
+                pixels = np.rint(255 * source[k]["image"][..., 0]).astype(np.uint8)
+                PIL.Image.fromarray(pixels).save(root / f"{k}.png")
+                table.writerow([f"{k}.png", source[k]["label"]])
+        start += size
+    return root
+
+
+def config(**fields):
+    return ConfigDict(
+        {"name": "digits", "num_classes": 10, "parts": {"private": "site_0.csv", "test": "test.csv"}, **fields}
+    )
+
+
+def check(found, folder):
+    """Checks that the parts are site_0.csv and test.csv."""
+    images = {role: len(source) for role, source in found.items()}
+    assert images == {"private": 5, "test": 40}
+    for role, start in (("private", 60 + 60 + 12 + 40 + 16), ("test", 60 + 60 + 12)):
+        rows = np.arange(start, start + len(found[role]))
+        expected = bundled("digits").gather(rows)
+        np.testing.assert_array_equal(found[role].gather(rows - start)["label"], expected["label"])
+        np.testing.assert_allclose(found[role].gather(rows - start)["image"], expected["image"], atol=0.5 / 255 + 1e-6)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_folder(folder, in_memory):
+    found = data.parts(config(source="folder", path=str(folder), in_memory=in_memory), "private", "test")
+    check(found, folder)
+    assert found["private"].name == "digits/site_0.csv"
+    assert isinstance(found["test"].arrays["image"], np.ndarray) == in_memory
+
+
+def test_parts_that_share_an_image_are_refused(folder, tmp_path):
+    (tmp_path / "b.csv").write_text("path,label\n1.png,1\n./0.png,0\n")
+    (tmp_path / "a.csv").write_text("path,label\n0.png,0\n")
+    given = config(source="folder", path=str(tmp_path), parts={"private": "a.csv", "test": "b.csv"})
+    with pytest.raises(ValueError, match=r"parts\.private and config\.data\.parts\.test share an image"):
+        data.parts(given, "test")
+
+
+def test_files_of_numpy(folder, tmp_path):
+    for name, source in data.parts(config(source="folder", path=str(folder)), "private", "test").items():
+        columns = source.load().arrays
+        np.savez(tmp_path / f"{name}.npz", x=columns["image"], label=columns["label"])
+    parts, columns = {"private": "private.npz", "test": "test.npz"}, {"image": "x", "label": "label"}
+    check(data.parts(config(source="npz", path=str(tmp_path), parts=parts, columns=columns), "private", "test"), folder)
+
+
+def test_hugging_face(folder, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    found = data.parts(config(source="folder", path=str(folder)), "private", "test")
+    splits = {
+        name: datasets.Dataset.from_dict(
+            {
+                "img": [PIL.Image.fromarray(image[..., 0]) for image in source.load().arrays["image"]],
+                "label": source.arrays["label"].tolist(),
+            }
+        ).cast_column("img", datasets.Image())
+        for name, source in found.items()
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    given = config(source="hf", path=str(tmp_path / "saved"), parts={"private": "private", "test": "test"})
+    given.columns = {"image": "img", "label": "label"}
+    check(data.parts(given, "private", "test"), folder)
+    given.parts.test = "test[:5]"
+    with pytest.raises(ValueError, match="must have whole splits for 'hf'"):
+        data.parts(given, "private", "test")
+
+
+def test_a_function(folder, monkeypatch):
+    module = types.ModuleType("hospital")
+    module.images = lambda part, scale: (
+        data.parts(config(source="folder", path=str(folder)), part)[part] if scale else 3
+    )
+    monkeypatch.setitem(sys.modules, "hospital", module)
+    given = config(source="hospital:images", parts={"private": "private", "test": "test"}, options={"scale": 1})
+    check(data.parts(given, "private", "test"), folder)
+    given.options.scale = 0
+    with pytest.raises(TypeError, match=r"'hospital:images' must return jaxdp\.data\.Examples, .* got int"):
+        data.parts(given, "private")
+    given.source = "hospital:nothing"
+    with pytest.raises(ValueError, match=r"'hospital:nothing' cannot be imported"):
+        data.parts(given, "private")
+
+
+@pytest.mark.slow
+def test_unit_and_adjacency_of_the_config_reach_the_ledger(tmp_path):
+    """Broken twin: with the unit fixed to "example", or with the noise of "add_remove", the run exceeds its budget."""
+    study = tiny.finetune()
+    study.data.unit, study.data.adjacency = "scan", "replace_one"
+    result = frame.run(finetune.STUDY, study, tmp_path)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        (entry,) = ledger.report()["datasets"]
+        assert (entry["unit"], entry["adjacency"]) == ("scan", "replace_one")
+    assert 0.9 * study.private.epsilon < result["epsilon"] <= study.private.epsilon
+    assert finetune.STUDY.summary(result).count("(replacing one scan)") == 1
+
+
+@pytest.mark.slow
+def test_a_whole_life_on_images_of_five_sites(folder, tmp_path, capsys):
+    study = tiny.lifecycle_own(folder)
+    states = life.run(study, tmp_path / "life")
+    assert {state["status"] for state in states.values()} == {"done"}, capsys.readouterr().out
+    with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
+        entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
+    assert set(entries) == {"xrays/private", "stream", "clinic", *(f"hospital {k}" for k in range(5))}
+    assert {entry["unit"] for entry in entries.values()} == {"scan"}
+    assert all(entry["spends"] for entry in entries.values())
+    text = (tmp_path / "life" / "report.html").read_text()
+    assert "5 sources answered with noise" in text and "<td>stream 1</td>" in text and "under clean" not in text
