@@ -24,7 +24,7 @@ from jaxdp import finetune, prediction
 from jaxdp.data import PoissonSampler
 from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
-from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves
 
@@ -144,8 +144,6 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target epsilon."""
     how, plan = config.dp_sgd, config.prediction
     sampler = PoissonSampler(records, how.batch_size / config.training.records)
-    target = {"epsilon": plan.epsilon, "delta": plan.delta}
-    noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, how.steps), **target)
     # A trainer divides by the expected batch size, which depends on the private number of records. The declared
     # number is public.
     declared = optax.scale(sampler.expected_batch_size / how.batch_size)
@@ -154,7 +152,9 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
         optax.chain(declared, optax.sgd(how.learning_rate, momentum=how.momentum or None)),
         sampler=sampler,
         clip_norm=how.clip_norm,
-        noise_multiplier=noise_multiplier,
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        steps=how.steps,
         physical_batch_size=how.batch_size,
     )
 

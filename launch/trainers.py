@@ -8,7 +8,6 @@ import optax
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler, Source, augmentation
 from jaxdp.models import Pretrained
-from jaxdp.privacy import calibrate_noise
 
 from . import frame, models
 
@@ -37,14 +36,10 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
     frame.known("private.method", [config.method], finetune.METHODS)
     options = dict(config.method_options.get(config.method, {}))
     sampler = PoissonSampler(len(private), config.batch_size / len(private))
-    target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
     if config.method == "adp_alloc":
         frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
         kind = options["schedule"].kind
         options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
-        noise_multiplier = finetune.calibrate_schedule(options["schedule"], sampler, steps=config.steps, **target)
-    else:
-        noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, config.steps), **target)
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
     rates = {
@@ -58,7 +53,7 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
         sampler=sampler,
         clip_norm=config.clip_norm,
         clip_rule=config.get("clip_rule", "global"),
-        noise_multiplier=noise_multiplier,
+        **{name: config[name] for name in ("epsilon", "delta", "steps", "accountant")},
         physical_batch_size=config.physical_batch_size,
         augment=augmentation(images) if config.augmult else None,
         augmult=config.augmult or 1,

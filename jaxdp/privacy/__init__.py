@@ -2,6 +2,7 @@
 
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
+from jaxdp.privacy.cautions import PrivacyWarning
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     DiscreteLaplaceDpEvent,
@@ -39,6 +40,7 @@ __all__ = [
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "PoissonSampledDpEvent",
+    "PrivacyWarning",
     "PureDpEvent",
     "RandomizedResponseDpEvent",
     "RepeatAndSelectDpEvent",
