@@ -1,6 +1,8 @@
 """Checks of the numbers in a config. A wrong number is refused before a workdir is bound and anything is spent."""
 
+import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,6 +76,18 @@ def check_numbers(config: Any) -> None:
         if not rule.allows(value):
             field = ".".join(names)
             raise ValueError(f"config.{field} must be {rule.says}, got {value!r}. Change it with --config.{field}=...")
+
+
+@contextlib.contextmanager
+def named(part: str, config: Any) -> Iterator[None]:
+    """Names the field config.`part`.x in a ValueError of the body that begins with x, an argument of the library."""
+    try:
+        yield
+    except ValueError as error:
+        argument = re.match(r"\w+", str(error))
+        if argument and argument[0] in config:
+            raise ValueError(f"config.{part}.{error}") from error
+        raise
 
 
 def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:

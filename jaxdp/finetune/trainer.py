@@ -218,16 +218,24 @@ class PrivateTrainer:
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
+        texts = [function.lower(*args).as_text() for function, args in self.programs(state, source).values()]
+        return "".join([f"refresh_every={self.query.refresh_every}\n", *texts])
+
+    def programs(self, state: TrainState, source: Source) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Returns the compiled functions of a step by name, each with arguments for its `lower`.
+
+        "refresh" is called every `query.refresh_every` steps, "accumulate" for each physical batch, and "update" once
+        per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
+        """
         rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
         batch = (source.gather(rows[0]), masks[0], np.uint32(0))
         sums = jax.eval_shape(self.zeros, state.params)
-        texts = [f"refresh_every={self.query.refresh_every}\n"]
+        found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         if self.query.refresh_every:
             args = (state.params, state.carried, state.step, self.query.public)
-            texts.append(jax.jit(self.query.refresh).lower(*args).as_text())
+            found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
-        texts += [self.accumulate.lower(state, sums, *batch).as_text(), self.update.lower(state, sums).as_text()]
-        return "".join(texts)
+        return found | {"accumulate": (self.accumulate, (state, sums, *batch)), "update": (self.update, (state, sums))}
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)

@@ -24,6 +24,7 @@ from jaxdp.privacy.events import (
     unproven,
 )
 from jaxdp.privacy.ledger import Account, BudgetExceeded, Head, Hold, Ledger, LedgerDamaged, Reservation, Spend
+from jaxdp.privacy.planning import TrainingPlan, plan_training
 
 __all__ = [
     "Account",
@@ -49,11 +50,13 @@ __all__ = [
     "SelfComposedDpEvent",
     "SingleEpochTreeAggregationDpEvent",
     "Spend",
+    "TrainingPlan",
     "TruncatedSubsampledGaussianDpEvent",
     "UnprovenDpEvent",
     "ZCDpEvent",
     "calibrate_noise",
     "delta",
     "epsilon",
+    "plan_training",
     "unproven",
 ]

@@ -9,19 +9,21 @@ import hashlib
 import json
 import os
 import pathlib
+import tempfile
 import traceback
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxdp.files import write_json
-from jaxdp.privacy import BudgetExceeded, DpEvent, Hold, Ledger
+from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
 from jaxdp.version import __version__
 
+from .. import plans
 from ..settings import check_numbers
 from . import cache, document, parts
-from .stages import STAGES, accounts
+from .stages import STAGES, accounts, computations
 
 # Only the owners of these parts may read errors about them.
 _PRIVATE = {"private", "sources", "stream", "client"}
@@ -96,6 +98,36 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     return states
 
 
+def show_plan(config: Any, workdir: str | os.PathLike[str] | None) -> None:
+    """Prints what the stages that are not done would charge, and what the training takes. Writes nothing.
+
+    Raises:
+      ValueError, FileNotFoundError: As `run`.
+    """
+    root = None if workdir is None else pathlib.Path(workdir)
+    check_numbers(config)
+    data = parts.load(config.data)
+    with tempfile.TemporaryDirectory() as nowhere:
+        asked = _Plan(config, data, pathlib.Path(nowhere) if root is None else root).requests({})
+    charged: dict[str, list[DpEvent]] = {}
+    for name, event in asked:
+        charged.setdefault(name, []).append(event)
+    items: list[plans.Item] = [
+        plans.Item(
+            "stages that are not done",
+            name,
+            ComposedDpEvent(charged[name]),
+            {"records": data.records(name), **terms},
+            ledger=config.ledger or "ledger.sqlite",
+        )
+        for name, terms in accounts(config).items()
+        if name in charged
+    ]
+    if data.private.name in charged:
+        items += computations(config, data)
+    plans.show(items, root)
+
+
 class _Plan:
     """The spends of the stages that are not done."""
 
@@ -129,7 +161,7 @@ class _Plan:
                 private.add(stage.name)
             if stage.charges is not None:
                 charges = self._charges(stage)
-                asked += (charges if folder is None else cache.outstanding(charges, folder)).items()
+                asked += (charges if folder is None else plans.outstanding(charges, folder)).items()
         return asked
 
     def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:
