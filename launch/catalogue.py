@@ -94,7 +94,7 @@ def resolve(arguments: Sequence[str]) -> list[str]:
 def importable() -> None:
     """Makes the configs importable as `configs`, since they import each other by this name, also from a wheel."""
     if __package__ != "launch":
-        from jaxdp import configs  # type: ignore[attr-defined]
+        from jaxdp import configs
 
         sys.modules.setdefault("configs", configs)
 

@@ -285,7 +285,7 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
     bench, cells = opened(), frame.distinct(_cells(config))
     for name in dict.fromkeys(cell.upstream for cell in cells if cell.upstream != SCRATCH):
         upstream = bench.upstream_config(name, 0)
-        for item in pretrain.plan(upstream, lambda upstream=upstream: pretrain.STUDY.open(upstream, bench.root)):
+        for item in pretrain.plan(upstream, functools.partial(pretrain.STUDY.open, upstream, bench.root)):
             yield item._replace(what=f"upstream {name}", runs=len(config.seeds))
     runs = collections.Counter((cell.dataset, cell.method, cell.epsilon) for cell in cells)
     for (dataset, method, epsilon), count in runs.items():

@@ -168,15 +168,15 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     task, private, loss = opened(), config.private, models.loss(opened().network)
     start = models.fresh(task.network, config.init_seed)
     terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
-    how = {"steps": private.steps, "every": private.checkpoint_every, "terms": terms}
+    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every, "terms": terms}
     if task.public is not None and not config.pretrain.weights:
         yield plans.public_training("public pre-training", loss, start, task.public, config.pretrain)
     for cell in _cells(config):
         if cell.model == "no_privacy":
             yield plans.public_training("reference without privacy", loss, start, task.private, config.no_privacy)
             continue
-        where = {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
-        yield plans.training(cell.model.replace("_", " "), task.trainer, task.private, start, **how, **where)
+        how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
+        yield plans.training(cell.model.replace("_", " "), task.trainer, task.private, start, **how)
 
 
 def _ledger(cell: Model) -> pathlib.Path:

@@ -33,6 +33,7 @@ from tqdm import tqdm
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
+from jaxdp.report import check_figures
 
 from . import catalogue, plans, results
 from .settings import check_numbers
@@ -206,6 +207,8 @@ def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
         with understood(finished, _AGAIN):
             study.summary(result)
         return result
+    if study.figures is not _nothing:
+        check_figures()  # before anything is computed or paid
     cells = distinct(study.cells(config))
     work = Work(study, config, root, study.open(config, root))
     with bind(study.name, bound, root):

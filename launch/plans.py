@@ -113,7 +113,7 @@ def show(items: Iterable[Item], root: pathlib.Path | None) -> None:
     items, seconds = list(items), 0.0
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
-        rows = [] if item.event is None else _charged(item, item.event, root)
+        rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
         if item.programs:
             estimated, more = _estimated(item)
             rows, seconds = [*rows, *estimated], seconds + more
@@ -127,10 +127,8 @@ def show(items: Iterable[Item], root: pathlib.Path | None) -> None:
 def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tuple[str, str]]:
     terms = {"adjacency": "add_remove", "unit": "example", **item.terms}
     delta, path = terms.get("delta") or 0.0, (root or pathlib.Path()) / item.ledger
-    rows = [
-        ("data set", f"{item.dataset or 'private records'}, {terms['adjacency']}, unit {terms['unit']}"),
-        *item.rows,
-    ]
+    name = item.dataset or "private records"
+    rows = [("data set", f"{name}, {terms['adjacency']}, unit {terms['unit']}"), *item.rows]
     if not any(name == "epsilon" for name, _ in item.rows):
         spent = privacy.epsilon(event, delta=delta, adjacency=terms["adjacency"])
         rows += [("event", describe(event)), ("epsilon", f"{spent:.6g} at delta {delta:g}")]
@@ -141,7 +139,6 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
     with contextlib.ExitStack() as opened:
         where = "new"
         ledger = opened.enter_context(Ledger.in_memory())
-        name = item.dataset or "private records"
         if (root is not None or path.is_absolute()) and path.exists():
             found = opened.enter_context(Ledger(path, read_only=True))
             names = [row["name"] for row in found.report()["datasets"]]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tree
 
-from jaxdp.files import Limits, check_image
+from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
 
@@ -335,7 +335,7 @@ def from_tfds(
       ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
         declared, or larger than the limit. The message names the record, for the owner who reads the data.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with _quiet_array_record():
@@ -393,7 +393,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
       ValueError: Two parts share a record, a part has a record twice, or a split is unknown.
       FileNotFoundError: As in `from_tfds`.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     slices = []
     for part, (name, split, data_dir) in parts.items():

@@ -1,8 +1,10 @@
 """Plans of private training: noise, steps, batch size or epsilon from the other three, and what a run would cost."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from jaxdp.privacy.accounting import Adjacency, Method, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
@@ -89,36 +91,40 @@ def plan_training(
                 f"{name} must be {'an integer > 0' if name == 'steps' else '> 0 and finite'}, got {value}."
             )
 
+    # 0 stands for what is asked for.
+    size, noise, count, target = batch_size or 0.0, noise_multiplier or 0.0, steps or 0, epsilon or 0.0
+    how: Any = {"delta": delta, "adjacency": adjacency, "method": method}
+
+    def event(size: float, noise: float, count: int) -> DpEvent:
+        return _event(size / records, noise, count)
+
     def cost(size: float, noise: float, count: int) -> float:
-        return _epsilon(_event(size / records, noise, count), delta=delta, adjacency=adjacency, method=method)
+        return _epsilon(event(size, noise, count), **how)
 
-    def smallest(make_event: Callable[[float], DpEvent]) -> float:
-        assert epsilon is not None
-        return calibrate_noise(make_event, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
-
-    if noise_multiplier is None:
-        assert batch_size is not None and steps is not None
-        noise_multiplier = smallest(lambda noise: _event(batch_size / records, noise, steps))
-    elif steps is None:
-        assert batch_size is not None and epsilon is not None
-        _check_reach("step", cost(batch_size, noise_multiplier, 1), epsilon)
-        if cost(batch_size, noise_multiplier, MOST_STEPS) <= epsilon:
-            steps = MOST_STEPS
-        else:  # the calibration finds the smallest x at which 1 / x steps meet the target
-            steps = int(1 / smallest(lambda x: _event(batch_size / records, noise_multiplier, int(1 / x))))
-    elif batch_size is None:
-        assert epsilon is not None
-        _check_reach("record in a batch", cost(1, noise_multiplier, steps), epsilon)
-        if cost(records, noise_multiplier, steps) <= epsilon:
-            batch_size = records
-        else:
-            batch_size = int(
-                records / smallest(lambda x: _event(int(min(1, 1 / x) * records) / records, noise_multiplier, steps))
-            )
-    spent = cost(batch_size, noise_multiplier, steps)
-    warn_if_weak(epsilon=spent, delta=delta, records=records, sampling_probability=batch_size / records)
-    terms = {"batch_size": batch_size, "noise_multiplier": noise_multiplier, "steps": steps, "epsilon": spent}
-    return TrainingPlan(records=records, delta=delta, adjacency=adjacency, **terms)  # type: ignore[arg-type]
+    smallest = functools.partial(calibrate_noise, epsilon=target, **how)
+    if not noise:
+        noise = smallest(lambda z: event(size, z, count))
+    elif not count:
+        _check_reach("step", cost(size, noise, 1), target)
+        count = MOST_STEPS
+        if cost(size, noise, count) > target:  # the smallest x at which 1 / x steps meet it
+            count = int(1 / smallest(lambda x: event(size, noise, int(1 / x))))
+    elif not size:
+        _check_reach("record in a batch", cost(1, noise, count), target)
+        size = records
+        if cost(size, noise, count) > target:
+            size = int(records / smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count)))
+    spent = cost(size, noise, count)
+    warn_if_weak(epsilon=spent, delta=delta, records=records, sampling_probability=size / records)
+    return TrainingPlan(
+        records=records,
+        batch_size=size,
+        noise_multiplier=noise,
+        steps=count,
+        epsilon=spent,
+        delta=delta,
+        adjacency=adjacency,
+    )
 
 
 def facts(

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from jaxdp.files import write_json
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
+from jaxdp.report import check_figures
 from jaxdp.version import __version__
 
 from .. import plans
@@ -59,6 +60,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the ledger has a data set
         with other terms, or another process runs in the workdir.
       FileNotFoundError: The data is missing. The message says how to get it.
+      ImportError: An extra is missing. The message names it.
       BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was run. Or
         `config.ledger` is not the ledger that paid for the workdir's releases, and it has no room for them.
       OSError: The workdir or the ledger cannot be written, for example because the disk is full.
@@ -66,6 +68,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
+    check_figures()
     cache.check_release(root / "lifecycle.json")
     data = parts.load(config.data)
     with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
@@ -114,7 +117,7 @@ def show_plan(config: Any, workdir: str | os.PathLike[str] | None) -> None:
         charged.setdefault(name, []).append(event)
     items: list[plans.Item] = [
         plans.Item(
-            "stages that are not done",
+            f"{name}, by all stages that are not done",
             name,
             ComposedDpEvent(charged[name]),
             {"records": data.records(name), **terms},
