@@ -204,7 +204,8 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
     assert (
         f"epsilon {before:.4g} is spent at delta 1e-05, {after:.4g} afterwards, {2 - after:.4g} left" in rows["ledger"]
     )
-    rows = planned(capsys, f"--ledger={path}", "--dataset=train", batch_size=2000, noise_multiplier=0.5, epsilon=None)
+    more = {"records": None, "batch_size": 2000, "noise_multiplier": 0.5, "epsilon": None}
+    rows = planned(capsys, f"--ledger={path}", "--dataset=train", **more)
     assert "REFUSES" in rows["ledger"]
 
 

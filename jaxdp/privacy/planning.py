@@ -1,7 +1,6 @@
 """Plans of private training: noise, steps, batch size or epsilon from the other three, and what a run would cost."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -101,7 +100,9 @@ def plan_training(
     def cost(size: float, noise: float, count: int) -> float:
         return _epsilon(event(size, noise, count), **how)
 
-    smallest = functools.partial(calibrate_noise, epsilon=target, **how)
+    def smallest(make_event: Callable[[float], DpEvent]) -> float:
+        return calibrate_noise(make_event, epsilon=target, **how)
+
     if not noise:
         noise = smallest(lambda z: event(size, z, count))
     elif not count:
