@@ -397,11 +397,11 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
 
     def parse(argv: list[str]) -> list[str]:
         arguments = argv[1:]
-        if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & {*arguments}:
-            print(_help(arguments))
-            sys.exit(0)
         try:
             catalogue.importable()
+            if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & {*arguments}:
+                print(_help(arguments))
+                sys.exit(0)
             return flags.FLAGS([argv[0], *catalogue.resolve(arguments)])
         except (*MISTAKES, flags.Error, AttributeError, KeyError) as error:
             _stop(error)
@@ -478,7 +478,6 @@ def _help(arguments: Sequence[str]) -> str:
     if configs := catalogue.known(launcher):
         width = max(len(config.name) for config in configs)
         text.append("\n".join(["Configs:", *(f"  {config.name:{width}}  {config.about}" for config in configs)]))
-        catalogue.importable()
         chosen = catalogue.given(arguments) or min(configs, key=lambda config: "digits" not in config.name).name
         fields = _flat(json.loads(catalogue.load(chosen).to_json()))
         text.append("\n".join([f"Fields of {chosen}:", *(f"  --config.{k}={v!r}" for k, v in fields.items())]))

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -189,7 +190,7 @@ def from_arrays(
     the owner who loads the data, and are not a release.
 
     Args:
-      label: Integers [n] in [0, num_classes).
+      label: Integers [n] in [0, num_classes). Booleans and whole floating-point numbers are cast with a warning.
       num_classes: A public declaration. It is not read off the labels.
       image: [n, H, W, C] or [n, H, W], either uint8 in 0..255 or floating point in [0, 1].
       features: Numbers [n, d], stored as float32 and not rescaled. Scale with public constants only.
@@ -206,6 +207,11 @@ def from_arrays(
     labels = np.asarray(label)
     if labels.ndim != 1:
         raise ValueError(f"label must have shape [n], got {labels.shape}.")
+    with np.errstate(invalid="ignore"):
+        whole = labels.dtype.kind in "fb" and (labels.astype(np.float64) % 1 == 0).all()
+    if whole:
+        warnings.warn(f"label has dtype {labels.dtype} and is cast to int32. Store classes as integers.", stacklevel=2)
+        labels = labels.astype(np.int32)
     if not np.issubdtype(labels.dtype, np.integer):
         raise TypeError(f"label must be integers, got dtype {labels.dtype}.")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
