@@ -22,7 +22,7 @@ from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 from jaxdp.version import __version__
 
-from . import data, frame, models, plans
+from . import data, frame, models, plans, settings
 
 _LIBRARIES = ("jax", "flax", "optax", "numpy")
 
@@ -46,8 +46,10 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     found = data.parts(config.data, "public", "test")
     network = models.network(config.model, found["public"].num_classes)
     train, test = (models.resize(network, found[role]) for role in ("public", "test"))
-    trainer, batches = _trainer(config, network), _batches(config, train)
-    batches.check_microbatches(trainer)
+    sizes = {"perturbation_batch_size": "ascent.batch_size", "update_batch_size": "train.batch_size"}
+    with settings.named("ascent", config.ascent, **sizes):
+        trainer, batches = _trainer(config, network), _batches(config, train)
+        batches.check_microbatches(trainer)
     shape = "x".join(map(str, train.arrays["image"].shape[1:]))
     print(
         f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "

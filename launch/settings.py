@@ -79,15 +79,22 @@ def check_numbers(config: Any) -> None:
 
 
 @contextlib.contextmanager
-def named(part: str, config: Any) -> Iterator[None]:
-    """Names the field config.`part`.x in a ValueError of the body that begins with x, an argument of the library."""
+def named(part: str, config: Any, **fields: str) -> Iterator[None]:
+    """Names the field of the config in a ValueError of the body that begins with an argument of the library.
+
+    Args:
+      part: The part of the config whose fields have the names of arguments.
+      config: That part.
+      **fields: The fields of other arguments, for example steps="train.steps".
+    """
     try:
         yield
     except ValueError as error:
-        argument = re.match(r"\w+", str(error))
-        if argument and argument[0] in config:
-            raise ValueError(f"config.{part}.{error}") from error
-        raise
+        argument, rest = re.match(r"(\w*)(.*)", str(error), flags=re.DOTALL).groups()  # type: ignore[union-attr]
+        field = fields.get(argument) or (f"{part}.{argument}" if argument in config else None)
+        if field is None:
+            raise
+        raise ValueError(f"config.{field}{rest}") from error
 
 
 def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:

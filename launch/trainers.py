@@ -55,7 +55,8 @@ def make(
         "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
     }
     frame.known(f"{part}.schedule", [config.schedule], rates)
-    with settings.named(part, config):
+    mine = f"{part}.method_options.{config.method}"
+    with settings.named(mine, options), settings.named(part, config, method=f"{part}.accountant"):
         return finetune.METHODS[config.method](
             models.loss(network),
             optax.sgd(rates[config.schedule], momentum=config.momentum or None),

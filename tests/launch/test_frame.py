@@ -264,6 +264,10 @@ MISTAKES = {
             {"private.batch_size": 2000},
             r"config.private.batch_size must be at most 1168, .* examples, got 2000",
         ),
+        (
+            {"private.accountant": "moments"},
+            "config.private.accountant must be one of .*, got 'moments'",
+        ),
         ({"private.clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
         ({"pretrain.steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
         ({"data.source": "web"}, TFDS_OR_NPZ),
@@ -278,9 +282,12 @@ MISTAKES = {
     "pretrain": [
         ({"method.name": "dp"}, "config.method.name has 'dp', which is not one of standard, sam, amp, dpadapter"),
         ({"train.schedule": "linear"}, "config.train.schedule has 'linear', which is not one of cosine, steps"),
-        ({"ascent.batch_size": 91}, r"perturbation_batch_size must be in 1..90, .*, got 91"),
-        ({"ascent.microbatch_size": 7}, "microbatch_size must divide the 20 examples of the perturbation batch"),
-        ({"ascent.warmup_steps": 7}, "warmup_steps must be in 0..6"),
+        ({"ascent.batch_size": 91}, r"config\.ascent\.batch_size must be in 1..90, .*, got 91"),
+        (
+            {"ascent.microbatch_size": 7},
+            "config.ascent.microbatch_size must divide the 20 examples of the",
+        ),
+        ({"ascent.warmup_steps": 7}, "config.ascent.warmup_steps must be in 0..6"),
         ({"data.name": "blobs"}, "source 'blobs/public' has no column 'image'"),
         ({"data.parts.public": 1.5}, "parts.public must be a share in"),
         ({"data.parts.public": 2000.0}, "parts must add up to at most 1797 records"),
