@@ -46,11 +46,12 @@ for name in [name for name in found if not name.endswith(("__main__", "split_cli
 assert len(found) > 30
 
 # Configs import each other as in a checkout, and a command finds them by their names there.
-from jaxdp.launch import frame
-sys.argv = ["program", "--config=configs/digits_dpsgd.py", "--config=configs/pretrain/digits.py:sam"]
-frame._find_configs()
-files = [pathlib.Path(argument.removeprefix("--config=").removesuffix(":sam")) for argument in sys.argv[1:]]
-assert all(file.is_absolute() and file.exists() for file in files) and sys.argv[2].endswith("digits.py:sam")
+from jaxdp.launch import catalogue
+catalogue.importable()
+files = catalogue.resolve(["--config=configs/digits_dpsgd.py"])
+files += catalogue.resolve(["--config", "pretrain/digits:sam"])[1:]
+files = [pathlib.Path(file.removeprefix("--config=").removesuffix(":sam")) for file in files]
+assert all(file.is_absolute() and file.exists() for file in files) and files[1].parts[-2:] == ("pretrain", "digits.py")
 folder = files[0].parents[1]
 found = [path.relative_to(folder).with_suffix("") for path in (folder / "configs").rglob("*.py")]
 for path in found:
