@@ -21,6 +21,7 @@ from jaxdp.privacy.readout import aligned
 from jaxdp.release import notes
 
 Rows = Sequence[tuple[str, str]]
+_ZEROS = (np.ndarray, jax.ShapeDtypeStruct)  # records, and what another program computes
 _DRAWS = 20  # batches from which the number of physical batches per step is estimated
 
 
@@ -159,7 +160,7 @@ def _estimated(item: Item) -> tuple[Rows, float]:
         if (needs := compiled.memory_analysis()) is not None:
             total = needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
             memory = max(memory, total - needs.alias_size_in_bytes)
-        zeros = jax.tree.map(lambda x: x if _has_values(x) else jnp.zeros(x.shape, x.dtype), arguments)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else x, arguments)
         jax.block_until_ready(compiled(*zeros))
         started = time.perf_counter()
         jax.block_until_ready(compiled(*zeros))
@@ -170,10 +171,6 @@ def _estimated(item: Item) -> tuple[Rows, float]:
         ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}"),
     ]
     return rows, compiling + item.runs * running
-
-
-def _has_values(x: Any) -> bool:
-    return not isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _duration(seconds: float) -> str:

@@ -564,7 +564,7 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 0
 
 
-def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch):
+def test_a_disk_that_is_full_when_a_release_ends(copied, monkeypatch, capsys):
     write = till_module.write_durably
     paying(monkeypatch)
     shutil.rmtree(copied / "deploy")
