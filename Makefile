@@ -53,7 +53,7 @@ $(VENV)/.run: pyproject.toml
 		{ echo "$(PYTHON) is older than Python 3.11; choose another with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable ".[corruptions]"
+	$(BIN)/python -m pip install --quiet --editable ".[studies]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

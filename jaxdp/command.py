@@ -1,4 +1,12 @@
-"""The command `jaxdp`: questions to a ledger, from a terminal.
+"""The command `jaxdp`: plans, ledgers, configs and launchers, from a terminal.
+
+    jaxdp plan --records 50000 --batch-size 500 --steps 1000 --epsilon 3 --delta 1e-6     the noise of a training run
+    jaxdp plan --config digits_dpsgd                  what the run of a config would cost and take
+
+    jaxdp configs list                                the configs of all launchers
+    jaxdp configs copy digits_dpsgd my_config.py      a config to change
+    jaxdp finetune --config digits_dpsgd --workdir workdir/digits     a launcher, here of private fine-tuning
+    jaxdp finetune --help                             its configs, and their fields with defaults
 
     jaxdp ledger show PATH                            what every dataset has spent
     jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"     and what it would have spent after that
@@ -8,30 +16,57 @@
     jaxdp ledger backup PATH COPY                     a copy, which appears whole
     jaxdp ledger accept PATH                          an older copy becomes valid, if no newer one is left
 
-Only `accept` writes to the ledger. `python -m jaxdp.command` is the same command.
+Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same command.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
+import importlib
+import importlib.util
 import json
 import math
+import pathlib
+import runpy
 import sys
+import warnings
 import zoneinfo
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy import Account, BudgetExceeded, Ledger
 from jaxdp.privacy.events import describe, parse
+from jaxdp.privacy.planning import facts, left_after, plan_training
 from jaxdp.privacy.readout import aligned, finite, local, shown
 from jaxdp.privacy.store import accept
 
+LAUNCHERS = {
+    "finetune": "private fine-tuning, and the table of DPAdapter",
+    "pretrain": "robust pre-training on public images",
+    "lifecycle": "every stage of a model's life under one ledger, and a report",
+    "adapt": "private test-time adaptation",
+    "predict": "certified private answers",
+    "recalibrate": "private recalibration from many sources",
+    "split": "Split Adaptation",
+    "split_server": "the server of Split Adaptation between two processes",
+    "split_client": "its client",
+    "audit": "attacks on every mechanism and its broken twins",
+    "report": "the report of a lifecycle, written again",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command. An error becomes a sentence and the exit status 1."""
+    """Runs the command. A user's mistake becomes a sentence and the exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in LAUNCHERS:
+        return _launch(*arguments)
+    if arguments[:1] == ["plan"] and any(argument.startswith("--config") for argument in arguments):
+        return _plan_config(arguments[1:])
     about: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="jaxdp", **about)
-    ledger = parser.add_subparsers(required=True, metavar="ledger").add_parser("ledger", **about)
+    groups = parser.add_subparsers(required=True, metavar="COMMAND")
+    ledger = groups.add_parser("ledger", help="questions to a ledger", **about)
     commands = ledger.add_subparsers(required=True, metavar="show | history | verify | backup | accept")
 
     show = _command(commands, "show", _show)
@@ -51,11 +86,126 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _command(commands, "backup", _backup).add_argument("copy", help="the new file")
     _command(commands, "accept", _accept)
 
+    plan = groups.add_parser("plan", help="noise, steps, batch size or epsilon from the other three", epilog=_PLAN)
+    plan.add_argument("--records", type=int, help="n, by default as declared in the ledger")
+    plan.add_argument("--batch-size", type=float, help="the expected size of a batch")
+    plan.add_argument("--noise-multiplier", type=float, help="standard deviation of the noise over the clip norm")
+    plan.add_argument("--steps", type=int)
+    plan.add_argument("--epsilon", type=float)
+    plan.add_argument("--delta", type=float, help="by default as registered in the ledger")
+    plan.add_argument("--adjacency", choices=["add_remove", "replace_one", "zero_out"], default="add_remove")
+    plan.add_argument("--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth")
+    plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
+    plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
+    plan.set_defaults(run=_plan)
+
+    configs = groups.add_parser("configs", help="lists and copies configs").add_subparsers(required=True, metavar="")
+    configs.add_parser("list", help="lists the configs").set_defaults(run=_list)
+    copy = configs.add_parser("copy", help="copies a config, to change it")
+    copy.add_argument("name", help="for example digits_dpsgd")
+    copy.add_argument("path", nargs="?", help="the new file, by default with the config's name")
+    copy.set_defaults(run=_copy)
+
+    for name, what in LAUNCHERS.items():  # only for --help
+        groups.add_parser(name, help=what)
+
     given = parser.parse_args(arguments)
+    warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
     try:
         given.run(given)
     except (ValueError, TypeError, OSError) as error:
-        raise SystemExit(shown(str(error))) from error
+        print(shown(str(error)), file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+# --- Launchers and configs --------------------------------------------------------------------------------------------
+
+
+def _launchers() -> str:
+    """Returns the package of the launchers: jaxdp.launch in a wheel, launch in a checkout."""
+    return "jaxdp.launch" if importlib.util.find_spec("jaxdp.launch") else "launch"
+
+
+def _launch(name: str, *arguments: str) -> None:
+    sys.argv = [f"jaxdp {name}", *arguments]
+    runpy.run_module(f"{_launchers()}.{name}", run_name="__main__", alter_sys=True)
+
+
+def _catalogue() -> Any:
+    return importlib.import_module(f"{_launchers()}.catalogue")
+
+
+def _list(given: argparse.Namespace) -> None:
+    for line in aligned([(found.name, ", ".join(found.launchers), found.about) for found in _catalogue().known()]):
+        print(line)
+
+
+def _copy(given: argparse.Namespace) -> None:
+    source = pathlib.Path(_catalogue().find(given.name))
+    path = pathlib.Path(given.path or source.name)
+    with open(path, "x", encoding="utf-8") as file:  # never over another file
+        file.write(source.read_text(encoding="utf-8"))
+    print(f"{path}: a copy of {given.name}")
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+_PLAN = "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or give a --config."
+
+
+def _plan_config(arguments: Sequence[str]) -> None:
+    """Runs the launcher of a config with --dry_run."""
+    named = argparse.ArgumentParser(prog="jaxdp plan", add_help=False, allow_abbrev=False)
+    named.add_argument("--config", required=True)
+    given, _ = named.parse_known_args(arguments)
+    try:
+        launcher = _catalogue().launcher(given.config)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+    _launch(launcher, "--dry_run", *arguments)
+
+
+def _plan(given: argparse.Namespace) -> None:
+    terms = {name: getattr(given, name) for name in ("batch_size", "noise_multiplier", "steps", "epsilon")}
+    with contextlib.ExitStack() as opened:
+        account = None
+        if given.ledger:
+            ledger = opened.enter_context(Ledger(given.ledger, read_only=True))
+            account, row = _dataset(ledger, given.dataset)
+            given.records, given.adjacency = given.records or row["records"], row["adjacency"]
+            given.delta = given.delta or account.delta
+        if missing := [f"--{name}" for name in ("records", "delta") if getattr(given, name) is None]:
+            raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
+        plan = plan_training(records=given.records, delta=given.delta, adjacency=given.adjacency, **terms)
+        rows = facts(
+            plan.event,
+            records=plan.records,
+            batch_size=plan.batch_size,
+            noise_multiplier=f"{plan.noise_multiplier:.6g}",
+            steps=plan.steps,
+            every=given.every or math.ceil(plan.steps / 10),
+            delta=plan.delta,
+            adjacency=plan.adjacency,
+        )
+        if account is not None:
+            left = left_after(account, plan.event(0, plan.steps))
+            rows.append(("ledger", f"{shown(given.ledger)}, dataset {shown(account.name)}: {left}"))
+    for line in aligned(rows):
+        print(line)
+
+
+def _dataset(ledger: Ledger, name: str | None) -> tuple[Account, dict[str, Any]]:
+    """Returns the account of a dataset and its terms. Without a name the ledger must have only one."""
+    found = {row["name"]: row for row in ledger.report()["datasets"]}
+    if name is None and len(found) != 1:
+        raise ValueError(f"--dataset must be one of {', '.join(map(shown, found)) or 'none'}, got none.")
+    name = name or next(iter(found))
+    account = ledger.account(name)  # raises for an unknown name
+    return account, found[name]
+
+
+# --- The ledger -------------------------------------------------------------------------------------------------------
 
 
 def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
 from jaxdp.report import format_table, plot_curves
 
-from . import data, frame, models, results
+from . import data, frame, models, plans, results
 
 # How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
 ORIGINAL, CLIPPED = "original", "clipped"
@@ -221,6 +221,23 @@ def _mean(accuracy: Mapping[str, float]) -> float:
     return results.moments(accuracy.values()).mean
 
 
+def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
+    task, terms = opened(), {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    streams = f"{len(config.methods)} methods x {config.protocol.seeds} streams"
+    for setting in settings(config):
+        noise = task.noise.get(setting, 0.0)
+        release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
+        accumulate = 1 if setting == ORIGINAL else config.protocol.accumulate
+        yield plans.Item(
+            f"{setting}, {streams}",
+            "each stream",
+            tta.event(release, task.stream(0), accumulate=accumulate),
+            terms,
+            rows=[("noise multiplier", f"{noise:.6g}")],
+            runs=len(config.methods) * config.protocol.seeds,
+        )
+
+
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +409,7 @@ STUDY = frame.Study(
     summary=_summary,
     tables=_tables,
     figures=_figures,
+    plan=_plan,
     benchmark=(
         "The accuracies are functions of the stream's records, and no ledger pays for them. Use jaxdp.tta.serve to "
         "adapt to a private stream."

@@ -8,9 +8,9 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from . import audits
+from . import audits, frame
 from .audits.case import Case
 
 _MECHANISM = flags.DEFINE_string("mechanism", None, "The only mechanism to audit, for example DP-SGD.")
@@ -71,13 +71,13 @@ def main(argv: Sequence[str]) -> None:
     from jaxdp.report import format_table
 
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
+        raise ValueError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
     found, seed = audits.cases(), bytes.fromhex(_SEED.value)
     if _MECHANISM.value is not None:
         names = sorted({case.mechanism for case in found})
         found = tuple(case for case in found if case.mechanism == _MECHANISM.value)
         if not found:
-            raise app.UsageError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
+            raise ValueError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
     rows: list[dict[str, str]] = []
     good = True
     for case in found:
@@ -105,4 +105,4 @@ def _notes(case: Case) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    frame.start(main)

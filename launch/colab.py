@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # jax, its plugins for accelerators with their libraries, and what its compiled parts need.
 _RUNTIME = re.compile(r"jax|jaxlib|jax-cuda\d+-.+|libtpu(-.+)?|nvidia-.+|numpy|ml-dtypes")
+EXTRAS = ("corruptions", "plots")  # of jaxdp, which the notebook uses
 _EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": "cuda12"}
 
 
@@ -70,7 +71,7 @@ def constraints(versions: Mapping[str, str]) -> str:
 def command(constraints: pathlib.Path, *, root: pathlib.Path = ROOT) -> list[str]:
     """Returns the command of pip. It is editable, so that `!python -m launch.finetune` finds the configs."""
     options = ["--disable-pip-version-check", "--constraint", str(constraints)]
-    return [sys.executable, "-m", "pip", "install", *options, "--editable", str(root)]
+    return [sys.executable, "-m", "pip", "install", *options, "--editable", f"{root}[{','.join(EXTRAS)}]"]
 
 
 def check_jax(versions: Mapping[str, str], *, root: pathlib.Path = ROOT) -> None:

@@ -49,7 +49,7 @@ import numpy as np
 
 from jaxdp import data
 from jaxdp.data import Examples, sources
-from jaxdp.files import Limits, read_npz
+from jaxdp.files import Limits, optional, read_npz
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # no shift
@@ -244,7 +244,7 @@ def texts(name: str, split: str, field: str, *, data_dir: str | None = None) -> 
       ValueError: The split has no labels.
       FileNotFoundError: As in `parts`.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     with sources._quiet_array_record():
         builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)

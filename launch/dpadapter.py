@@ -6,11 +6,12 @@ A cell is one private model. It has its own ledger, as if it alone were released
 sum. The folders `upstream/NAME/SEED` in the workdir have the pre-trained models.
 """
 
+import collections
 import copy
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.report import plot_curves, plot_points
 
-from . import data, frame, models, pretrain, results, trainers
+from . import data, frame, models, plans, pretrain, results, trainers
 
 Params = Any
 
@@ -81,11 +82,15 @@ class _Bench:
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it is missing."""
         folder = self.root / "upstream" / frame.file_name(name) / str(seed)
+        known = frame.compute(pretrain.STUDY, self.upstream_config(name, seed), folder)
+        return load_params(folder / "params.safetensors"), known
+
+    def upstream_config(self, name: str, seed: int) -> Any:
+        """Returns the config of an upstream model."""
         config = copy.deepcopy(self.config.pretrain)
         config.update(self.config.upstreams[name])
         config.seed = seed
-        known = frame.compute(pretrain.STUDY, config, folder)
-        return load_params(folder / "params.safetensors"), known
+        return config
 
 
 def _cells(config: Any) -> Iterator[Cell]:
@@ -277,6 +282,29 @@ def _draw(config: Any, stem: pathlib.Path, grid: Any, rows: Sequence[frame.Row],
     )
 
 
+def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
+    bench, cells = opened(), frame.distinct(_cells(config))
+    for name in dict.fromkeys(cell.upstream for cell in cells if cell.upstream != SCRATCH):
+        upstream = bench.upstream_config(name, 0)
+        for item in pretrain.plan(upstream, functools.partial(pretrain.STUDY.open, upstream, bench.root)):
+            yield item._replace(what=f"upstream {name}", runs=len(config.seeds))
+    runs = collections.Counter((cell.dataset, cell.method, cell.epsilon) for cell in cells)
+    for (dataset, method, epsilon), count in runs.items():
+        network, source, _ = bench.task(dataset)
+        private = bench.private(method, epsilon, dataset)
+        yield plans.training(
+            f"{method} on {dataset}, epsilon {epsilon:g}",
+            bench.trainer(method, epsilon, dataset),
+            source,
+            models.fresh(network, 0),
+            steps=private.steps,
+            every=private.checkpoint_every,
+            terms={"records": len(source), "epsilon": epsilon, "delta": private.delta},
+            runs=count,
+            ledger="the cell's own",
+        )
+
+
 def _grows(config: Any) -> Any:
     """Returns the config without what may change: the seeds, the grids and the folder of the data."""
     config = copy.deepcopy(config)
@@ -296,4 +324,5 @@ STUDY = frame.Study(
     tables=lambda result, work: _tables(result),
     figures=_figures,
     grows=_grows,
+    plan=_plan,
 )

@@ -6,7 +6,7 @@ A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
@@ -14,7 +14,7 @@ from jaxdp.data import Examples, augmentation
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.report import format_table, plot_training, read_metrics
 
-from . import data, dpadapter, frame, models, trainers
+from . import data, dpadapter, frame, models, plans, trainers
 
 Params = Any
 
@@ -81,10 +81,9 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         )
         return {"accuracy": judge(params, task.test)}
     private = config.private
-    ledger = root / "ledger.sqlite" if cell.model == "private" else root / "references" / "ledger.sqlite"
     terms = data.terms(config.data)
     terms |= {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
-    with frame.account(ledger, task.private.name, label=cell.model.replace("_", " "), **terms) as account:
+    with frame.account(root / _ledger(cell), task.private.name, label=cell.model.replace("_", " "), **terms) as account:
         state = finetune.fit(
             task.trainer,
             start,
@@ -168,14 +167,41 @@ def _summary(result: Mapping[str, Any]) -> str:
     return text
 
 
+def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
+    task, private, loss = opened(), config.private, models.loss(opened().network)
+    start = models.fresh(task.network, config.init_seed)
+    terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
+    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every, "terms": terms}
+    if task.public is not None and not config.pretrain.weights:
+        yield plans.public_training("public pre-training", loss, start, task.public, config.pretrain)
+    for cell in _cells(config):
+        if cell.model == "no_privacy":
+            yield plans.public_training("reference without privacy", loss, start, task.private, config.no_privacy)
+            continue
+        how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
+        yield plans.training(cell.model.replace("_", " "), task.trainer, task.private, start, **how)
+
+
+def _ledger(cell: Model) -> pathlib.Path:
+    """Returns the path of the ledger of a cell below the workdir. References have a ledger of their own."""
+    return pathlib.Path("ledger.sqlite" if cell.model == "private" else "references/ledger.sqlite")
+
+
 STUDY = frame.Study(
-    name="finetune", open=_open, cells=_cells, run=_run, result=_result, summary=_summary, figures=_figures
+    name="finetune",
+    open=_open,
+    cells=_cells,
+    run=_run,
+    result=_result,
+    summary=_summary,
+    figures=_figures,
+    plan=_plan,
 )
 
 
-def experiment(config: Any, workdir: str) -> Any:
+def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> Any:
     """Runs the experiment, or the table of them."""
-    return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir)
+    return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir, dry_run=dry_run)
 
 
 if __name__ == "__main__":

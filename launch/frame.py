@@ -16,13 +16,14 @@ loses its current cell. The same command then continues, and does not pay again 
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import pathlib
 import shutil
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from absl import app, flags, logging
@@ -32,14 +33,27 @@ from tqdm import tqdm
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
+from jaxdp.report import check_figures
 
-from . import results
+from . import catalogue, plans, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
 _FORMAT = 2  # of workdirs, which had no number in the first releases
 _REMEDY = "Restore it from a copy, or use a new workdir."
 _AGAIN = "Delete it. The command then makes it again from the other files of the workdir, which costs nothing twice."
+# The parts of a config by which a launcher is recognised: it is the first one whose parts are all there.
+_PARTS = {
+    "lifecycle": ("budgets",),
+    "adapt": ("protocol",),
+    "predict": ("prediction",),
+    "recalibrate": ("sweep",),
+    "split": ("ablation",),  # before the parties, whose parts it has too
+    "split_server": ("server", "client"),
+    "split_client": ("server", "client"),
+    "pretrain": ("ascent",),
+    "finetune": ("private",),
+}
 # A user can correct these. The program prints the message without a traceback.
 MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged)
 
@@ -65,6 +79,7 @@ class Study:
         study with this text needs config.public_benchmark.
       grows: `grows(config)` returns the part of the config that determines cells. With it, a finished study takes more
         cells.
+      plan: `plan(config, opened)` returns what a dry run tells. `opened()` is what `open` returns.
     """
 
     name: str
@@ -77,6 +92,7 @@ class Study:
     figures: Callable[[Any, "Work"], None] = _nothing
     benchmark: str = ""
     grows: Callable[[Any], Any] | None = None
+    plan: Callable[[Any, Callable[[], Any]], Iterable[plans.Item]] = lambda config, opened: ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +173,10 @@ def file_name(part: Any) -> str:
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, config: Any, workdir: Any) -> Any:
+def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> Any:
     """Runs the unfinished part of a study, prints its summary and returns its result.
+
+    With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then workdir may be None.
 
     Raises:
       ValueError: The config is inconsistent, the workdir belongs to another config, study or release, or the data is
@@ -166,6 +184,8 @@ def run(study: Study, config: Any, workdir: Any) -> Any:
       FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
       BudgetExceeded: A ledger has no room for what a cell would spend.
     """
+    if dry_run:
+        return _dry_run(study, config, None if workdir is None else pathlib.Path(workdir))
     root = pathlib.Path(workdir)
     done = (root / "result.json").exists() and study.grows is None
     result = compute(study, config, root)
@@ -180,17 +200,15 @@ def run(study: Study, config: Any, workdir: Any) -> Any:
 
 def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
     """Returns the result of a study, as `run` does, without its summary."""
-    if study.benchmark and not config.public_benchmark:
-        raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
-    bound = study.grows(config) if study.grows else config
-    check_numbers(config)
-    check_same_config(study.name, bound, root)
+    bound = _checked(study, config, root)
     finished = root / "result.json"
     if finished.exists() and study.grows is None:
         result = read_json(finished, remedy=_AGAIN, kind=object)
         with understood(finished, _AGAIN):
             study.summary(result)
         return result
+    if study.figures is not _nothing:
+        check_figures()  # before anything is computed or paid
     cells = distinct(study.cells(config))
     work = Work(study, config, root, study.open(config, root))
     with bind(study.name, bound, root):
@@ -202,6 +220,27 @@ def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
             study.figures(result, work)
             write_json(finished, result)
     return result
+
+
+def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
+    """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in it."""
+    if study.benchmark and not config.public_benchmark:
+        raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
+    bound = study.grows(config) if study.grows else config
+    check_numbers(config)
+    if root is not None:
+        check_same_config(study.name, bound, root)
+    return bound
+
+
+def _dry_run(study: Study, config: Any, root: pathlib.Path | None) -> None:
+    _checked(study, config, root)
+    distinct(study.cells(config))
+    with tempfile.TemporaryDirectory() as nowhere:
+        opened = functools.cache(lambda: study.open(config, pathlib.Path(nowhere)))
+        plans.show(study.plan(config, opened), root)
+    if study.benchmark:
+        print(f"\n{study.benchmark}")
 
 
 def distinct(cells: Iterable[Any]) -> list[Any]:
@@ -325,28 +364,67 @@ def some(field: str, given: Any) -> Any:
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def main(experiment: Callable[[Any, str], Any] | Study) -> None:
-    """Runs a study, or `experiment(config, workdir)`, with the flags of the command line.
-
-    After a user's mistake the program prints a message and exits with 1. With --verbosity=1 it also prints the
-    traceback. After Ctrl-C it exits with 130.
-    """
-    _find_configs()
+def main(experiment: Callable[..., Any] | Study) -> None:
+    """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line. See `start`."""
     config = config_flags.DEFINE_config_file(
-        "config", help_string="The experiment. Override fields with --config.x.y=..."
+        "config", help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are flags."
     )
-    workdir = flags.DEFINE_string(
-        "workdir", None, "Directory of the run. An interrupted run in it is resumed.", required=True
-    )
-    flags.mark_flag_as_required("config")
-    for name in ("config", "workdir"):  # --help lists the flags of the program itself
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    workdir = flags.DEFINE_string("workdir", None, "Directory of the run. An interrupted run in it is resumed.")
+    dry_run = flags.DEFINE_bool("dry_run", False, "Only say what the run would cost and take. Nothing is written.")
+    for flag in (config, workdir, dry_run):  # --help lists the flags of the program itself
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     chosen = functools.partial(run, experiment) if isinstance(experiment, Study) else experiment
+
+    def program(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise ValueError(f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value.")
+        if config.value is None:
+            raise ValueError("--config must be given. --help lists the configs.")
+        if workdir.value is None and not dry_run.value:
+            raise ValueError("--workdir must be given: the directory of the run. Or give --dry_run.")
+        _check_launcher(config.value)
+        chosen(config.value, workdir.value, dry_run=dry_run.value)
+
+    start(program)
+
+
+def start(program: Callable[[Sequence[str]], None]) -> None:
+    """Parses the flags and runs `program(argv)`, as `absl.app.run` does.
+
+    After a user's mistake the program prints it as a sentence on stderr and exits with 2. With --verbosity=1 it also
+    prints the traceback. After Ctrl-C it exits with 130. --help exits with 0.
+    """
+
+    def parse(argv: list[str]) -> list[str]:
+        arguments = argv[1:]
+        try:
+            catalogue.importable()
+            if {"--help", "-help", "-h", "--helpfull", "--helpshort"} & {*arguments}:
+                print(_help(arguments))
+                sys.exit(0)
+            return flags.FLAGS([argv[0], *catalogue.resolve(arguments)])
+        except (*MISTAKES, flags.Error, AttributeError, KeyError) as error:
+            _stop(error)
+
+    def run_program(argv: Sequence[str]) -> None:
+        if not flags.FLAGS["verbosity"].present:
+            logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
+        warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+        tell(program, argv)
+
     try:
-        app.run(functools.partial(_program, chosen, config, workdir))
+        app.run(run_program, flags_parser=parse)
     except KeyboardInterrupt as error:
         print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
         sys.exit(130)
+
+
+def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Runs a program. After a user's mistake, prints it on stderr and exits with 2."""
+    try:
+        program(*arguments, **options)
+    except MISTAKES as error:
+        _stop(error)
 
 
 def limits(given: Sequence[str]) -> Any:
@@ -356,40 +434,51 @@ def limits(given: Sequence[str]) -> Any:
     try:
         return Limits(**{name: int(number) for name, _, number in (pair.partition("=") for pair in given)})
     except (TypeError, ValueError) as error:
-        raise app.UsageError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}") from error
+        raise ValueError(f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}") from error
 
 
-def _find_configs() -> None:
-    """Makes an installed package find its config files by the names that they have in the checkout."""
-    if __package__ == "launch":
+def _stop(error: Exception) -> NoReturn:
+    logging.debug("The error was raised here:", exc_info=error)
+    for text in (error, *getattr(error, "__notes__", ())):
+        print(text, file=sys.stderr)
+    sys.exit(2)
+
+
+def _launcher() -> str:
+    """Returns the name of the running launcher, or "" if no launcher runs."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    package, _, name = (spec.name if spec else "").removesuffix(".__main__").rpartition(".")
+    return name if package == __package__ else ""
+
+
+def _check_launcher(config: Any) -> None:
+    """Raises ValueError for a config of another launcher. Its parts tell, so that a user's own config is recognised."""
+    mine = _launcher()
+    found = next((name for name, parts in _PARTS.items() if all(part in config for part in parts)), None)
+    if mine not in _PARTS or (found and _PARTS[found] == _PARTS[mine]):
         return
-    package = importlib.import_module("jaxdp.configs")
-    sys.modules.setdefault("configs", package)  # config files import each other by this name
-    folder = pathlib.Path(next(iter(package.__path__))).parent
-    for place, argument in enumerate(sys.argv):
-        flag, equals, value = argument.rpartition("=")
-        name = value.partition(":")[0]
-        if name.startswith("configs/") and not pathlib.Path(name).exists() and (folder / name).exists():
-            sys.argv[place] = f"{flag}{equals}{folder / value}"
-
-
-def _program(experiment: Callable[[Any, str], Any], config: Any, workdir: Any, argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value.")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
-    tell(experiment, config.value, workdir.value)
-
-
-def tell(experiment: Callable[[Any, str], Any], config: Any, workdir: str) -> None:
-    """Runs `experiment(config, workdir)`. After a user's mistake, exits with a message."""
-    try:
-        experiment(config, workdir)
-    except MISTAKES as error:
-        logging.debug("The error was raised here:", exc_info=True)
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        sys.exit(
-            f"{type(error).__name__}: {error}{notes}\nFinished work is kept, and the ledger counts all reservations. "
-            "Correct this and run the same command: it continues and pays nothing twice. (--verbosity=1 prints the "
-            "traceback.)"
+    if found:
+        given = catalogue.given(sys.argv)
+        raise ValueError(
+            f"this is a config of launch.{found}, not of launch.{mine}. Run: {_command(found)} --config {given} "
+            "--workdir ..."
         )
+    missing = ", ".join(part for part in _PARTS[mine] if part not in config)
+    raise ValueError(f"config.{missing} is missing, so this is no config of launch.{mine}. --help lists its configs.")
+
+
+def _command(launcher: str) -> str:
+    return f"python -m launch.{launcher}" if __package__ == "launch" else f"jaxdp {launcher}"
+
+
+def _help(arguments: Sequence[str]) -> str:
+    """Returns the help of a launcher: its flags, its configs, and the fields of one of them with their defaults."""
+    main, launcher = sys.modules["__main__"], _launcher()
+    text = [(main.__doc__ or "").strip(), flags.FLAGS.main_module_help().strip()]
+    if configs := catalogue.known(launcher):
+        width = max(len(config.name) for config in configs)
+        text.append("\n".join(["Configs:", *(f"  {config.name:{width}}  {config.about}" for config in configs)]))
+        chosen = catalogue.given(arguments) or min(configs, key=lambda config: "digits" not in config.name).name
+        fields = _flat(json.loads(catalogue.load(chosen).to_json()))
+        text.append("\n".join([f"Fields of {chosen}:", *(f"  --config.{k}={v!r}" for k, v in fields.items())]))
+    return "\n\n".join(text)

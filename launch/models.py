@@ -29,6 +29,8 @@ from jaxdp.models.training import fit_public
 from jaxdp.release import locked
 from jaxdp.transforms import losses
 
+from .settings import named
+
 Params = Any
 
 
@@ -44,8 +46,9 @@ def network(config: Any, num_classes: int | None = None) -> Pretrained:
       FileNotFoundError: The checkpoint does not exist.
     """
     classes = config.num_classes if num_classes is None else num_classes
-    model = create(config.name, num_classes=classes, **dict(config.options))
-    preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
+    with named("model", config), named("model.preprocessing", config.preprocessing or ()):
+        model = create(config.name, num_classes=classes, **dict(config.options))
+        preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
     if config.get("checkpoint", ""):
         naming = config.get("naming", "auto")
         return load_checkpoint(config.checkpoint, model=model, naming=naming, preprocessing=preprocessing)

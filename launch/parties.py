@@ -36,7 +36,7 @@ from jaxdp.split.noisy_upload import Released, plan_release
 from jaxdp.split.package import package_bytes, read_package, write_package
 from jaxdp.split.server import adapt_by_client
 
-from . import data, frame, models
+from . import data, frame, models, plans
 from .settings import check_numbers
 
 DATASET, QUERIES = "client/images", "client/queries"
@@ -269,7 +269,7 @@ def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: 
     if config.mode == "private":
         if shipment.projection is None:
             raise ValueError("mode='private' needs a frontend with a projection. The server has config.directions=0.")
-        _private_release(config, shipment)
+        _private_release(config, shipment.clip_norm)
     for images in (few, test) if len(test["image"]) else (few,):
         shipment.backbone.check_images(images["image"])
         if "label" in images:
@@ -289,7 +289,7 @@ def _upload(
 
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
-        release, projection = _private_release(config, shipment), shipment.projection
+        release, projection = _private_release(config, shipment.clip_norm), shipment.projection
         private = plan_release(account, release=release, labels=labels, projection=projection, **given)
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
@@ -302,10 +302,24 @@ def _upload(
     return dataclasses.replace(what, keep=lambda made: send(make(made, config.num_classes)))
 
 
-def _private_release(config: Any, shipment: messages.Shipment) -> split.PrivateRelease:
-    assert shipment.clip_norm is not None  # it comes with the projection
+def _private_release(config: Any, clip_norm: float | None) -> split.PrivateRelease:
+    assert clip_norm is not None  # it comes with the projection
     terms = {name: config[name] for name in ("epsilon", "delta", "num_classes", "label_share")}
-    return split.PrivateRelease.calibrated(clip_norm=shipment.clip_norm, **terms)
+    return split.PrivateRelease.calibrated(clip_norm=clip_norm, **terms)
+
+
+def client_charges(config: Any, *, ledger_path: _Path | None, queries: bool | None) -> list[plans.Item]:
+    """Returns what `run_client` would charge. The frontend, which it has not received yet, changes nothing of it."""
+    private, ledger = config.mode == "private", os.fspath(ledger_path or "ledger.sqlite")
+    terms = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+    unproven = terms | {"allow_unproven": True}
+    event = _private_release(config, 1.0).event if private else split.published_event(config.laplace_scale)
+    mine = terms | {"epsilon": config.epsilon} if private else unproven
+    charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, mine, ledger=ledger)]
+    if not private if queries is None else queries:
+        event = split.published_event(config.query_laplace_scale)
+        charges.append(plans.Item("the queries", QUERIES, event, unproven, ledger=ledger))
+    return charges
 
 
 def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:

@@ -24,11 +24,11 @@ from jaxdp import finetune, prediction
 from jaxdp.data import PoissonSampler
 from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
-from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves
 
-from . import data, frame, models, results
+from . import data, frame, models, plans, results
 from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, flip_probability
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
@@ -128,26 +128,48 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
 
 def _mechanism(cell: Cell, bench: Bench) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
     """Returns the mechanism of the answers, and the event of a repetition."""
-    plan, pool = bench.plan, bench.pools[cell.teacher]
+    pool, event = bench.pools[cell.teacher], _event(cell, bench.config)
     if cell.answers != PATE:
-        event = prediction.event(plan.queries, epsilon=bench.epsilon)
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
     assert pool.votes is not None
-    how, votes, limit = dict(bench.config.pate), pool.votes, {"max_answers": plan.queries}
-    how["threshold"] *= len(votes)  # the config has a share
-    pate = prediction.ConfidentGNMax.calibrated(**how, **limit, **plan)
-    return (
-        lambda key, rows: pate.answer(key, votes[:, rows], num_classes=bench.classes, **limit),
-        pate.event(plan.queries, **limit),
-    )
+    pate, votes, limit = _pate(bench.config), pool.votes, bench.plan.queries
+    return lambda key, rows: pate.answer(key, votes[:, rows], num_classes=bench.classes, max_answers=limit), event
+
+
+def _event(cell: Cell, config: Any) -> DpEvent:
+    """Returns the event of one repetition of a cell."""
+    plan, epsilon = config.prediction, prediction.query_epsilon(**config.prediction)
+    if cell.answers == PATE:
+        return _pate(config).event(plan.queries, max_answers=plan.queries)
+    if cell.teacher == DP_SGD:
+        model = models.Dense(1, 2, **config.model)  # the event does not depend on the model
+        return dp_sgd(config, model, config.training.records).event(0, config.dp_sgd.steps)
+    return prediction.event(plan.queries, epsilon=epsilon)
+
+
+def _pate(config: Any) -> prediction.ConfidentGNMax:
+    how = dict(config.pate)
+    how["threshold"] *= config.ensemble.members  # the config has a share
+    return prediction.ConfidentGNMax.calibrated(**how, max_answers=config.prediction.queries, **config.prediction)
+
+
+def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
+    terms = {"records": config.training.records, "delta": config.prediction.delta}
+    for cell in _cells(config):
+        if cell == RELEASED:
+            mine = {"epsilon": config.prediction.epsilon}
+            yield plans.Item("answers", "", _event(cell, config), terms | mine)
+        elif cell != EXACT:
+            times = config.dp_sgd.runs if cell.teacher == DP_SGD else config.repetitions
+            event = SelfComposedDpEvent(_event(cell, config), times)
+            what = f"reference: {cell.teacher}, {cell.answers}, {times} repetitions"
+            yield plans.Item(what, "", event, terms, ledger="references/ledger.sqlite")
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
     """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target epsilon."""
     how, plan = config.dp_sgd, config.prediction
     sampler = PoissonSampler(records, how.batch_size / config.training.records)
-    target = {"epsilon": plan.epsilon, "delta": plan.delta}
-    noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, how.steps), **target)
     # A trainer divides by the expected batch size, which depends on the private number of records. The declared
     # number is public.
     declared = optax.scale(sampler.expected_batch_size / how.batch_size)
@@ -156,7 +178,9 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
         optax.chain(declared, optax.sgd(how.learning_rate, momentum=how.momentum or None)),
         sampler=sampler,
         clip_norm=how.clip_norm,
-        noise_multiplier=noise_multiplier,
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+        steps=how.steps,
         physical_batch_size=how.batch_size,
     )
 
@@ -317,6 +341,7 @@ STUDY = frame.Study(
     summary=_summary,
     tables=lambda result, _: {"Accuracy in percent": _table(result)} if "rows" in result else {},
     figures=_figures,
+    plan=_plan,
 )
 
 if __name__ == "__main__":

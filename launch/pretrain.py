@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 from jaxdp.version import __version__
 
-from . import data, frame, models
+from . import data, frame, models, plans, settings
 
 _LIBRARIES = ("jax", "flax", "optax", "numpy")
 
@@ -46,8 +46,10 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
     found = data.parts(config.data, "public", "test")
     network = models.network(config.model, found["public"].num_classes)
     train, test = (models.resize(network, found[role]) for role in ("public", "test"))
-    trainer, batches = _trainer(config, network), _batches(config, train)
-    batches.check_microbatches(trainer)
+    sizes = {"perturbation_batch_size": "ascent.batch_size", "update_batch_size": "train.batch_size"}
+    with settings.named("ascent", config.ascent, **sizes):
+        trainer, batches = _trainer(config, network), _batches(config, train)
+        batches.check_microbatches(trainer)
     shape = "x".join(map(str, data.image_shape(train)))
     print(
         f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test ({test.name}), images "
@@ -178,6 +180,31 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
+def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
+    """Returns the computation. All data is public, so nothing is charged."""
+    task = opened()
+    trainer, batches = task.trainer, task.batches
+    state = trainer.init(models.fresh(task.network, config.seed))
+    programs = []
+    for name, rows, calls in zip(("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True):
+        parts = trainer.microbatches(name, rows)
+        images = task.train.gather(np.zeros(rows, np.int64))
+        gradient = functools.partial(trainer.gradient, parts=parts)
+        arguments = (state.params, state.perturbation, None, images, np.int32(0))
+        programs.append((jax.jit(gradient), arguments, calls * parts))
+    yield plans.Item(f"pre-training by {config.method.name}", programs=programs)
+
+
+def _sizes(batches: pretrain.Batches) -> tuple[int, int]:
+    return batches.perturbation_batch_size, batches.update_batch_size
+
+
+def _calls(batches: pretrain.Batches) -> tuple[int, int]:
+    """Returns the number of gradients at perturbation and at update batches."""
+    ascents = sum(batches.batches(step)[0] is not None for step in range(batches.steps))
+    return ascents, batches.steps
+
+
 STUDY = frame.Study(
     name="pretrain",
     open=_open,
@@ -186,6 +213,7 @@ STUDY = frame.Study(
     result=_result,
     summary=_summary,
     figures=_figures,
+    plan=plan,
 )
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ import numpy as np
 from jaxdp import recalibration
 from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples
 from jaxdp.models import Pretrained
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
 from jaxdp.recalibration.methods import TemperatureSearch
 from jaxdp.release import stream
 
-from . import calibration, data, frame, models, simulation
+from . import calibration, data, frame, models, plans, simulation
 from .calibration import CENTRE, FACTORS, NO_PRIVACY
 from .simulation import Setting
 
@@ -204,6 +204,16 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     return {"diagrams": diagrams, "temperatures": searched}
 
 
+def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
+    opened()
+    (centre,) = parts(config)[CENTRE]
+    names = config.figures.reliability_methods
+    event = SelfComposedDpEvent(recalibration.event(centre.epsilon), len(names))
+    terms = {"adjacency": config.sweep.adjacency, "records": centre.samples, "delta": 0.0}
+    what = f"a source of the reliability diagrams: {', '.join(names)}"
+    yield plans.Item(what, "source 0", event, terms, runs=centre.sources)
+
+
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +255,7 @@ STUDY = frame.Study(
     summary=calibration.summary,
     tables=calibration.tables,
     figures=calibration.figures,
+    plan=_plan,
     benchmark=(
         "Calibration errors and reliability diagrams are functions of test labels, and no ledger pays for them. Use "
         "jaxdp.recalibration.recalibrate for private sources."

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from absl import app
+from . import frame
 
 
 def main(argv: Sequence[str]) -> None:
@@ -10,12 +10,9 @@ def main(argv: Sequence[str]) -> None:
     from .lifecycle import document
 
     if len(argv) != 2:
-        raise app.UsageError("give the workdir of one lifecycle: python -m launch.report WORKDIR.")
-    try:
-        print(document.write(argv[1]))
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+        raise ValueError("give the workdir of one lifecycle: python -m launch.report WORKDIR.")
+    print(document.write(argv[1]))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    frame.start(main)

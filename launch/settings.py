@@ -1,6 +1,8 @@
 """Checks of the numbers in a config. A wrong number is refused before a workdir is bound and anything is spent."""
 
+import contextlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,6 +76,25 @@ def check_numbers(config: Any) -> None:
         if not rule.allows(value):
             field = ".".join(names)
             raise ValueError(f"config.{field} must be {rule.says}, got {value!r}. Change it with --config.{field}=...")
+
+
+@contextlib.contextmanager
+def named(part: str, config: Any, **fields: str) -> Iterator[None]:
+    """Names the field of the config in a ValueError of the body that begins with an argument of the library.
+
+    Args:
+      part: The part of the config whose fields have the names of arguments.
+      config: That part.
+      **fields: The fields of other arguments, for example steps="train.steps".
+    """
+    try:
+        yield
+    except ValueError as error:
+        argument, rest = re.match(r"(\w*)(.*)", str(error), flags=re.DOTALL).groups()  # type: ignore[union-attr]
+        field = fields.get(argument) or (f"{part}.{argument}" if argument in config else None)
+        if field is None:
+            raise
+        raise ValueError(f"config.{field}{rest}") from error
 
 
 def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:

@@ -6,15 +6,14 @@ It reads only the part `client` of the config, and only the server's packages in
 client's own images.
 """
 
+import pathlib
 from typing import Any
 
 from absl import flags
 
-from . import frame
+from . import frame, plans
 
-_EXCHANGE = flags.DEFINE_string(
-    "exchange", None, "Folder that both parties can write to, and nobody else.", required=True
-)
+_EXCHANGE = flags.DEFINE_string("exchange", None, "Folder that both parties can write to, and nobody else.")
 _TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the server.", lower_bound=0.0)
 _LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages of the server.")
 _LEDGER = flags.DEFINE_string("ledger", None, "Ledger of the client's images, by default ledger.sqlite in the workdir.")
@@ -33,12 +32,17 @@ _FIELDS = (
 )
 
 
-def experiment(config: Any, workdir: str) -> None:
+def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     """Runs the client."""
     from . import parties
 
     given = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(given)
+    if dry_run:
+        charges = parties.client_charges(config.client, ledger_path=_LEDGER.value, queries=_QUERIES.value)
+        return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
+    if _EXCHANGE.value is None:
+        raise ValueError("--exchange must be given: a folder that both parties can write to.")
     parties.run_client(
         config.client,
         workdir,

@@ -8,14 +8,15 @@ import optax
 from jaxdp import finetune
 from jaxdp.data import Examples, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
-from jaxdp.privacy import calibrate_noise
 
-from . import data, frame, models
+from . import data, frame, models, settings
 
 Params = Any
 
 
-def make(config: Any, network: Pretrained, private: Examples, public: Examples | None, images: Any) -> Any:
+def make(
+    config: Any, network: Pretrained, private: Examples, public: Examples | None, images: Any, *, part: str = "private"
+) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
     Args:
@@ -30,53 +31,60 @@ def make(config: Any, network: Pretrained, private: Examples, public: Examples |
       private: The private images.
       public: PUBLIC images, from which GEP takes its anchors.
       images: The `data` part of the study's config, for the augmentation and the adjacency.
+      part: The name of the part in the study's config, for errors.
 
     Raises:
       ValueError: The config is inconsistent.
     """
-    frame.known("private.method", [config.method], finetune.METHODS)
+    frame.known(f"{part}.method", [config.method], finetune.METHODS)
     options = dict(config.method_options.get(config.method, {}))
+    if config.batch_size > len(private):
+        raise ValueError(
+            f"config.{part}.batch_size must be at most {len(private)}, the number of private examples, got "
+            f"{config.batch_size}."
+        )
     sampler = PoissonSampler(len(private), config.batch_size / len(private))
-    target = {"epsilon": config.epsilon, "delta": config.delta, "method": config.accountant}
-    target["adjacency"] = data.terms(images)["adjacency"]
     if config.method == "adp_alloc":
-        frame.known("private.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
+        frame.known(f"{part}.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
         kind = options["schedule"].kind
         options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
-        noise_multiplier = finetune.calibrate_schedule(options["schedule"], sampler, steps=config.steps, **target)
-    else:
-        noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, config.steps), **target)
     if config.method == "gep":
-        options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
+        options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
     rates = {
         "constant": optax.constant_schedule(config.learning_rate),
         "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
     }
-    frame.known("private.schedule", [config.schedule], rates)
-    return finetune.METHODS[config.method](
-        models.loss(network),
-        optax.sgd(rates[config.schedule], momentum=config.momentum or None),
-        sampler=sampler,
-        clip_norm=config.clip_norm,
-        clip_rule=config.get("clip_rule", "global"),
-        noise_multiplier=noise_multiplier,
-        physical_batch_size=config.physical_batch_size,
-        augment=augmentation(images) if config.augmult else None,
-        augmult=config.augmult or 1,
-        ema_decay=config.ema_decay or None,
-        ascent_radius=config.ascent_radius,
-        **options,
-    )
+    frame.known(f"{part}.schedule", [config.schedule], rates)
+    mine = f"{part}.method_options.{config.method}"
+    with settings.named(mine, options), settings.named(part, config, method=f"{part}.accountant"):
+        return finetune.METHODS[config.method](
+            models.loss(network),
+            optax.sgd(rates[config.schedule], momentum=config.momentum or None),
+            sampler=sampler,
+            clip_norm=config.clip_norm,
+            clip_rule=config.get("clip_rule", "global"),
+            **{name: config[name] for name in ("epsilon", "delta", "steps", "accountant")},
+            adjacency=data.terms(images)["adjacency"],
+            physical_batch_size=config.physical_batch_size,
+            augment=augmentation(images) if config.augmult else None,
+            augmult=config.augmult or 1,
+            ema_decay=config.ema_decay or None,
+            ascent_radius=config.ascent_radius,
+            **options,
+        )
 
 
-def _anchors(public: Examples | None, count: int, num_classes: int) -> dict[str, np.ndarray]:
+def _anchors(public: Examples | None, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:
     """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
     if public is None:
         raise ValueError(
-            "config.private.method='gep' needs public examples as anchors. Name some in config.data.parts."
+            f"config.{part}.method='gep' needs public examples as anchors. Name some in config.data.parts."
         )
     if not 1 <= count <= len(public):
-        raise ValueError(f"gep's anchors must be in 1..{len(public)}, the number of public examples, got {count}.")
+        raise ValueError(
+            f"config.{part}.method_options.gep.anchors must be in 1..{len(public)}, the number of public examples, got "
+            f"{count}."
+        )
     examples = public.gather(np.arange(count))
     return {**examples, "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32)}
 

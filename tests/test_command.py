@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from jaxdp.privacy import (
     GaussianDpEvent,
     Ledger,
     PoissonSampledDpEvent,
+    PrivacyWarning,
     PureDpEvent,
     SelfComposedDpEvent,
     epsilon,
@@ -22,6 +24,7 @@ from jaxdp.privacy import (
 )
 from jaxdp.privacy.events import describe, parse
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
 
 
@@ -162,10 +165,89 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
         (["history", "{path}", "--dataset", "nobody"], "not registered"),
     ],
 )
-def test_mistakes_are_sentences(path, tmp_path, arguments, words):
-    with pytest.raises(SystemExit, match=words):
+def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):
+    with pytest.raises(SystemExit, match="2"):
         main(["ledger", *(argument.format(path=path, folder=tmp_path) for argument in arguments)])
+    assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / "missing.sqlite").exists()
+
+
+# --- Plans and configs ------------------------------------------------------------------------------------------------
+
+PLAN = {"--records": 1168, "--batch-size": 192, "--noise-multiplier": 2.01469, "--steps": 100, "--epsilon": 4.0}
+
+
+def planned(capsys, *arguments, **changes):
+    given = {**PLAN, "--delta": 1e-5, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
+    main(["plan", *(f"{name}={value}" for name, value in given.items() if value is not None), *arguments])
+    return dict(re.findall(r"^(\S+(?: \S+)*?)  +(.*)$", capsys.readouterr().out, flags=re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_a_plan_finds_what_is_left_out(capsys):
+    """The four agree with each other, and with the config of the digits."""
+    assert planned(capsys, noise_multiplier=None)["noise multiplier"].startswith("2.014")
+    assert planned(capsys, steps=None)["steps"] == "100"
+    assert planned(capsys, batch_size=None)["batch size"].startswith("192 expected, sampling probability 0.164384")
+    rows = planned(capsys, "--every=25", epsilon=None)
+    assert rows["epsilon"].startswith("3.9998") and rows["epsilon"].endswith(" at delta 1e-05, add_remove")
+    assert rows["delta * records"] == "0.01168"
+    assert re.fullmatch(r"25: 1\.99, 50: 2\.795, 75: 3\.\d+, 100: 4", rows["epsilon after steps"])
+
+
+def test_a_plan_says_what_a_ledger_has_left(path, capsys):
+    rows = planned(capsys, f"--ledger={path}", "--dataset=train", records=None, delta=None, steps=10, epsilon=None)
+    assert rows["records"] == "50000" and rows["delta * records"] == "0.5"
+    with Ledger(path) as ledger:
+        event = SelfComposedDpEvent(PoissonSampledDpEvent(192 / 50_000, GaussianDpEvent(2.01469)), 10)
+        before, after = ledger.epsilon("train"), ledger.would_cost("train", event)
+    assert (
+        f"epsilon {before:.4g} is spent at delta 1e-05, {after:.4g} afterwards, {2 - after:.4g} left" in rows["ledger"]
+    )
+    more = {"records": None, "batch_size": 2000, "noise_multiplier": 0.5, "epsilon": None}
+    rows = planned(capsys, f"--ledger={path}", "--dataset=train", **more)
+    assert "REFUSES" in rows["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "exactly one of batch_size, noise_multiplier, steps, epsilon must be left out, got none left out"),
+        ({"epsilon": None, "steps": None}, r"got \['steps', 'epsilon'\] left out"),
+        ({"epsilon": None, "batch_size": 5000}, r"batch_size must be in \(0, 1168\], .* records, got 5000"),
+        ({"epsilon": None, "noise_multiplier": -1}, "noise_multiplier must be > 0 and finite, got -1"),
+        ({"epsilon": None, "records": None}, "--records must be given"),
+        ({"steps": None, "epsilon": 0.01}, "epsilon=0.01 must be at least .*, the cost of one step. Use more noise"),
+        ({"batch_size": None, "steps": 10**6, "noise_multiplier": 0.5}, "the cost of one record in a batch"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused(capsys, changes, words):
+    with pytest.raises(SystemExit, match="2"):
+        planned(capsys, **changes)
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_plan_that_promises_little_warns(capsys):
+    with pytest.warns(PrivacyWarning) as caught:
+        assert planned(capsys, batch_size=None, noise_multiplier=500)["batch size"].startswith("1168 expected")
+        assert planned(capsys, steps=None, noise_multiplier=9e4, batch_size=1)["steps"] == "1000000"
+        planned(capsys, epsilon=None, noise_multiplier=0.6, delta=1e-3)
+    texts = [str(warning.message) for warning in caught]
+    assert [text.split()[0] for text in texts] == ["sampling_probability", "epsilon", "delta"]
+
+
+def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["configs", "list"])
+    listed = capsys.readouterr().out
+    assert re.search(r"^recalibration/digits +recalibrate +Private recalibration on", listed, flags=re.MULTILINE)
+    assert "method_options" not in listed  # is a part of configs, not a config
+    main(["configs", "copy", "digits_dpsgd"])
+    assert (tmp_path / "digits_dpsgd.py").read_text() == (ROOT / "configs" / "digits_dpsgd.py").read_text()
+    for name, words in (("digits_dpsgd", "File exists"), ("digits", "--config=digits is neither a file nor one of")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["configs", "copy", name])
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

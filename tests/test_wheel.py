@@ -46,11 +46,12 @@ for name in [name for name in found if not name.endswith(("__main__", "split_cli
 assert len(found) > 30
 
 # Configs import each other as in a checkout, and a command finds them by their names there.
-from jaxdp.launch import frame
-sys.argv = ["program", "--config=configs/digits_dpsgd.py", "--config=configs/pretrain/digits.py:sam"]
-frame._find_configs()
-files = [pathlib.Path(argument.removeprefix("--config=").removesuffix(":sam")) for argument in sys.argv[1:]]
-assert all(file.is_absolute() and file.exists() for file in files) and sys.argv[2].endswith("digits.py:sam")
+from jaxdp.launch import catalogue
+catalogue.importable()
+files = catalogue.resolve(["--config=configs/digits_dpsgd.py"])
+files += catalogue.resolve(["--config", "pretrain/digits:sam"])[1:]
+files = [pathlib.Path(file.removeprefix("--config=").removesuffix(":sam")) for file in files]
+assert all(file.is_absolute() and file.exists() for file in files) and files[1].parts[-2:] == ("pretrain", "digits.py")
 folder = files[0].parents[1]
 found = [path.relative_to(folder).with_suffix("") for path in (folder / "configs").rglob("*.py")]
 for path in found:
@@ -65,6 +66,56 @@ def test_every_launcher_and_config_can_be_imported(installed, tmp_path):
     command = [sys.executable, "-c", EVERYTHING]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
+
+
+def jaxdp(installed, folder, *arguments, without=()):
+    """Runs the command of the wheel outside of the checkout, as if the modules in `without` were not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({without!r})); from jaxdp.command import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_importing_the_package_is_immediate_and_needs_no_extra(installed, tmp_path):
+    code = """
+import sys, time
+sys.modules.update(dict.fromkeys(["tensorflow_datasets", "array_record", "matplotlib", "imagecorruptions"]))
+start = time.process_time()
+import jaxdp
+assert time.process_time() - start < 0.5
+for name in jaxdp.__all__:
+    getattr(jaxdp, name)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+def test_the_command_finds_launchers_and_configs_by_name(installed, tmp_path):
+    helped = jaxdp(installed, tmp_path, "finetune", "--help")
+    assert helped.returncode == 0 and "  --config.private.epsilon=4.0\n" in helped.stdout, helped.stderr
+    planned = jaxdp(installed, tmp_path, "plan", "--config", "recalibration/digits")
+    assert planned.returncode == 0 and "Pure(1) x 3" in planned.stdout, planned.stderr
+    assert list(tmp_path.iterdir()) == []
+    other = jaxdp(installed, tmp_path, "finetune", "--config=recalibration/digits", "--dry_run")
+    assert other.returncode == 2 and "Run: jaxdp recalibrate --config recalibration/digits" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_copied_config_runs_with_the_command(installed, tmp_path):
+    assert jaxdp(installed, tmp_path, "configs", "copy", "digits_dpsgd", "mine.py").returncode == 0
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text().replace('"epsilon": 4.0', '"epsilon": 3.0'))
+    fields = [f"--config.{name}={value}" for name, value in tiny.FINETUNE.items() if not isinstance(value, dict)]
+    run = ("finetune", "--config", "mine.py", "--workdir", "run", *fields)
+    refused = jaxdp(installed, tmp_path, *run, without=("matplotlib",))
+    assert refused.returncode == 2 and 'pip install "jaxdp[plots]"' in refused.stderr, refused.stderr
+    assert not (tmp_path / "run").exists()  # nothing was spent
+    done = jaxdp(installed, tmp_path, *run)
+    assert done.returncode == 0, done.stderr
+    shown = jaxdp(installed, tmp_path, "ledger", "show", "run/ledger.sqlite")
+    assert "budget       epsilon 3 at delta" in shown.stdout
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ A library of these records is imported only if a function here has to open somet
 import csv
 import dataclasses
 import functools
-import importlib
 import io
 import os
 import pathlib
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data.sources import ExampleReader, Examples, from_arrays
-from jaxdp.files import Limits, check_image, read_npz
+from jaxdp.files import Limits, check_image, optional, read_npz
 
 Prepare = Callable[[Any], Any]
 
@@ -79,7 +78,7 @@ def from_hf(
     """
     if isinstance(dataset, str | os.PathLike):
         name = name or os.fspath(dataset)
-        dataset = _open_hf(_library("datasets", "hf"), os.fspath(dataset), split)
+        dataset = _open_hf(optional("datasets", "hf"), os.fspath(dataset), split)
     _check_random_access(dataset)
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset has the splits {', '.join(dataset)}. Give one of them: from_hf(dataset['train']).")
@@ -280,10 +279,3 @@ def _check_random_access(records: Any) -> None:
             f"records must have len() and records[i], but {type(records).__name__} has not. Private sampling needs "
             "random access: give a map-style data set, not an iterable one."
         )
-
-
-def _library(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f'this data needs an optional package ({error}): pip install "jaxdp[{extra}]".') from error

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxdp.data.sources import Examples, from_tfds
+from jaxdp.files import optional
 
 CORRUPTIONS = (
     *("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -73,12 +74,10 @@ def corrupt(
             f"pixels, got shape {images.shape[1:]}. Resize them first, or choose another scale."
         )
     try:
-        import imagecorruptions  # noqa: F401
+        optional("imagecorruptions", "corruptions")
     except ImportError as error:
-        raise ImportError(
-            f'corruptions need optional packages ({error}): pip install "jaxdp[corruptions]". If a display library '
-            "such as libGL is missing, replace opencv-python by opencv-python-headless."
-        ) from error
+        error.add_note("Where a display library such as libGL is missing, use opencv-python-headless.")
+        raise
     arrays = {**source.arrays, "image": _CorruptedImages(images, name, severity, seed, scale)}
     how = f"{name} {severity}, seed {seed}, {scale}"
     return source.changed(how, arrays=arrays, name=f"{source.name}/{name}_{severity}")
@@ -169,7 +168,7 @@ def imagenet_r_classes() -> np.ndarray:
 
     ImageNet's order is the order of TFDS's imagenet2012 and of the WordNet ids, which all public checkpoints use.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     imagenet = tfds.core.tfds_path("datasets/imagenet2012/labels.txt").read_text().split()
     lines = (importlib.resources.files("jaxdp.data") / "imagenet_r.txt").read_text().splitlines()

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import tree
 
 from jaxdp.data.protocol import Source
-from jaxdp.files import Limits, check_image
+from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
 _CHUNK_BYTES = 2**24
@@ -375,7 +376,7 @@ def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -
 
     Args:
       num_classes: The number of classes, at least 2, a public declaration. It is not read off the labels. 0 declares
-        none.
+        none. With it, labels that are booleans or whole floating-point numbers are cast with a warning.
       name: The name of the source.
       columns: Arrays [n, ...] of numbers or booleans, or any nesting of such arrays.
 
@@ -416,6 +417,11 @@ def _as_labels(label: Any, num_classes: int) -> np.ndarray:
     labels = np.asarray(label)
     if labels.ndim != 1:
         raise ValueError(f"label must have shape [n], got {labels.shape}. Leave out num_classes for other labels.")
+    with np.errstate(invalid="ignore"):
+        whole = labels.dtype.kind in "fb" and (labels.astype(np.float64) % 1 == 0).all()
+    if whole:
+        warnings.warn(f"label has dtype {labels.dtype} and is cast to int32. Store classes as integers.", stacklevel=3)
+        labels = labels.astype(np.int32)
     if not np.issubdtype(labels.dtype, np.integer):
         raise TypeError(f"label must be integers, got dtype {labels.dtype}. Leave out num_classes for other labels.")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
@@ -544,7 +550,7 @@ def from_tfds(
       ValueError: The split is unknown or the features are not handled. Or an image is damaged, of another size than
         declared, or larger than the limit. The message names the record, for the owner who reads the data.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     with _quiet_array_record():
@@ -602,7 +608,7 @@ def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:
       ValueError: Two parts share a record, a part has a record twice, or a split is unknown.
       FileNotFoundError: As in `from_tfds`.
     """
-    import tensorflow_datasets as tfds
+    tfds = optional("tensorflow_datasets", "tfds")
 
     slices = []
     for part, (name, split, data_dir) in parts.items():

@@ -12,6 +12,7 @@ records stops rising, and so it queries private data in every epoch.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
@@ -20,7 +21,7 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.finetune.dp_sgd import dp_sgd
-from jaxdp.finetune.trainer import Options, PrivateTrainer
+from jaxdp.finetune.trainer import Options, PrivateTrainer, noise_and_options
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
@@ -143,7 +144,7 @@ def adp_alloc(
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float,
-    noise_multiplier: float,
+    noise_multiplier: float | None = None,
     schedule: NoiseSchedule,
     sampler: PoissonSampler,
     **options: Unpack[Options],
@@ -151,13 +152,13 @@ def adp_alloc(
     """Returns a trainer for DP-SGD with noise that falls from epoch to epoch.
 
         schedule = jaxdp.finetune.exponential_noise(0.01)
-        sigma_0 = jaxdp.finetune.calibrate_schedule(schedule, sampler, steps=1000, epsilon=4.0, delta=1e-5)
-        trainer = jaxdp.finetune.adp_alloc(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
-                                           noise_multiplier=sigma_0, schedule=schedule, physical_batch_size=256)
+        trainer = jaxdp.finetune.adp_alloc(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, schedule=schedule,
+                                           epsilon=4.0, delta=1e-6, steps=1000, physical_batch_size=256)
 
     Args:
       loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`.
-      noise_multiplier: sigma_0, the noise multiplier of the first epoch.
+      noise_multiplier: sigma_0, the noise multiplier of the first epoch. None, the default, is `calibrate_schedule` of
+        `epsilon`, `delta` and `steps`.
       schedule: The public schedule of the noise. It must not depend on private data.
 
     Raises:
@@ -166,6 +167,8 @@ def adp_alloc(
     Formal guarantees:
       As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is ceil(1 / q) steps.
     """
+    calibrate = functools.partial(calibrate_schedule, schedule)
+    noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler, calibrate)
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Pass a schedule as `schedule`."
@@ -176,7 +179,7 @@ def adp_alloc(
         clip_norm=clip_norm,
         noise_multiplier=_Steps(schedule, noise_multiplier, _epoch(sampler)),
         sampler=sampler,
-        **options,
+        **others,
     )
 
 

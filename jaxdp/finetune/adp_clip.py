@@ -31,6 +31,7 @@ from jaxdp.finetune.trainer import (
     Query,
     make_trainer,
     moving_params,
+    noise_and_options,
 )
 
 
@@ -100,7 +101,7 @@ def adp_clip(
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float,
-    noise_multiplier: float,
+    noise_multiplier: float | None = None,
     quantile: float = 0.5,
     clip_learning_rate: float = 0.2,
     count_noise: float | None = None,
@@ -127,6 +128,7 @@ def adp_clip(
       As `dp_sgd`: every step is PoissonSampled(q, Gaussian(z)). The clip norm is a function of released counts and C_0
       only. Under replace-one the sensitivities of gradient and count both double, as the accountant assumes.
     """
+    noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler)
     batch_size = sampler.expected_batch_size
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
@@ -155,5 +157,5 @@ def adp_clip(
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         sampler=sampler,
-        **options,
+        **others,
     )

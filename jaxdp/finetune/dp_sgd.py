@@ -45,15 +45,15 @@ def dp_sgd(
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float,
-    noise_multiplier: float | Callable[[Any], Any],
+    noise_multiplier: float | Callable[[Any], Any] | None = None,
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any Poisson sampler.
 
         sampler = jaxdp.data.PoissonSampler(len(source), 256 / len(source))
-        trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0,
-                                        noise_multiplier=1.1, physical_batch_size=256)
+        trainer = jaxdp.finetune.dp_sgd(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, epsilon=4.0,
+                                        delta=1e-6, steps=100, physical_batch_size=256)
         state = trainer.init(params)
         with ledger.spend("my data", trainer.event(0, 100), label="dp-sgd"):
             for _ in range(100):
@@ -66,7 +66,12 @@ def dp_sgd(
       optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it is post-processing.
         Its state is float32 or wider, for parameters of any dtype.
       clip_norm: C, the L2 norm to which each example's gradient is clipped.
-      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma.
+      noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step -> sigma. None, the
+        default, is the smallest sigma with which `steps` steps cost at most `epsilon` at `delta`.
+      epsilon, delta, steps: The target of the noise, all three or none. `trainer.event(0, steps)` meets it. More steps
+        cost more. Epsilon above 10 or a delta of 1 / n or more gives a `jaxdp.privacy.PrivacyWarning`.
+      adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and the `method` of
+        `jaxdp.privacy.calibrate_noise`. The relation must be that of the account.
       sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor. Its own seed is not
         used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
       physical_batch_size: The number of examples per compiled call. A sampled batch of any size is cut into such calls
@@ -80,7 +85,8 @@ def dp_sgd(
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
-      ValueError: An argument is out of range. See also `clipped_grad` and `privatize`.
+      ValueError: An argument is out of range. Neither the noise nor its whole target is given, or both are, or no noise
+        meets the target. See also `clipped_grad` and `privatize`.
 
     Formal guarantees:
       Step t satisfies `trainer.event(t, t + 1)`, which is PoissonSampled(q, Gaussian(sigma)), with respect to the data

@@ -298,7 +298,7 @@ def gep(
     *,
     clip_norm: float,
     residual_clip_norm: float,
-    noise_multiplier: float | Callable[[Any], Any],
+    noise_multiplier: float | Callable[[Any], Any] | None = None,
     anchors: Any,
     basis_size: int,
     groups: int | Callable[[str], Hashable] = 3,

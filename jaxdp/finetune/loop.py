@@ -22,6 +22,7 @@ from tqdm import tqdm
 from jaxdp.data import Source, check_source
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Account
+from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.release import Checkpoints, Release, Till, stream
 from jaxdp.report import MetricsWriter
 from jaxdp.transforms.noise import PrivatizeState
@@ -81,6 +82,11 @@ def fit(
     trainer.check(source)
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
+    warn_if_weak(
+        delta=account.delta if delta is None else delta,
+        records=trainer.sampler.num_examples,
+        sampling_probability=trainer.sampler.sampling_probability,
+    )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
     with Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
         state, first = files.restore(trainer.init(params))

@@ -15,7 +15,7 @@ import abc
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import jax
@@ -25,7 +25,9 @@ import optax
 
 from jaxdp.data import PoissonSampler, Source, pad_to_physical
 from jaxdp.data.protocol import check_members
-from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy.accounting import Adjacency, Method
+from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
@@ -219,16 +221,24 @@ class PrivateTrainer:
 
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
+        texts = [function.lower(*args).as_text() for function, args in self.programs(state, source).values()]
+        return "".join([f"refresh_every={self.query.refresh_every}\n", *texts])
+
+    def programs(self, state: TrainState, source: Source) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Returns the compiled functions of a step by name, each with arguments for its `lower`.
+
+        "refresh" is called every `query.refresh_every` steps, "accumulate" for each physical batch, and "update" once
+        per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
+        """
         rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
         batch = (source.gather(rows[0]), masks[0], np.uint32(0))
         sums = jax.eval_shape(self.zeros, state.params)
-        texts = [f"refresh_every={self.query.refresh_every}\n"]
+        found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         if self.query.refresh_every:
             args = (state.params, state.carried, state.step, self.query.public)
-            texts.append(jax.jit(self.query.refresh).lower(*args).as_text())
+            found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
-        texts += [self.accumulate.lower(state, sums, *batch).as_text(), self.update.lower(state, sums).as_text()]
-        return "".join(texts)
+        return found | {"accumulate": (self.accumulate, (state, sums, *batch)), "update": (self.update, (state, sums))}
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -262,14 +272,24 @@ class PrivateTrainer:
 
 
 def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
-    """Returns the event of `steps` steps of any method, for `calibrate_noise` before there is a trainer.
+    """Returns the event of `steps` steps of any method, before there is a trainer.
 
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
     """
     return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
 
 
-class Options(TypedDict, total=False):
+class Target(TypedDict, total=False):
+    """What the noise is calibrated to if it is not given. `dp_sgd` documents it."""
+
+    epsilon: float
+    delta: float
+    steps: int
+    adjacency: Adjacency
+    accountant: Method
+
+
+class Options(Target, total=False):
     """The keyword arguments that every method passes on. `dp_sgd` documents them."""
 
     physical_batch_size: Required[int]
@@ -283,19 +303,54 @@ class Options(TypedDict, total=False):
     trainable: Callable[[str, Any], bool] | None
 
 
+def noise_and_options(
+    noise_multiplier: Any,
+    options: Mapping[str, Any],
+    sampler: PoissonSampler,
+    calibrate: Callable[..., float] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the noise multiplier, given or calibrated to the target among the options, and the other options.
+
+    `calibrate(sampler, steps=, epsilon=, delta=, adjacency=, method=)` is by default that of constant noise.
+
+    Raises:
+      ValueError: Both noise and target are given, or neither, or only a part of the target. No noise meets the target.
+    """
+    others = {name: value for name, value in options.items() if name not in Target.__annotations__}
+    target = {name: value for name, value in options.items() if name not in others and value is not None}
+    if noise_multiplier is not None:
+        if target:
+            raise ValueError(
+                f"noise_multiplier must be left out where {' and '.join(target)} are given, got {noise_multiplier}."
+            )
+        return noise_multiplier, others
+    if missing := [name for name in ("epsilon", "delta", "steps") if name not in target]:
+        raise ValueError(
+            f"noise_multiplier must be given, or epsilon, delta and steps to calibrate it. Missing: {missing}."
+        )
+    warn_if_weak(epsilon=target["epsilon"], delta=target["delta"], records=sampler.num_examples)
+    if "accountant" in target:
+        target["method"] = target.pop("accountant")
+    return (calibrate or _constant_noise)(sampler, **target), others
+
+
+def _constant_noise(sampler: PoissonSampler, *, steps: int, **target: Any) -> float:
+    return calibrate_noise(lambda z: event(z, sampler, steps), **target)
+
+
 def make_trainer(
     make_query: Callable[[ClippedGrad], Query],
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
     clip_norm: float,
-    noise_multiplier: float | Callable[[Any], Any],
+    noise_multiplier: float | Callable[[Any], Any] | None,
     sampler: PoissonSampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for the query that a method makes from a clipped gradient. Arguments as in `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
-    rest: dict[str, Any] = {**options}
+    noise_multiplier, rest = noise_and_options(noise_multiplier, options, sampler)
     if rest.get("physical_batch_size", 1) < 1:
         raise ValueError(f"physical_batch_size must be at least 1, got {rest['physical_batch_size']}.")
     how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}

@@ -81,7 +81,7 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
       TypeError: The model does not have an attribute.
     """
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}. Choose one of {', '.join(MODELS)}.")
+        raise ValueError(f"name must be one of {', '.join(MODELS)}, got {name!r}.")
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     family, defaults = MODELS[name]

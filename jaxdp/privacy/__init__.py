@@ -2,6 +2,7 @@
 
 from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
+from jaxdp.privacy.cautions import PrivacyWarning
 from jaxdp.privacy.events import (
     ComposedDpEvent,
     DiscreteLaplaceDpEvent,
@@ -23,6 +24,7 @@ from jaxdp.privacy.events import (
     unproven,
 )
 from jaxdp.privacy.ledger import Account, BudgetExceeded, Head, Hold, Ledger, LedgerDamaged, Reservation, Spend
+from jaxdp.privacy.planning import TrainingPlan, plan_training
 
 __all__ = [
     "Account",
@@ -39,6 +41,7 @@ __all__ = [
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "PoissonSampledDpEvent",
+    "PrivacyWarning",
     "PureDpEvent",
     "RandomizedResponseDpEvent",
     "RepeatAndSelectDpEvent",
@@ -47,11 +50,13 @@ __all__ = [
     "SelfComposedDpEvent",
     "SingleEpochTreeAggregationDpEvent",
     "Spend",
+    "TrainingPlan",
     "TruncatedSubsampledGaussianDpEvent",
     "UnprovenDpEvent",
     "ZCDpEvent",
     "calibrate_noise",
     "delta",
     "epsilon",
+    "plan_training",
     "unproven",
 ]

@@ -50,10 +50,13 @@ def calibrate_noise(
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
+    @functools.cache  # several multipliers may give one event, such as a whole number of steps
+    def price(counts: frozenset[tuple[DpEvent, int]]) -> float:
+        return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
+
     @functools.cache
     def cost(multiplier: float) -> float:
-        counts = composition(make_event(multiplier))
-        costs[multiplier] = epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
+        costs[multiplier] = price(frozenset(composition(make_event(multiplier)).items()))
         for (less, before), (more, after) in itertools.pairwise(sorted(costs.items())):
             if after > before * 1.002 + 1e-9:  # The rounding of PLDs is far smaller.
                 raise ValueError(

@@ -43,7 +43,6 @@ import math
 import os
 import secrets
 import sqlite3
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -63,6 +62,7 @@ from jaxdp.privacy.budget import (
     proven,
     used,
 )
+from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged, now
 
@@ -318,8 +318,8 @@ class Ledger:
                 (replace it by the zero or null record).
             unit: The unit of privacy in words: "example", "user", "patient".
             records: The public number of units. It may be declared later, once. A delta of 1 / records or more gives a
-                warning, because it allows one record to be published.
-            epsilon: The budget. None records spends without limiting them.
+                `PrivacyWarning`, because it allows one record to be published.
+            epsilon: The budget. None records spends without limiting them. Above 10 gives a `PrivacyWarning`.
             delta: The budget's delta, and the default delta of queries. 0 allows pure releases only.
             accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp" or "renyi_filter". The filter's budget
                 holds under fully adaptive choice of events (see the module's text).
@@ -358,12 +358,7 @@ class Ledger:
             raise ValueError(f"renyi_order={renyi_order!r} needs accounting='renyi_filter'.")
         if records is not None and (type(records) is not int or records < 1):
             raise ValueError(f"records must be an integer >= 1 or None, got {records!r}.")
-        if records is not None and delta is not None and delta * records >= 1:
-            warnings.warn(
-                f"delta {delta:g} of dataset {name!r} is at least 1 / records = {1 / records:g}: a mechanism that "
-                "publishes one record in the clear can satisfy it. Use a delta far below 1 / records.",
-                stacklevel=2,
-            )
+        warn_if_weak(epsilon=epsilon, delta=delta, records=records)
         terms = {
             "adjacency": adjacency,
             "unit": unit,

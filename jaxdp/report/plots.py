@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxdp.files import optional
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -325,6 +327,11 @@ def plot_images(
     return _save(figure, path)
 
 
+def check_figures() -> None:
+    """Raises ImportError if figures cannot be drawn. The message names the extra."""
+    optional("matplotlib", "plots")
+
+
 def _page(
     title: str,
     subtitle: str,
@@ -334,6 +341,7 @@ def _page(
     grid: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple["Figure", Any]:
     """Returns a figure with two lines at a fixed distance from its top, and its panels [rows][columns]."""
+    check_figures()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=160, facecolor="white")

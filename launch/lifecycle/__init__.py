@@ -6,6 +6,6 @@
 writes the report.
 """
 
-from .life import Interrupted, run
+from .life import Interrupted, run, show_plan
 
-__all__ = ["Interrupted", "run"]
+__all__ = ["Interrupted", "run", "show_plan"]

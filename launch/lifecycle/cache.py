@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxdp.files import read_json, write_json
 from jaxdp.privacy import Account, DpEvent, Ledger
-from jaxdp.privacy.events import compose, composition, from_json
 from jaxdp.release import notes
 from jaxdp.release import settle as settle_notes
 from jaxdp.version import __version__
@@ -149,17 +148,6 @@ def settle(root: pathlib.Path, ledger: Ledger, private: str) -> None:
 
 def _account(ledger: Ledger, private: str, label: str, name: str) -> Account:
     return ledger.account(name or private, label=label)
-
-
-def outstanding(charges: Charges, folder: pathlib.Path) -> Charges:
-    """Returns the charges of a stage without those that are noted in its folder."""
-    left = {name: dict(composition(event)) for name, event in charges.items()}
-    for row in notes(folder):
-        for name, event in row["charges"]:
-            counts = left.get(name, {})
-            for leaf, count in composition(from_json(event)).items():
-                counts[leaf] = max(0, counts.get(leaf, 0) - count)
-    return {name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()}
 
 
 def _content(folder: pathlib.Path, result: Mapping[str, Any]) -> str:

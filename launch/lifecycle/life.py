@@ -9,19 +9,22 @@ import hashlib
 import json
 import os
 import pathlib
+import tempfile
 import traceback
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxdp.files import write_json
-from jaxdp.privacy import BudgetExceeded, DpEvent, Hold, Ledger
+from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
+from jaxdp.report import check_figures
 from jaxdp.version import __version__
 
+from .. import plans
 from ..settings import check_numbers
 from . import cache, document, parts
-from .stages import STAGES, accounts
+from .stages import STAGES, accounts, computations
 
 # Only the owners of these parts may read errors about them.
 _PRIVATE = {"private", "sources", "stream", "client"}
@@ -57,6 +60,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the ledger has a data set
         with other terms, or another process runs in the workdir.
       FileNotFoundError: The data is missing. The message says how to get it.
+      ImportError: An extra is missing. The message names it.
       BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was run. Or
         `config.ledger` is not the ledger that paid for the workdir's releases, and it has no room for them.
       OSError: The workdir or the ledger cannot be written, for example because the disk is full.
@@ -64,6 +68,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
+    check_figures()
     cache.check_release(root / "lifecycle.json")
     data = parts.load(config.data)
     with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
@@ -94,6 +99,36 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     if bad:
         print(f"Not done: {', '.join(bad)}. The same command tries again, with or without another config.")
     return states
+
+
+def show_plan(config: Any, workdir: str | os.PathLike[str] | None) -> None:
+    """Prints what the stages that are not done would charge, and what the training takes. Writes nothing.
+
+    Raises:
+      ValueError, FileNotFoundError: As `run`.
+    """
+    root = None if workdir is None else pathlib.Path(workdir)
+    check_numbers(config)
+    data = parts.load(config.data)
+    with tempfile.TemporaryDirectory() as nowhere:
+        asked = _Plan(config, data, pathlib.Path(nowhere) if root is None else root).requests({})
+    charged: dict[str, list[DpEvent]] = {}
+    for name, event in asked:
+        charged.setdefault(name, []).append(event)
+    items: list[plans.Item] = [
+        plans.Item(
+            f"{name}, by all stages that are not done",
+            name,
+            ComposedDpEvent(charged[name]),
+            {"records": data.records(name), **terms},
+            ledger=config.ledger or "ledger.sqlite",
+        )
+        for name, terms in accounts(config).items()
+        if name in charged
+    ]
+    if data.private.name in charged:
+        items += computations(config, data)
+    plans.show(items, root)
 
 
 class _Plan:
@@ -129,7 +164,7 @@ class _Plan:
                 private.add(stage.name)
             if stage.charges is not None:
                 charges = self._charges(stage)
-                asked += (charges if folder is None else cache.outstanding(charges, folder)).items()
+                asked += (charges if folder is None else plans.outstanding(charges, folder)).items()
         return asked
 
     def hold(self, ledger: Ledger, done: dict[str, cache.Done]) -> Hold:

@@ -18,7 +18,7 @@ is measured on the public held-out test images with released parameters, which c
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
 
-from .. import data, models, trainers
+from .. import data, models, plans, trainers
 from .cache import Charges, Job, Stage
 from .parts import Parts, hospitals
 
@@ -172,7 +172,26 @@ def _finetune_charges(config: Any, parts: Parts) -> Charges:
 
 
 def _trainer(config: Any, network: Pretrained, parts: Parts) -> finetune.PrivateTrainer:
-    return trainers.make(config.finetune, network, parts.private, parts.public, config.augmentation)
+    return trainers.make(config.finetune, network, parts.private, parts.public, config.augmentation, part="finetune")
+
+
+def computations(config: Any, parts: Parts) -> Iterator[plans.Item]:
+    """Returns what public and private training compute, for --dry_run."""
+    network = _network(config, parts.private.num_classes)
+    public = _network(config, parts.public.num_classes)
+    start = models.fresh(public, config.pretrain.seed)
+    yield plans.public_training("pretrain", models.loss(public), start, parts.public, config.pretrain)
+    how = config.finetune
+    training = plans.training(
+        "finetune",
+        _trainer(config, network, parts),
+        parts.private,
+        models.fresh(network, how.seed),
+        steps=how.steps,
+        every=how.checkpoint_every,
+        terms={"delta": how.delta},
+    )
+    yield training._replace(event=None)  # is charged with the other stages
 
 
 # --- Recalibration ----------------------------------------------------------------------------------------------------

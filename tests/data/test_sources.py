@@ -238,6 +238,13 @@ def test_nested_records_are_sampled_and_clipped():
 LABEL = np.array([0, 1])
 
 
+def test_labels_that_are_whole_numbers_are_cast_with_a_warning():
+    for labels in (np.array([0.0, 1.0]), np.array([False, True])):
+        with pytest.warns(UserWarning, match=f"label has dtype {labels.dtype} and is cast to int32"):
+            source = from_arrays(features=np.zeros((2, 1)), label=labels, num_classes=2)
+        assert source.column("label").dtype == np.int32 and source.column("label").tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -248,7 +255,8 @@ LABEL = np.array([0, 1])
         ({"label": LABEL, "image": np.full((2, 3, 3), 255.0)}, ValueError, "Divide by the largest possible"),
         ({"label": np.array([0, 7]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
         ({"label": np.array([-1, 0]), "features": np.zeros((2, 1))}, ValueError, r"label must be in \[0, 2\)"),
-        ({"label": np.array([0.0, 1.0]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
+        ({"label": np.array([0.5, 1.0]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
+        ({"label": np.array([np.inf, np.nan]), "features": np.zeros((2, 1))}, TypeError, "label must be integers"),
         ({"label": np.zeros((2, 1), int), "features": np.zeros((2, 1))}, ValueError, "label must have shape"),
         ({"label": LABEL, "features": np.zeros((3, 1))}, ValueError, "must have one length, got 3 and 2"),
     ],

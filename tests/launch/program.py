@@ -102,8 +102,8 @@ def study(module, config, workdir, overrides):
     """Runs a study by its launcher in this process. Returns its result and what was printed."""
     found, run_study = [], frame.run
 
-    def recorded(*arguments):
-        found.append(run_study(*arguments))
+    def recorded(*arguments, **options):
+        found.append(run_study(*arguments, **options))
         return found[-1]
 
     with mock.patch.object(frame, "run", recorded):

@@ -1,10 +1,14 @@
 """The notebook: it runs from top to bottom in a fresh kernel, holds no logic, and leaves the runtime's jax alone."""
 
 import ast
+import importlib.metadata
+import json
 import os
 import pathlib
 import re
 import subprocess
+import tomllib
+import venv
 import zipfile
 
 import jax
@@ -12,6 +16,8 @@ import nbclient
 import nbformat
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from configs import lifecycle_digits
 from jaxdp.privacy import Ledger
@@ -26,14 +32,60 @@ NOTEBOOK = ROOT / "launch" / "colab.ipynb"
 # --- The notebook -----------------------------------------------------------------------------------------------------
 
 
+def needed(*wanted):
+    """Returns the distributions that requirements bring, by the metadata of those that are installed."""
+    found, left = {}, [Requirement(text) for text in wanted]
+    while left:
+        asked = left.pop()
+        name = canonicalize_name(asked.name)
+        if new := {"", *asked.extras} - found.get(name, set()):
+            found.setdefault(name, set()).update(new)
+            listed = map(Requirement, importlib.metadata.distribution(name).requires or ())
+            left += [one for one in listed if not one.marker or any(one.marker.evaluate({"extra": e}) for e in new)]
+    return [importlib.metadata.distribution(name) for name in found]
+
+
+def runtime(folder):
+    """Makes an environment with a notebook's kernel and with what the install cell asks for, and nothing else.
+
+    The packages are links to those of this environment, so nothing is downloaded. Returns its Python.
+    """
+    *_, asked = colab.command(folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = Requirement(f"jaxdp{asked.removeprefix(str(ROOT))}").extras
+    extras = [one for extra in extras for one in project["optional-dependencies"][extra]]
+    venv.create(folder, with_pip=False)
+    [site] = folder.glob("lib/python*/site-packages")
+    for distribution in needed("ipykernel", *project["dependencies"], *extras):
+        for file in distribution.files:
+            place, parts = pathlib.Path(distribution.locate_file("")), file.parts
+            # Several distributions share a folder that is no module, such as google.
+            alone = (place / parts[0] / "__init__.py").exists() or parts[0].endswith((".dist-info", ".libs"))
+            parts = parts[: 1 if alone else 2]
+            link = site.joinpath(*parts)
+            if parts[0] not in ("..", "__pycache__") and not link.exists():
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(place.joinpath(*parts))
+    (site / "jaxdp.dist-info").mkdir()
+    (site / "jaxdp.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxdp\nVersion: 0\n")
+    return folder / "bin" / "python"
+
+
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """Executes the notebook. Returns its folder, and its cells with their outputs, by id."""
+    """Executes the notebook in such an environment. Returns its folder, and its cells with their outputs, by id."""
     folder = tmp_path_factory.mktemp("colab")
     (folder / "jaxdp").symlink_to(ROOT)  # cloned already
+    kernel = folder / "share" / "kernels" / "colab"
+    kernel.mkdir(parents=True)
+    command = [str(runtime(folder / "runtime")), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "", "language": "python"}))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(folder)}})
+    options = {"kernel_name": "colab", "resources": {"metadata": {"path": str(folder)}}}
+    client = nbclient.NotebookClient(notebook, timeout=900, **options)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(folder / "share"))
+        patch.delenv("PYTHONPATH", raising=False)
         patch.setenv("JAX_PLATFORMS", "cpu")
         flags = os.environ["XLA_FLAGS"].split()
         patch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))  # one, as on most runtimes
@@ -169,7 +221,9 @@ def test_pip_refuses_to_replace_jax_under_the_constraints(tmp_path):
     path = tmp_path / "constraints.txt"
     path.write_text(colab.constraints(colab.installed()))
     *pip, editable, root = colab.command(path)
-    assert (editable, root) == ("--editable", str(ROOT)) and pip[pip.index("--constraint") + 1] == str(path)
+    assert (editable, root) == ("--editable", f"{ROOT}[corruptions,plots]") and pip[
+        pip.index("--constraint") + 1
+    ] == str(path)
     command = [*pip, "--no-index", "--find-links", str(tmp_path), "--dry-run", str(wanted)]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode != 0

@@ -358,9 +358,9 @@ def test_launcher_prints_text_and_json(path):
 def test_launcher_refuses_what_is_not_a_ledger(tmp_path):
     missing = tmp_path / "missing.sqlite"
     done = launch(missing)
-    assert done.returncode == 1 and "is not a file" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "is not a file" in done.stderr and "Traceback" not in done.stderr
     assert not missing.exists()
     other = tmp_path / "notes.txt"
     other.write_text("not a ledger\n" * 1000)
     done = launch(other)
-    assert done.returncode == 1 and "cannot be opened as a ledger" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "cannot be opened as a ledger" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,180 @@
+"""What a run would charge, take and need: the facts of --dry_run. Nothing is written, and nothing is spent."""
+
+import contextlib
+import math
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp import finetune, privacy
+from jaxdp.data import Examples
+from jaxdp.privacy import DpEvent, Ledger
+from jaxdp.privacy.events import compose, composition, describe, from_json
+from jaxdp.privacy.planning import facts, left_after
+from jaxdp.privacy.readout import aligned
+from jaxdp.release import notes
+
+Rows = Sequence[tuple[str, str]]
+_ZEROS = (np.ndarray, jax.ShapeDtypeStruct)  # records, and what another program computes
+_DRAWS = 20  # batches from which the number of physical batches per step is estimated
+
+
+class Item(NamedTuple):
+    """A part of a run: what it asks of a ledger, and what it computes.
+
+    Attributes:
+      what: The part of the run, for people.
+      dataset: The name of the data set that pays. "" is the only one of its ledger.
+      event: What is charged, or None.
+      terms: The terms of the data set, as in `Ledger.register`. A budget among them is used if there is no ledger yet.
+      rows: Facts about the part.
+      ledger: The path of the ledger, below the workdir or absolute.
+      folder: The folder below the workdir with the notes of charges that were made already.
+      runs: The number of such parts. Each has its own data set or ledger.
+      programs: Compiled functions with arguments, some as `jax.ShapeDtypeStruct`, and the number of calls in a part.
+    """
+
+    what: str
+    dataset: str = ""
+    event: DpEvent | None = None
+    terms: Mapping[str, Any] = MappingProxyType({})
+    rows: Rows = ()
+    ledger: str = "ledger.sqlite"
+    folder: str = ""
+    runs: int = 1
+    programs: Sequence[tuple[Any, tuple[Any, ...], float]] = ()
+
+
+def training(
+    what: str,
+    trainer: finetune.PrivateTrainer,
+    source: Examples,
+    params: Any,
+    *,
+    steps: int,
+    every: int,
+    terms: Mapping[str, Any],
+    **where: Any,
+) -> Item:
+    """Returns what `jaxdp.finetune.fit` charges and computes, whose arguments these are.
+
+    Args:
+      what, terms, **where: As in `Item`.
+    """
+    sampler, first, last = trainer.sampler, *(trainer.privatizer.event_at(step) for step in (0, steps - 1))
+    noise = f"{first.noise_multiplier:.6g}" + ("" if first == last else f" to {last.noise_multiplier:.6g}")
+    rows = facts(
+        trainer.event,
+        records=sampler.num_examples,
+        batch_size=sampler.expected_batch_size,
+        noise_multiplier=noise,
+        steps=steps,
+        every=every,
+        delta=terms["delta"],
+        adjacency=terms.get("adjacency", "add_remove"),
+    )
+    parts = np.mean([max(1, -(-len(sampler.batch(k)) // trainer.physical_batch_size)) for k in range(_DRAWS)])
+    refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
+    calls = {"refresh": refreshes, "accumulate": steps * parts, "update": steps}
+    programs = trainer.programs(trainer.init(params), source)
+    computed = [(*program, float(calls[name])) for name, program in programs.items()]
+    return Item(what, source.name, trainer.event(0, steps), terms, rows, programs=computed, **where)
+
+
+def public_training(what: str, loss: Callable[..., Any], params: Any, source: Examples, how: Any) -> Item:
+    """Returns the computation of `models.train`, without its optimizer, which takes far less than the gradients."""
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
+
+    batch = source.gather(np.zeros(min(how.batch_size, len(source)), np.int64))
+    return Item(what, programs=[(jax.jit(jax.grad(mean_loss)), (params, batch), how.steps)])
+
+
+def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[str, DpEvent]:
+    """Returns charges, by data set, without those that are noted in a folder."""
+    left = {name: dict(composition(event)) for name, event in charges.items()}
+    for row in notes(folder):
+        for name, event in row["charges"]:
+            counts = left.get(name, {})
+            for leaf, count in composition(from_json(event)).items():
+                counts[leaf] = max(0, counts.get(leaf, 0) - count)
+    return {name: compose({leaf: n for leaf, n in counts.items() if n}) for name, counts in left.items()}
+
+
+def show(items: Iterable[Item], root: pathlib.Path | None) -> None:
+    """Prints charges and estimates. `root` is the workdir, if one is known, whose ledgers are read."""
+    print("Dry run: nothing is written, and nothing is spent.", flush=True)
+    items, seconds = list(items), 0.0
+    for item in items:
+        print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
+        rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
+        if item.programs:
+            estimated, more = _estimated(item)
+            rows, seconds = [*rows, *estimated], seconds + more
+        print(*(f"  {line}" for line in aligned(rows)), sep="\n", flush=True)
+    if all(item.event is None for item in items):
+        print("\nNo ledger is charged.")
+    if seconds:
+        print(f"\nEstimated time of these computations: {_duration(seconds)}. Evaluation and figures come on top.")
+
+
+def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tuple[str, str]]:
+    terms = {"adjacency": "add_remove", "unit": "example", **item.terms}
+    delta, path = terms.get("delta") or 0.0, (root or pathlib.Path()) / item.ledger
+    name = item.dataset or "private records"
+    rows = [("data set", f"{name}, {terms['adjacency']}, unit {terms['unit']}"), *item.rows]
+    if not any(name == "epsilon" for name, _ in item.rows):
+        spent = privacy.epsilon(event, delta=delta, adjacency=terms["adjacency"])
+        rows += [("event", describe(event)), ("epsilon", f"{spent:.6g} at delta {delta:g}")]
+        if delta and terms.get("records"):
+            rows.append(("delta * records", f"{delta * terms['records']:.4g}"))
+    if root is not None and item.folder:
+        event = outstanding({item.dataset: event}, root / item.folder)[item.dataset]
+    with contextlib.ExitStack() as opened:
+        where = "new"
+        ledger = opened.enter_context(Ledger.in_memory())
+        if (root is not None or path.is_absolute()) and path.exists():
+            found = opened.enter_context(Ledger(path, read_only=True))
+            names = [row["name"] for row in found.report()["datasets"]]
+            if name in names or (not item.dataset and len(names) == 1):
+                ledger, name, where = found, (name if name in names else names[0]), str(path)
+        if where == "new":
+            ledger.register(name, **terms)
+        return [*rows, ("ledger", f"{where}: {left_after(ledger.account(name), event)}")]
+
+
+def _estimated(item: Item) -> tuple[Rows, float]:
+    """Compiles programs ahead of time and runs each on zeros. Returns the estimates, and the seconds of all runs."""
+    memory, compiling, running = 0, 0.0, 0.0
+    for function, arguments, calls in item.programs:
+        started = time.perf_counter()
+        compiled = function.lower(*arguments).compile()
+        compiling += time.perf_counter() - started
+        if (needs := compiled.memory_analysis()) is not None:
+            total = needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
+            memory = max(memory, total - needs.alias_size_in_bytes)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else x, arguments)
+        jax.block_until_ready(compiled(*zeros))
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(*zeros))
+        running += calls * (time.perf_counter() - started)
+    rows = [
+        ("memory (estimate)", f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program"),
+        ("compilation", f"{compiling:.1f} s, measured now"),
+        ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}"),
+    ]
+    return rows, compiling + item.runs * running
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(1, math.ceil(seconds))} s"
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,88 @@
+"""A trainer finds the noise for a target by itself, and terms that promise little give a warning."""
+
+import optax
+import pytest
+
+from jaxdp import data, finetune
+from jaxdp.privacy import Ledger, PrivacyWarning, epsilon
+from tests.finetune import test_methods as methods
+
+SAMPLER = data.PoissonSampler(400, 0.25)
+TARGET = {"epsilon": 2.0, "delta": 1e-5, "steps": 7}
+
+
+def make(name="dp_sgd", **options):
+    method, own = methods.METHODS[name]
+    own = {key: value for key, value in own.items() if key != "count_noise"}
+    given = {"sampler": SAMPLER, "clip_norm": 1.0, "physical_batch_size": 100, **own, **options}
+    return method(methods.loss, optax.sgd(0.1), **given)
+
+
+@pytest.mark.parametrize("name", ["dp_sgd", "adp_alloc", "adp_clip", "gep, basis kept"])
+def test_the_noise_of_a_target_costs_at_most_the_target_and_hardly_less(name):
+    event = make(name, **TARGET).event(0, 7)
+    assert 1.99 < epsilon(event, delta=1e-5) <= 2.0
+    assert epsilon(make(name, **{**TARGET, "steps": 8}).event(0, 7), delta=1e-5) < 1.99  # steps count
+
+
+def test_the_relation_and_the_accountant_of_the_target_are_used():
+    replaced = make(**TARGET, adjacency="replace_one").event(0, 7)
+    assert 1.99 < epsilon(replaced, delta=1e-5, adjacency="replace_one") <= 2.0
+    assert epsilon(make(**TARGET, accountant="rdp").event(0, 7), delta=1e-5) < 1.9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            r"noise_multiplier must be given, or epsilon, delta and steps .* Missing: \['epsilon', 'delta', 'steps'\]",
+        ),
+        ({"epsilon": 2.0, "delta": 1e-5}, r"Missing: \['steps'\]"),
+        ({**TARGET, "noise_multiplier": 1.0}, "must be left out where epsilon and delta and steps are given, got 1.0"),
+        ({"noise_multiplier": 1.0, "adjacency": "replace_one"}, "must be left out where adjacency are given"),
+        ({**TARGET, "epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
+    ],
+)
+def test_noise_and_target_exclude_each_other(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def texts(caught):
+    return [str(warning.message) for warning in caught]
+
+
+def test_terms_that_promise_little_give_a_warning():
+    with pytest.warns(PrivacyWarning) as caught:
+        make(**{**TARGET, "epsilon": 12.0, "delta": 0.01})
+    first, second = texts(caught)
+    assert "epsilon 12 is above 10" in first and "delta 0.01 is at least 1 / records = 0.0025" in second
+    with Ledger.in_memory() as ledger, pytest.warns(PrivacyWarning, match="epsilon 10.5 is above 10"):
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=10.5, delta=1e-5)
+
+
+def test_training_warns_of_a_batch_of_everything_and_of_a_large_delta():
+    source = methods.source_of()
+    with Ledger.in_memory() as ledger, pytest.warns(PrivacyWarning) as caught:
+        ledger.register("data", adjacency="add_remove", unit="example")
+        for q in (0.5, 1.0):
+            trainer = make(noise_multiplier=1.0, sampler=data.PoissonSampler(len(source), q))
+            account, delta = ledger.account("data"), 1e-5 if q < 1 else 0.1
+            finetune.fit(trainer, methods.params_of(), source, steps=0, account=account, delta=delta, progress=False)
+    assert [text.split(" is ")[0] for text in texts(caught)] == ["delta 0.1", "sampling_probability"]
+
+
+@pytest.mark.slow
+def test_a_warning_comes_once_in_a_process(run_in_subprocess):
+    code = """
+import contextlib, io, warnings
+warnings.resetwarnings()
+from jaxdp.privacy import Ledger
+said = io.StringIO()
+with contextlib.redirect_stderr(said), Ledger.in_memory() as ledger:
+    for name in "ab":
+        ledger.register(name, adjacency="add_remove", unit="example", epsilon=1.0, delta=0.1, records=50)
+assert said.getvalue().count("delta 0.1 is at least") == 1, said.getvalue()
+"""
+    run_in_subprocess(code)

@@ -1,0 +1,123 @@
+"""What --dry_run tells: it agrees with what a run then charges, and writes nothing."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+import launch.lifecycle
+from jaxdp.files import write_durably
+from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent
+from jaxdp.privacy.events import composition, to_json
+from launch import dpadapter, finetune, frame, parties, plans, predict, recalibrate
+from tests.launch import tiny
+from tests.launch.test_frame import STUDIES
+
+
+def parts(text):
+    """Returns the rows of each part by its title."""
+    found = {}
+    for block in text.split("\n\n"):
+        title, *rows = block.strip().splitlines()
+        found[title] = dict(re.findall(r"^  (\S+(?: \S+)*?)  +(.*)$", "\n".join(rows), flags=re.MULTILINE))
+    return found
+
+
+def told(capsys, study, config, workdir=None):
+    frame.run(study, config, workdir, dry_run=True)
+    return parts(capsys.readouterr().out)
+
+
+def test_every_study_has_a_plan():
+    assert [name for name, (study, _) in STUDIES.items() if study.plan is frame.Study.plan] == ["split"]
+
+
+@pytest.mark.slow
+def test_the_plan_of_fine_tuning_is_what_its_run_charges(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tiny.finetune()
+    rows = told(capsys, finetune.STUDY, config, tmp_path / "run")["private"]
+    assert list(tmp_path.iterdir()) == []
+    assert {"memory (estimate)", "compilation", "run time (estimate)"} <= rows.keys()
+    result = frame.run(finetune.STUDY, config, tmp_path / "run")
+    assert rows["epsilon"] == f"{result['epsilon']:.6g} at delta {result['delta']:g}, add_remove"
+    assert rows["noise multiplier"] == f"{result['noise_multiplier']:.6g}"
+    assert rows["ledger"].startswith("new: epsilon 0 is spent")
+    capsys.readouterr()
+    # Everything is paid for, so the rest of the run costs nothing.
+    rest = told(capsys, finetune.STUDY, config, tmp_path / "run")["private"]["ledger"]
+    spent = f"{result['epsilon']:.4g}"
+    assert f"ledger.sqlite: epsilon {spent} is spent at delta 1e-05, {spent} afterwards" in rest
+
+
+def test_a_plan_refuses_what_a_run_refuses(capsys):
+    config = tiny.finetune()
+    config.private.batch_size = 5000
+    with pytest.raises(ValueError, match=r"config\.private\.batch_size must be at most 1168"):
+        told(capsys, finetune.STUDY, config)
+
+
+def test_charges_without_training(capsys):
+    config = tiny.predict()
+    found = told(capsys, predict.STUDY, config)
+    total = float(found["answers"]["epsilon"].split()[0])
+    assert 0.99 * config.prediction.epsilon < total <= config.prediction.epsilon
+    references = [rows for title, rows in found.items() if title.startswith("reference")]
+    assert len(references) >= 4 and all("without a budget" in rows["ledger"] for rows in references)
+    [(title, rows)] = [(t, r) for t, r in told(capsys, recalibrate.STUDY, tiny.recalibrate()).items() if "event" in r]
+    assert rows["event"] == "Pure(2) x 2" and title.endswith(", 4 times")
+
+
+@pytest.mark.slow
+def test_a_table_names_each_kind_of_cell_once(capsys):
+    found = told(capsys, dpadapter.STUDY, tiny.dpadapter(methods=("DP-SGD",)))
+    assert {"upstream standard, 2 times", "DP-SGD on digits, epsilon 2, 4 times"} <= {*found}
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_lifecycle_tells_what_it_will_hold(tmp_path, capsys):
+    config = tiny.lifecycle()
+    launch.lifecycle.show_plan(config, tmp_path / "run")
+    found = parts(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == []
+    rows = found["digits/private, by all stages that are not done"]
+    assert "noise multiplier" in found["finetune"] and "run time (estimate)" in found["pretrain"]
+    assert rows["event"].count("Gaussian") == 1 and rows["event"].count("Pure") == 1
+    assert 4 < float(rows["epsilon"].split()[0]) < config.budgets.private.epsilon
+
+
+def test_the_charges_of_a_client(capsys):
+    terms = {"epsilon": 8.0, "delta": 1e-5, "num_classes": 10, "label_share": 0.5}
+    config = ConfigDict({**terms, "laplace_scale": 0.5, "query_laplace_scale": 0.5, "mode": "private"})
+    plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
+    private = parts(capsys.readouterr().out)
+    assert "8 afterwards" in private["the upload, private"]["ledger"] and "the queries" not in private
+    config.mode = "published"
+    plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
+    published = parts(capsys.readouterr().out)
+    assert published["the upload, published"]["epsilon"].startswith("inf") and "the queries" in published
+
+
+def test_estimates_follow_the_number_of_calls_and_the_sizes(capsys):
+    function = jax.jit(lambda x, y: x @ y)
+    for calls, size in ((1.0, 20), (1e8, 1000)):
+        shapes = np.zeros((size, size), np.float32), jax.ShapeDtypeStruct((size, size), np.float32)
+        plans.show([plans.Item("products", programs=[(function, shapes, calls)], runs=3)], None)
+    once, often = map(parts, capsys.readouterr().out.split("Dry run:")[1:])
+    assert "No ledger is charged." in once
+    once, often = once["products, 3 times"], often["products, 3 times"]
+    assert once["memory (estimate)"].startswith("0 MB") and once["run time (estimate)"].startswith("1 s")
+    assert often["memory (estimate)"].startswith("12 MB") and " h, from one step" in often["run time (estimate)"]
+
+
+def test_charges_that_were_made_already_are_left_out(tmp_path):
+    step = GaussianDpEvent(5.0)
+    run = {"data": SelfComposedDpEvent(step, 3), "other": step}
+    assert composition(plans.outstanding(run, tmp_path)["data"]) == {step: 3}
+    note = {"charges": [["data", to_json(SelfComposedDpEvent(step, 2))]], "step": 0, "token": "t"}
+    write_durably(tmp_path / "charges.jsonl", f"{json.dumps(note)}\n".encode())
+    left = plans.outstanding(run, tmp_path)
+    assert composition(left["data"]) == {step: 1} and composition(left["other"]) == {step: 1}
