@@ -422,9 +422,12 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("polynomial")
-def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Operand:
+def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Any:
     """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
-    return functools.reduce(lambda total, c: _add(eqn, _mul(eqn, total, x), c), reversed(coefficients))
+    total: Any = coefficients[-1]
+    for c in coefficients[-2::-1]:
+        total = _add(eqn, _mul(eqn, total, x), c)
+    return total
 
 
 @register_rule("x_plus_xy")
