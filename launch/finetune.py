@@ -1,20 +1,20 @@
 """Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits.
 
-A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models.
+A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models. One
+with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy over epsilon.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
-from jaxdp.data import Source, augmentation
-from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
+from jaxdp.data import augmentation
+from jaxdp.models import load_params, merge_pretrained, save_params
 from jaxdp.report import format_table, plot_training, read_metrics
 
-from . import data, dpadapter, frame, models, trainers
+from . import curve, dpadapter, frame, models, tasks, trainers
 
 Params = Any
 
@@ -27,43 +27,27 @@ class Model(NamedTuple):
     model: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    public: Source | None
-    private: Source
-    test: Source
-    network: Pretrained
+class _Opened(NamedTuple):
+    task: tasks.Task
     trainer: Any
 
 
-def _open(config: Any, root: pathlib.Path) -> _Task:
-    found = data.parts(config.data, "public", "private", "test")
-    data.require_images(found)
-    network = models.network(config.model, found["private"].num_classes)
-    found = {role: models.resize(network, source) for role, source in found.items()}
-    public = found.get("public")
-    if config.pretrain.weights:
-        load_params(config.pretrain.weights)  # raises before the workdir is bound
-    elif public is not None and not config.pretrain.steps:
-        raise ValueError(
-            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
-        )
-    made = trainers.make(config.private, network, found["private"], public, config.data)
-    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
-    print(f"{', '.join(sizes)}.", flush=True)
-    return _Task(public, found["private"], found["test"], network, made)
+def _open(config: Any, root: pathlib.Path) -> _Opened:
+    task = tasks.open_task(config, root)
+    return _Opened(task, task.trainer(config.private, config.data))
 
 
 def _cells(config: Any) -> Iterator[Model]:
     yield Model("private")
     if config.references:
         yield Model("no_privacy")
-        if config.data.parts.get("public") or config.pretrain.weights:
+        trained_here = config.data.parts.get("public") and not config.model.checkpoint
+        if trained_here or config.pretrain.weights:
             yield Model("no_pretraining")
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, task, root = work.config, work.shared, work.root
+    config, (task, trainer), root = work.config, work.shared, work.root
     start = fresh = models.fresh(task.network, config.init_seed)
     if cell.model != "no_pretraining" and (backbone := _backbone(config, task, root)) is not None:
         start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
@@ -76,6 +60,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             config.no_privacy,
             seed=config.init_seed,
             augment=augmentation(config.data),
+            optimizer=functools.partial(models.adam_on, chosen=task.chosen),
             label="no privacy",
         )
         return {"accuracy": judge(params, task.test)}
@@ -84,7 +69,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
     with frame.account(ledger, task.private.name, label=cell.model.replace("_", " "), **terms) as account:
         state = finetune.fit(
-            task.trainer,
+            trainer,
             start,
             task.private,
             steps=private.steps,
@@ -96,15 +81,15 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         spent = account.epsilon(delta=private.delta)
     params = trainers.released(state)
     if cell.model == "private":
-        save_params(root / "params.safetensors", params)
+        save_params(root / "params.safetensors", task.serving(params))
     return {"before": judge(start, task.test), "accuracy": judge(params, task.test), "epsilon": spent}
 
 
-def _backbone(config: Any, task: _Task, root: pathlib.Path) -> Params | None:
+def _backbone(config: Any, task: tasks.Task, root: pathlib.Path) -> Params | None:
     """Returns the parameters of a file of public weights, or trains them here on the public examples."""
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
-    if task.public is None:
+    if task.public is None or config.model.checkpoint:
         return None
     public = task.public
     return models.trained(
@@ -129,7 +114,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "method": work.config.private.method,
         "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
         "steps": work.config.private.steps,
-        "dataset": work.shared.private.name,
+        "dataset": work.shared.task.private.name,
     }
 
 
@@ -171,8 +156,9 @@ STUDY = frame.Study(
 
 
 def experiment(config: Any, workdir: str) -> Any:
-    """Runs the experiment, or the table of them."""
-    return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir)
+    """Runs the experiment, or the table or curve of them."""
+    study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
+    return frame.run(study, config, workdir)
 
 
 if __name__ == "__main__":

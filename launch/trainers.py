@@ -1,5 +1,7 @@
 """The trainer that the `private` part of a config describes, for all studies that fine-tune."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,15 @@ from . import frame, models
 Params = Any
 
 
-def make(config: Any, network: Pretrained, private: Source, public: Source | None, images: Any) -> Any:
+def make(
+    config: Any,
+    network: Pretrained,
+    private: Source,
+    public: Source | None,
+    images: Any,
+    *,
+    trainable: Callable[[str, Any], bool] | None = None,
+) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
     Args:
@@ -23,13 +33,15 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
         method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, physical_batch_size, steps
-        clip_norm, learning_rate, momentum, schedule ("constant" or "cosine")
+        clip_norm
+        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
       network: The network to train.
       private: The private images.
       public: PUBLIC images, from which GEP takes its anchors.
       images: The `data` part of the study's config, for the augmentation.
+      trainable: As in `jaxdp.clipped_grad`.
 
     Raises:
       ValueError: The config is inconsistent.
@@ -47,14 +59,9 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
         noise_multiplier = calibrate_noise(lambda z: finetune.event(z, sampler, config.steps), **target)
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes)
-    rates = {
-        "constant": optax.constant_schedule(config.learning_rate),
-        "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
-    }
-    frame.known("private.schedule", [config.schedule], rates)
     return finetune.METHODS[config.method](
         models.loss(network),
-        optax.sgd(rates[config.schedule], momentum=config.momentum or None),
+        optimizer(config),
         sampler=sampler,
         clip_norm=config.clip_norm,
         clip_rule=config.get("clip_rule", "global"),
@@ -64,8 +71,51 @@ def make(config: Any, network: Pretrained, private: Source, public: Source | Non
         augmult=config.augmult or 1,
         ema_decay=config.ema_decay or None,
         ascent_radius=config.ascent_radius,
+        trainable=trainable,
         **options,
     )
+
+
+def optimizer(config: Any, part: str = "private") -> optax.GradientTransformation:
+    """Returns the optimizer of a part of a study's config.
+
+    Args:
+      config: Has steps, learning_rate and
+
+        optimizer, optimizer_options  the name of a function of optax with a `learning_rate`, and its arguments by name
+        weight_decay                  of the function, or added to the gradient where the function has none
+        schedule                      "constant", "cosine", "linear" to zero, or "warmup", which rises for a tenth of
+                                      the steps and falls as a cosine
+      part: The name of the part, for errors.
+
+    Raises:
+      ValueError: There is no such optimizer or schedule, or the optimizer lacks an argument.
+    """
+    rate, steps = config.learning_rate, config.steps
+    rates = {
+        "constant": optax.constant_schedule(rate),
+        "cosine": optax.cosine_decay_schedule(rate, steps),
+        "linear": optax.linear_schedule(rate, 0.0, steps),
+        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps)),
+    }
+    frame.known(f"{part}.schedule", [config.schedule], rates)
+    name, decay = config.optimizer, config.weight_decay
+    make = getattr(optax, name, None)
+    known = inspect.signature(make).parameters if inspect.isfunction(make) else {}
+    if make is None or "learning_rate" not in known:
+        raise ValueError(
+            f"config.{part}.optimizer must be an optimizer of optax, such as 'sgd' or 'adamw', got {name!r}."
+        )
+    options = dict(config.optimizer_options.get(name, {}))
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"config.{part}.optimizer_options.{name} has {', '.join(unknown)}, which optax.{name} lacks. It has "
+            f"{', '.join(known)}."
+        )
+    if "weight_decay" in known:
+        return make(rates[config.schedule], weight_decay=decay, **options)
+    made = make(rates[config.schedule], **options)
+    return optax.chain(optax.add_decayed_weights(decay), made) if decay else made
 
 
 def _anchors(public: Source | None, count: int, num_classes: int) -> dict[str, np.ndarray]:

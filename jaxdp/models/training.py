@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from tqdm import tqdm
 
-from jaxdp.data import FixedBatchSampler, Source
+from jaxdp.data import FixedBatchSampler
 
 
 def fit_public(
@@ -45,13 +45,13 @@ def fit_public(
     Returns:
       The trained parameters.
     """
-    if not isinstance(data, Source):
+    if not (stored := hasattr(data, "gather")):
         data = jax.tree.map(np.asarray, data)
-    count = len(data) if isinstance(data, Source) else len(jax.tree.leaves(data)[0])
+    count = len(data) if stored else len(jax.tree.leaves(data)[0])
     sampler = FixedBatchSampler(count, min(batch_size, count), seed=seed)
 
     def gather(rows: np.ndarray) -> Any:
-        return data.gather(rows) if isinstance(data, Source) else jax.tree.map(lambda leaf: leaf[rows], data)
+        return data.gather(rows) if stored else jax.tree.map(lambda leaf: leaf[rows], data)
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
