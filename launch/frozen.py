@@ -38,7 +38,7 @@ class Head(Pretrained):
 
     def apply_fn(self, params: Any, images: jax.Array) -> jax.Array:
         """Maps features to logits, float32 [B, C]."""
-        return images @ params["head"]["kernel"] + params["head"]["bias"]
+        return images @ params["head"]["kernel"] + params["head"]["bias"].reshape(1, -1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ def get_config(size: str = "small") -> ConfigDict:
             "references": True,  # also train without privacy
             "curve": {
                 "epsilons": (1.0, 2.0, 4.0, 8.0),
-                "learning_rates": (32.0, 32.0, 32.0, 32.0),
+                "learning_rates": (64.0, 64.0, 128.0, 128.0),
                 "runs": 5,
             },
             "data": {
@@ -45,10 +45,10 @@ def get_config(size: str = "small") -> ConfigDict:
                 **TUNING,
                 "checkpoint": "squeezenet1_0_imagenet.npz",
                 "trainable": "head",
-                "features": {"keep": "workdir", "dimensions": 128, "whiten": 0.5},
+                "features": {"keep": "workdir", "dimensions": 256, "whiten": 0.5},
             },
             "pretrain": {"weights": "", "new_head": True, "steps": 0, "batch_size": 128, "learning_rate": 1e-3},
-            "no_privacy": {"steps": 2000, "batch_size": 500, "learning_rate": 0.01},
+            "no_privacy": {"steps": 500, "batch_size": 500, "learning_rate": 0.01},
             "private": {
                 "method": "dp_sgd",
                 "method_options": METHOD_OPTIONS,
@@ -58,8 +58,8 @@ def get_config(size: str = "small") -> ConfigDict:
                 "batch_size": records,  # all images in every step: the least noise for the same epsilon
                 "physical_batch_size": 5000,
                 "steps": 30,
-                "clip_norm": 0.3,
-                "learning_rate": 32.0,
+                "clip_norm": 0.15,
+                "learning_rate": 64.0,
                 **optimizer(momentum=0.9),
                 "schedule": "constant",
                 "augmult": 0,

@@ -66,13 +66,13 @@ class EfficientNetLite(nn.Module):
         for stage, (depth, size, stride, expansion, width) in enumerate(_STAGES):
             ends = stage in (0, len(_STAGES) - 1)
             for block in range(depth if ends else math.ceil(depth * self.depth)):
-                name, y = f"stage_{stage}_block_{block}", x
+                name, y, step = f"stage_{stage}_block_{block}", x, stride if block == 0 else 1
                 if expansion > 1:
                     y = nn.relu6(self._conv(f"{name}_expand", expansion * x.shape[-1], 1, y))
                 channels = y.shape[-1]
-                y = self._conv(f"{name}_depthwise", channels, size, y, stride if block == 0 else 1, channels)
+                y = self._conv(f"{name}_depthwise", channels, size, y, step, channels)
                 y = self._conv(f"{name}_project", _rounded(width * self.width), 1, nn.relu6(y))
-                x = x + y if x.shape == y.shape else y
+                x = x + y if step == 1 and x.shape == y.shape else y
         x = nn.relu6(self._conv("conv_last", 1280, 1, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
