@@ -103,8 +103,9 @@ class Frozen:
 
     def head(self) -> Head:
         """Returns the trained part, with a head of zeros."""
-        width = self.config.dimensions if self.public is not None else 0
-        width = width or self._width()
+        width = self.config.dimensions
+        if self.public is None or not width:
+            width = self._width() if self.map is None else self.map.matrix.shape[1]
         classes = self.network.model.num_classes
         params = {"head": {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}}
         return Head(self.network.model, params, self.network.preprocessing)

@@ -30,7 +30,8 @@ class Task:
 
     def trainer(self, private: Any, images: Any) -> Any:
         """Returns the trainer of the `private` part of a config."""
-        return trainers.make(private, self.network, self.private, self.public, images, trainable=self.chosen)
+        public = self.head.source("public", self.public) if self.head and self.public else self.public
+        return trainers.make(private, self.network, self.private, public, images, trainable=self.chosen)
 
     def serving(self, params: Params) -> Params:
         """Returns parameters of the plain network for images."""
