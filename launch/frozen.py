@@ -4,8 +4,8 @@ The part `features` of a model has the fields
 
     keep        "" computes the whole network in every step. "memory" keeps the features of a run in host memory,
                 "workdir" also in features_*.npz in the workdir. These hold private data as the images do
-    dimensions  of `jaxdp.models.Features`, from PUBLIC images; 0 for all
-    whiten      of `jaxdp.models.Features`; without public images the features stay as they are
+    dimensions  of `jaxdp.models.Features`, from PUBLIC images; 0, or no public images, leaves the features as they are
+    whiten      of `jaxdp.models.Features`
 
 Nothing is charged: each record has its own features, by a function that no private record changed. This needs images
 without augmentation, since an augmented view has other features.
@@ -93,19 +93,21 @@ class Frozen:
     config: Any
     root: pathlib.Path
 
+    @property
+    def _maps(self) -> bool:
+        return self.public is not None and self.config.dimensions > 0
+
     @functools.cached_property
     def map(self) -> Features | None:
         """The public map of the features."""
-        if self.public is None:
+        if self.public is None or not self._maps:
             return None
         how = {"dimensions": self.config.dimensions, "whiten": self.config.whiten}
         return Features.from_public(self._features("public", self.public), **how)
 
     def head(self) -> Head:
         """Returns the trained part, with a head of zeros."""
-        width = self.config.dimensions
-        if self.public is None or not width:
-            width = self._width() if self.map is None else self.map.matrix.shape[1]
+        width = self.config.dimensions if self._maps else self._width()
         classes = self.network.model.num_classes
         params = {"head": {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}}
         return Head(self.network.model, params, self.network.preprocessing)

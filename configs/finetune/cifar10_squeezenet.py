@@ -7,7 +7,9 @@ The first 5000 training images are private. `:full` after the config's name take
 as arrays of the Caffe model (forresti/SqueezeNet or songhan/SqueezeNet-Deep-Compression). DIR holds prepared TFDS data
 of cifar10 and of the PUBLIC images, whose labels are not used (`--config.data.parts.public=cifar100/train[:8000]`).
 
-RESULT
+Test accuracy with 5000 images, five runs: 0.744 / 0.768 / 0.788 / 0.793 at epsilon 1 / 2 / 4 / 8, 0.800 without
+privacy. Five minutes for the features of 23,000 images and one for the curve, on two busy CPU cores. See
+docs/results/public_checkpoint.md for all images.
 """
 
 from ml_collections import ConfigDict
