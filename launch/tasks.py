@@ -30,7 +30,7 @@ class Task:
 
     def trainer(self, private: Any, images: Any) -> Any:
         """Returns the trainer of the `private` part of a config."""
-        public = self.head.source("public", self.public) if self.head and self.public else self.public
+        public: Any = self.head.source("public", self.public) if self.head and self.public else self.public
         return trainers.make(private, self.network, self.private, public, images, trainable=self.chosen)
 
     def serving(self, params: Params) -> Params:
