@@ -15,7 +15,7 @@ it TFDS's default directory is read.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS
+from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 
 
 def get_config(size: str = "paper") -> ConfigDict:
@@ -34,6 +34,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "flip": True,
             },
             "model": {
+                **TUNING,
                 "name": "wrn_16_4",
                 "options": {},
                 "preprocessing": {
@@ -55,7 +56,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "steps": 875,
                 "clip_norm": 1.0,
                 "learning_rate": 2.0,
-                "momentum": 0.0,
+                **optimizer(momentum=0.0),
                 "schedule": "constant",
                 "augmult": 16,
                 "ema_decay": 0.999,

@@ -8,7 +8,7 @@ at epsilon 4, 0.96 without privacy, 0.84 private without pre-training. Noise cha
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS
+from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 
 
 def get_config() -> ConfigDict:
@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
                 "flip": False,
             },
             "model": {
+                **TUNING,
                 "name": "cnn",
                 "options": {"widths": (32, 64), "dense": 0},
                 "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
@@ -42,7 +43,7 @@ def get_config() -> ConfigDict:
                 "steps": 100,
                 "clip_norm": 1.0,
                 "learning_rate": 0.35,
-                "momentum": 0.9,
+                **optimizer(momentum=0.9),
                 "schedule": "cosine",
                 "augmult": 4,
                 "ema_decay": 0.0,

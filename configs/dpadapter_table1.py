@@ -23,7 +23,7 @@ import itertools
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS
+from configs.method_options import METHOD_OPTIONS, optimizer
 from configs.pretrain import cifar100
 
 _SETS = {"CIFAR-10": ("cifar10", True), "SVHN": ("svhn_cropped", False), "STL-10": ("stl10", True)}
@@ -79,7 +79,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "epochs": 100,
                 "clip_norm": 4.0,
                 "learning_rate": 0.01,
-                "momentum": 0.9,
+                **optimizer(momentum=0.9),
                 "schedule": "constant",
                 "augmult": 0,
                 "ema_decay": 0.0,

@@ -9,7 +9,7 @@ accuracy: about 0.855 at epsilon 3, 0.90 without privacy.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS
+from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 
 
 def get_config() -> ConfigDict:
@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
                 "flip": False,
             },
             "model": {
+                **TUNING,
                 "name": "cnn",
                 "options": {"widths": (16, 32), "dense": 32},
                 "preprocessing": {"size": 28, "mean": (0.286,), "std": (0.353,)},
@@ -43,7 +44,7 @@ def get_config() -> ConfigDict:
                 "steps": 600,
                 "clip_norm": 1.0,
                 "learning_rate": 2.0,
-                "momentum": 0.9,
+                **optimizer(momentum=0.9),
                 "schedule": "cosine",
                 "augmult": 0,
                 "ema_decay": 0.0,

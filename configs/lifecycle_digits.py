@@ -14,7 +14,7 @@ poor.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS
+from configs.method_options import METHOD_OPTIONS, optimizer
 
 _VARIANTS = ("", "smoke")
 _SMOKE = {
@@ -83,7 +83,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "steps": 80,
                 "clip_norm": 1.0,
                 "learning_rate": 0.35,
-                "momentum": 0.9,
+                **optimizer(momentum=0.9),
                 "schedule": "cosine",
                 "augmult": 4,
                 "ema_decay": 0.0,

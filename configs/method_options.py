@@ -1,6 +1,6 @@
-"""The options of each private method beyond DP-SGD, in every fine-tuning config. The values are the papers'."""
+"""Fields of every fine-tuning config: options of the private methods, which part of a model is trained, optimizers."""
 
-METHOD_OPTIONS = {
+METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
     "adp_alloc": {
         "schedule": {  # over epochs
             "kind": "exponential",  # best in Yu et al. 2019, or another of these
@@ -20,3 +20,17 @@ METHOD_OPTIONS = {
         "basis_every": 10,
     },
 }
+
+TUNING = {  # of a model, see launch/models.py
+    "checkpoint": "",  # a public .safetensors or .npz file; "" for none
+    "naming": "auto",
+    "trainable": "all",  # or "head", "norms", "lora", or a regular expression over paths
+    "lora": {"rank": 0, "layers": ".*attention/(query|value)"},
+    "features": {"keep": "", "dimensions": 0, "whiten": 0.5},  # "memory" or "workdir", see launch/frozen.py
+}
+
+
+def optimizer(momentum: float) -> dict[str, object]:
+    """Returns the optimizer of a config, see `optimizer` in launch/trainers.py."""
+    options = {"sgd": {"momentum": momentum}, "adam": {"b1": 0.9, "b2": 0.999}, "adamw": {"b1": 0.9, "b2": 0.999}}
+    return {"optimizer": "sgd", "optimizer_options": options, "weight_decay": 0.0}

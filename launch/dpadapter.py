@@ -85,6 +85,11 @@ class _Bench:
         known = frame.compute(pretrain.STUDY, self.upstream_config(name, seed), folder)
         return load_params(folder / "params.safetensors"), known
 
+    def terms(self, dataset: str, private: Any) -> dict[str, Any]:
+        """Returns the terms of a private set in a ledger, with the budget of a cell."""
+        budget = {"records": len(self.task(dataset)[1]), "epsilon": private.epsilon, "delta": private.delta}
+        return data.terms(self.images(dataset)) | budget
+
     def upstream_config(self, name: str, seed: int) -> Any:
         """Returns the config of an upstream model."""
         config = copy.deepcopy(self.config.pretrain)
@@ -123,8 +128,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell.upstream != SCRATCH:
         start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
     folder = work.folder(cell)
-    terms = data.terms(bench.images(cell.dataset))
-    terms |= {"records": len(source), "epsilon": cell.epsilon, "delta": private.delta}
+    terms = bench.terms(cell.dataset, private)
     with frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account:
         state = finetune.fit(
             made,
@@ -299,7 +303,7 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
             models.fresh(network, 0),
             steps=private.steps,
             every=private.checkpoint_every,
-            terms={"records": len(source), "epsilon": epsilon, "delta": private.delta},
+            terms=bench.terms(dataset, private),
             runs=count,
             ledger="the cell's own",
         )

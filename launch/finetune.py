@@ -1,20 +1,20 @@
 """Private fine-tuning: python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/digits.
 
-A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models.
+A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their upstream models. One
+with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy over epsilon.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
-from jaxdp.data import Examples, augmentation
-from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
+from jaxdp.data import augmentation
+from jaxdp.models import load_params, merge_pretrained, save_params
 from jaxdp.report import format_table, plot_training, read_metrics
 
-from . import data, dpadapter, frame, models, plans, trainers
+from . import curve, data, dpadapter, frame, models, plans, tasks, trainers
 
 Params = Any
 
@@ -28,43 +28,27 @@ class Model(NamedTuple):
     model: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
-    public: Examples | None
-    private: Examples
-    test: Examples
-    network: Pretrained
+class _Opened(NamedTuple):
+    task: tasks.Task
     trainer: Any
 
 
-def _open(config: Any, root: pathlib.Path) -> _Task:
-    found = data.parts(config.data, "public", "private", "test")
-    data.require_images(found)
-    network = models.network(config.model, found["private"].num_classes)
-    found = {role: models.resize(network, source) for role, source in found.items()}
-    public = found.get("public")
-    if config.pretrain.weights:
-        load_params(config.pretrain.weights)  # raises before the workdir is bound
-    elif public is not None and not config.pretrain.steps:
-        raise ValueError(
-            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
-        )
-    made = trainers.make(config.private, network, found["private"], public, config.data)
-    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
-    print(f"{', '.join(sizes)}.", flush=True)
-    return _Task(public, found["private"], found["test"], network, made)
+def _open(config: Any, root: pathlib.Path) -> _Opened:
+    task = tasks.open_task(config, root)
+    return _Opened(task, task.trainer(config.private, config.data))
 
 
 def _cells(config: Any) -> Iterator[Model]:
     yield Model("private")
     if config.references:
         yield Model("no_privacy")
-        if config.data.parts.get("public") or config.pretrain.weights:
+        trained_here = config.data.parts.get("public") and not config.model.checkpoint
+        if trained_here or config.pretrain.weights:
             yield Model("no_pretraining")
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, task, root = work.config, work.shared, work.root
+    config, (task, trainer), root = work.config, work.shared, work.root
     start = fresh = models.fresh(task.network, config.init_seed)
     if cell.model != "no_pretraining" and (backbone := _backbone(config, task, root)) is not None:
         start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
@@ -77,15 +61,15 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             config.no_privacy,
             seed=config.init_seed,
             augment=augmentation(config.data),
+            optimizer=functools.partial(models.adam_on, chosen=task.chosen),
             label="no privacy",
         )
         return {"accuracy": judge(params, task.test)}
     private = config.private
-    terms = data.terms(config.data)
-    terms |= {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
-    with frame.account(root / _ledger(cell), task.private.name, label=cell.model.replace("_", " "), **terms) as account:
+    label, terms = cell.model.replace("_", " "), task.terms(private, config.data)
+    with frame.account(root / _ledger(cell), task.private.name, label=label, **terms) as account:
         state = finetune.fit(
-            task.trainer,
+            trainer,
             start,
             task.private,
             steps=private.steps,
@@ -97,15 +81,15 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         spent = account.epsilon(delta=private.delta)
     params = trainers.released(state)
     if cell.model == "private":
-        save_params(root / "params.safetensors", params)
+        save_params(root / "params.safetensors", task.serving(params))
     return {"before": judge(start, task.test), "accuracy": judge(params, task.test), "epsilon": spent}
 
 
-def _backbone(config: Any, task: _Task, root: pathlib.Path) -> Params | None:
+def _backbone(config: Any, task: tasks.Task, root: pathlib.Path) -> Params | None:
     """Returns the parameters of a file of public weights, or trains them here on the public examples."""
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
-    if task.public is None:
+    if task.public is None or config.model.checkpoint:
         return None
     public = task.public
     return models.trained(
@@ -131,7 +115,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "noise_multiplier": float(work.shared.trainer.privatizer.event_at(0).noise_multiplier),
         "steps": work.config.private.steps,
         **data.terms(work.config.data),
-        "dataset": work.shared.private.name,
+        "dataset": work.shared.task.private.name,
     }
 
 
@@ -167,19 +151,19 @@ def _summary(result: Mapping[str, Any]) -> str:
     return text
 
 
-def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
-    task, private, loss = opened(), config.private, models.loss(opened().network)
-    start = models.fresh(task.network, config.init_seed)
-    terms = {"records": len(task.private), "epsilon": private.epsilon, "delta": private.delta}
-    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every, "terms": terms}
-    if task.public is not None and not config.pretrain.weights:
+def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
+    (task, trainer), private = opened(), config.private
+    loss, start, records = models.loss(task.network), models.fresh(task.network, config.init_seed), task.blank()
+    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
+    how["terms"] = task.terms(private, config.data)
+    if task.public is not None and not (config.pretrain.weights or config.model.checkpoint):
         yield plans.public_training("public pre-training", loss, start, task.public, config.pretrain)
     for cell in _cells(config):
         if cell.model == "no_privacy":
-            yield plans.public_training("reference without privacy", loss, start, task.private, config.no_privacy)
+            yield plans.public_training("reference without privacy", loss, start, records, config.no_privacy)
             continue
         how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
-        yield plans.training(cell.model.replace("_", " "), task.trainer, task.private, start, **how)
+        yield plans.training(cell.model.replace("_", " "), trainer, records, start, **how)
 
 
 def _ledger(cell: Model) -> pathlib.Path:
@@ -200,8 +184,9 @@ STUDY = frame.Study(
 
 
 def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> Any:
-    """Runs the experiment, or the table of them."""
-    return frame.run(dpadapter.STUDY if "grids" in config else STUDY, config, workdir, dry_run=dry_run)
+    """Runs the experiment, or the table or curve of them."""
+    study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
+    return frame.run(study, config, workdir, dry_run=dry_run)
 
 
 if __name__ == "__main__":

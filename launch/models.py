@@ -7,6 +7,12 @@ A *model* has the fields
     preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel
     checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left out for none
     naming         of the checkpoint, "auto" by default
+
+Studies that fine-tune one model also read
+
+    trainable      "all", "head", "norms", "lora" or a regular expression, see `jaxdp.models.trainable`
+    lora           rank, and `layers`, see `jaxdp.models.with_lora`. A rank of 0 adds nothing
+    features       of a model of which only the head is trained, see `launch/frozen.py`
 """
 
 import dataclasses
@@ -34,12 +40,13 @@ from .settings import named
 Params = Any
 
 
-def network(config: Any, num_classes: int | None = None) -> Pretrained:
+def network(config: Any, num_classes: int | None = None, *, new_head: bool = False) -> Pretrained:
     """Returns the network of a config, on images in [0, 1]. It has no parameters if there is no checkpoint.
 
     Args:
       config: The `model` part of a study's config, see above.
       num_classes: The number of logits. The default is config.num_classes.
+      new_head: Whether a checkpoint has other classes, see `jaxdp.models.load_checkpoint`.
 
     Raises:
       ValueError: The parts do not fit each other.
@@ -51,7 +58,8 @@ def network(config: Any, num_classes: int | None = None) -> Pretrained:
         preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
     if config.get("checkpoint", ""):
         naming = config.get("naming", "auto")
-        return load_checkpoint(config.checkpoint, model=model, naming=naming, preprocessing=preprocessing)
+        found = {"naming": naming, "preprocessing": preprocessing, "new_head": new_head}
+        return load_checkpoint(config.checkpoint, model=model, **found)
     if preprocessing is None:
         raise ValueError(
             "config.model.preprocessing must be given to train a source model, for example a size and mean."
@@ -70,16 +78,19 @@ def with_classes(network: Pretrained, num_classes: int) -> Pretrained:
 
 
 def fresh(network: Pretrained, seed: int) -> Params:
-    """Returns initial parameters."""
+    """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
+    if network.params:
+        return network.params
     side, channels = network.preprocessing.size, len(network.preprocessing.mean)
     return network.model.init(jax.random.key(seed), jnp.zeros((1, side, side, channels)))["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
-    """Returns the cross entropy of one example {"image", "label"}."""
+    """Returns the cross entropy of one example, {"image" or "features", "label"}."""
 
     def cross_entropy(params: Params, example: Mapping[str, jax.Array]) -> jax.Array:
-        logits = network.apply_fn(params, example["image"][None])[0]
+        inputs = example["image"] if "image" in example else example["features"]
+        logits = network.apply_fn(params, inputs[None])[0]
         return losses.softmax_cross_entropy(logits, example["label"])
 
     return cross_entropy
@@ -126,6 +137,19 @@ def train(
         augment=augment,
         label=label,
     )
+
+
+def adam_on(rate: Any, *, chosen: Callable[[str, Any], bool] | None) -> optax.GradientTransformation:
+    """Returns Adam for the chosen parameters (None for all). The others keep their values."""
+    if chosen is None:
+        return optax.adam(rate)
+
+    def labels(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: chosen(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), params
+        )
+
+    return optax.partition({True: optax.adam(rate), False: optax.set_to_zero()}, labels)
 
 
 def trained(

@@ -154,7 +154,7 @@ def _pate(config: Any) -> prediction.ConfidentGNMax:
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
-    terms = {"records": config.training.records, "delta": config.prediction.delta}
+    terms = data.terms(config.data) | {"records": config.training.records, "delta": config.prediction.delta}
     for cell in _cells(config):
         if cell == RELEASED:
             mine = {"epsilon": config.prediction.epsilon}

@@ -1,12 +1,14 @@
 """The trainer that the `private` part of a config describes, for all studies that fine-tune."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import optax
 
 from jaxdp import finetune
-from jaxdp.data import Examples, PoissonSampler, augmentation
+from jaxdp.data import PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 
 from . import data, frame, models, settings
@@ -15,7 +17,14 @@ Params = Any
 
 
 def make(
-    config: Any, network: Pretrained, private: Examples, public: Examples | None, images: Any, *, part: str = "private"
+    config: Any,
+    network: Pretrained,
+    private: Any,
+    public: Any,
+    images: Any,
+    *,
+    part: str = "private",
+    trainable: Callable[[str, Any], bool] | None = None,
 ) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
@@ -24,7 +33,8 @@ def make(
         method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, physical_batch_size, steps
-        clip_norm, learning_rate, momentum, schedule ("constant" or "cosine")
+        clip_norm
+        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
       network: The network to train.
@@ -32,6 +42,7 @@ def make(
       public: PUBLIC images, from which GEP takes its anchors.
       images: The `data` part of the study's config, for the augmentation and the adjacency.
       part: The name of the part in the study's config, for errors.
+      trainable: As in `jaxdp.clipped_grad`.
 
     Raises:
       ValueError: The config is inconsistent.
@@ -50,16 +61,12 @@ def make(
         options["schedule"] = finetune.SCHEDULES[kind](**dict(options["schedule"][kind]))
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
-    rates = {
-        "constant": optax.constant_schedule(config.learning_rate),
-        "cosine": optax.cosine_decay_schedule(config.learning_rate, config.steps),
-    }
-    frame.known(f"{part}.schedule", [config.schedule], rates)
+    made = optimizer(config, part)
     mine = f"{part}.method_options.{config.method}"
     with settings.named(mine, options), settings.named(part, config, method=f"{part}.accountant"):
         return finetune.METHODS[config.method](
             models.loss(network),
-            optax.sgd(rates[config.schedule], momentum=config.momentum or None),
+            made,
             sampler=sampler,
             clip_norm=config.clip_norm,
             clip_rule=config.get("clip_rule", "global"),
@@ -70,11 +77,54 @@ def make(
             augmult=config.augmult or 1,
             ema_decay=config.ema_decay or None,
             ascent_radius=config.ascent_radius,
+            trainable=trainable,
             **options,
         )
 
 
-def _anchors(public: Examples | None, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:
+def optimizer(config: Any, part: str = "private") -> optax.GradientTransformation:
+    """Returns the optimizer of a part of a study's config.
+
+    Args:
+      config: Has steps, learning_rate and
+
+        optimizer, optimizer_options  the name of a function of optax with a `learning_rate`, and its arguments by name
+        weight_decay                  of the function, or added to the gradient where the function has none
+        schedule                      "constant", "cosine", "linear" to zero, or "warmup", which rises for a tenth of
+                                      the steps and falls as a cosine
+      part: The name of the part, for errors.
+
+    Raises:
+      ValueError: There is no such optimizer or schedule, or the optimizer lacks an argument.
+    """
+    rate, steps = config.learning_rate, config.steps
+    rates = {
+        "constant": optax.constant_schedule(rate),
+        "cosine": optax.cosine_decay_schedule(rate, steps),
+        "linear": optax.linear_schedule(rate, 0.0, steps),
+        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps)),
+    }
+    frame.known(f"{part}.schedule", [config.schedule], rates)
+    name, decay = config.optimizer, config.weight_decay
+    make = getattr(optax, name, None)
+    known = inspect.signature(make).parameters if inspect.isfunction(make) else {}
+    if make is None or "learning_rate" not in known:
+        raise ValueError(
+            f"config.{part}.optimizer must be an optimizer of optax, such as 'sgd' or 'adamw', got {name!r}."
+        )
+    options = dict(config.optimizer_options.get(name, {}))
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"config.{part}.optimizer_options.{name} has {', '.join(unknown)}, which optax.{name} lacks. It has "
+            f"{', '.join(known)}."
+        )
+    if "weight_decay" in known:
+        return make(rates[config.schedule], weight_decay=decay, **options)
+    made = make(rates[config.schedule], **options)
+    return optax.chain(optax.add_decayed_weights(decay), made) if decay else made
+
+
+def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:
     """Returns the first public images, with labels drawn from the private data's classes as in Yu et al. 2021."""
     if public is None:
         raise ValueError(

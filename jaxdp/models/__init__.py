@@ -7,14 +7,18 @@ Parameters and logits are always float32.
 from jaxdp.models.checkpoints import Pretrained, load_checkpoint
 from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
+from jaxdp.models.efficientnet import EfficientNetLite
+from jaxdp.models.imagenet_resnet import ImageNetResNet
 from jaxdp.models.layers import FrozenBatchNorm, WSConv
 from jaxdp.models.mlp import MLP
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
 from jaxdp.models.resnet import ResNet
+from jaxdp.models.squeezenet import SqueezeNet
 from jaxdp.models.swin import Swin
 from jaxdp.models.training import fit_in_memory, fit_public
+from jaxdp.models.tuning import Features, head_inputs, merge_lora, trainable, with_lora
 from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
 
@@ -25,10 +29,14 @@ __all__ = [
     "MLP",
     "MODELS",
     "ConvNeXt",
+    "EfficientNetLite",
+    "Features",
     "FrozenBatchNorm",
+    "ImageNetResNet",
     "Preprocessing",
     "Pretrained",
     "ResNet",
+    "SqueezeNet",
     "Swin",
     "ViT",
     "WSConv",
@@ -36,8 +44,12 @@ __all__ = [
     "create",
     "fit_in_memory",
     "fit_public",
+    "head_inputs",
     "load_checkpoint",
     "load_params",
+    "merge_lora",
     "merge_pretrained",
     "save_params",
+    "trainable",
+    "with_lora",
 ]

@@ -1,4 +1,4 @@
-"""Public checkpoints of ViTs, DeiTs, Swins, ConvNeXts and CIFAR ResNets, read under the names of their publishers.
+"""Public checkpoints of image models, read under the names of their publishers.
 
 Each naming is a row of `NAMINGS`, a table from our modules to the names in the file. The table is complete: a tensor
 that is missing, superfluous or of another shape is an error.
@@ -29,6 +29,8 @@ _QUERY = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1/query/kernel
 _SELF = "swin.encoder.layers.*.blocks.*.attention.self"
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 _TORCH_LEAVES = {"kernel": ".weight", "bias": ".bias", "scale": ".weight"}
+_BATCH_NORM_LEAVES = {**_TORCH_LEAVES, "mean": ".running_mean", "var": ".running_var"}
+HEADS = ("head", "head_distilled")  # the modules that end in the classes
 Names = Mapping[str, str]
 Tables = tuple[tuple[str, str, Names], ...]
 Tensors = Mapping[str, np.ndarray]
@@ -37,6 +39,16 @@ Tensors = Mapping[str, np.ndarray]
 def _from_torch(path: str, array: np.ndarray) -> np.ndarray:
     """Moves PyTorch's axes (out, in, *spatial) to ours, (*spatial, in, out)."""
     return np.moveaxis(array, (0, 1), (-1, -2)) if path.endswith("/kernel") else array
+
+
+def _from_convolution(path: str, array: np.ndarray) -> np.ndarray:
+    """Converts as `_from_torch`. The head, a 1x1 convolution in the file, is a matrix."""
+    return array[:, :, 0, 0].T if path == "head/kernel" else _from_torch(path, array)
+
+
+def _from_caffe(path: str, array: np.ndarray) -> np.ndarray:
+    """Converts as `_from_convolution`. The first convolution of the file takes blue, green and red in this order."""
+    return _from_convolution(path, array[:, ::-1] if path == "conv/kernel" else array)
 
 
 def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
@@ -94,6 +106,8 @@ _TIMM_BLOCK = {
     **{"norm_0": "norm1", "norm_1": "norm2", "attention/out": "attn.proj", "attention/*": "attn.qkv[*]"},
     **{"mlp_0": "mlp.fc1", "mlp_1": "mlp.fc2"},
 }
+_WIDE_BLOCK = {f"conv_{k}": f"conv{k + 1}" for k in range(3)} | {f"conv_{k}_norm": f"bn{k + 1}" for k in range(3)}
+_WIDE_BLOCK |= {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}
 _RESNET_BLOCK = {"conv_0": "conv1", "norm_0": "bn1", "conv_1": "conv2", "norm_1": "bn2"}
 
 
@@ -109,6 +123,20 @@ def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
         ),
         ignored=(f"{model}.pooler.dense.weight", f"{model}.pooler.dense.bias"),
         attributes=_PRE_NORM,
+    )
+
+
+def _squeezenet(version: str, places: tuple[int, ...]) -> Naming:
+    """Returns torchvision's naming, in which fire module k is at `places[k - 2]` of a sequence."""
+    parts = {"squeeze": "squeeze", "expand_1": "expand1x1", "expand_3": "expand3x3"}
+    return Naming(
+        f"features.{places[2]}.squeeze.weight",
+        (
+            ("", "", {"conv": "features.0", "head": "classifier.1"}),
+            *((f"fire_{k}_", f"features.{place}.", parts) for k, place in enumerate(places, 2)),
+        ),
+        attributes={"version": version},
+        convert=_from_convolution,
     )
 
 
@@ -215,7 +243,48 @@ NAMINGS: Mapping[str, Naming] = {
         ),
         ignored=("bn1.num_batches_tracked", "layer*.*.bn*.num_batches_tracked"),
         attributes={"norm": "frozen_batch", "shortcut": "pad"},
-        leaves={**_TORCH_LEAVES, "mean": ".running_mean", "var": ".running_var"},
+        leaves=_BATCH_NORM_LEAVES,
+    ),
+    "resnet": Naming(  # torchvision's and timm's resnet18, 34, 50 and 101
+        "layer4.0.conv1.weight",
+        (
+            ("", "", {"conv": "conv1", "conv_norm": "bn1", "head": "fc"}),
+            # Stages are counted from 1 in the file, and so are the convolutions of a block.
+            *((f"stage_{k}_block_*_", f"layer{k + 1}.*.", _WIDE_BLOCK) for k in range(4)),
+        ),
+        ignored=(
+            "bn1.num_batches_tracked",
+            "layer*.*.bn*.num_batches_tracked",
+            "layer*.*.downsample.1.num_batches_tracked",
+        ),
+        attributes={"norm": "frozen_batch"},
+        leaves=_BATCH_NORM_LEAVES,
+    ),
+    "efficientnet_lite": Naming(  # timm's (tf_)efficientnet_lite*
+        "blocks.6.0.conv_pwl.weight",
+        (
+            ("", "", {"conv": "conv_stem", "conv_norm": "bn1", "conv_last": "conv_head", "conv_last_norm": "bn2"}),
+            ("head", "classifier", {"": ""}),
+            ("stage_0_block_0_", "blocks.0.0.", {"depthwise": "conv_dw", "project": "conv_pw"}),
+            ("stage_0_block_0_", "blocks.0.0.", {"depthwise_norm": "bn1", "project_norm": "bn2"}),
+            ("stage_*_block_*_", "blocks.*.*.", {"expand": "conv_pw", "depthwise": "conv_dw", "project": "conv_pwl"}),
+            ("stage_*_block_*_", "blocks.*.*.", {"expand_norm": "bn1", "depthwise_norm": "bn2", "project_norm": "bn3"}),
+        ),
+        ignored=("bn*.num_batches_tracked", "blocks.*.*.bn*.num_batches_tracked"),
+        attributes={"norm": "frozen_batch"},
+        leaves=_BATCH_NORM_LEAVES,
+    ),
+    "squeezenet1_0": _squeezenet("1.0", (3, 4, 5, 7, 8, 9, 10, 12)),
+    "squeezenet1_1": _squeezenet("1.1", (3, 4, 6, 7, 9, 10, 11, 12)),
+    "caffe_squeezenet": Naming(  # forresti/SqueezeNet and songhan/SqueezeNet-Deep-Compression, as arrays
+        "fire2/squeeze1x1/weight",
+        (
+            ("", "", {"conv": "conv1", "head": "conv10"}),
+            ("fire_*_", "fire*/", {"squeeze": "squeeze1x1", "expand_1": "expand1x1", "expand_3": "expand3x3"}),
+        ),
+        attributes={"version": "1.0", "head_padding": 1},
+        leaves={"kernel": "/weight", "bias": "/bias"},
+        convert=_from_caffe,
     ),
 }
 
@@ -252,12 +321,12 @@ def load_checkpoint(
     model: nn.Module,
     naming: str = "auto",
     preprocessing: Preprocessing | None = None,
+    new_head: bool = False,
     limits: Limits | None = None,
 ) -> Pretrained:
     """Reads a public checkpoint into a model of this package.
 
-    `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file. For a new head, build that model
-    and call `dataclasses.replace(pretrained, model=..., params=merge_pretrained(fresh, pretrained.params))`.
+    `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file, except for a new head.
 
     The file and its neighbours must agree with the model's attributes. No file states the activation. The namings of
     timm and PyTorch do not state the number of heads of a ViT either (published ViTs and DeiTs: width / 64).
@@ -269,6 +338,7 @@ def load_checkpoint(
       naming: A key of `NAMINGS`, or "auto" to recognise it from the names in the file.
       preprocessing: The normalisation and size of the checkpoint's training. None takes 0.5 for augreg files. For
         others it reads Hugging Face's preprocessor_config.json or timm's config.json beside the file.
+      new_head: Whether the model has other classes than the file. Its head then starts at zero. The file's is not used.
       limits: The limit on the bytes of its arrays. The default is `Limits()`.
 
     Raises:
@@ -283,7 +353,7 @@ def load_checkpoint(
         naming = _recognise(naming, tensors)
         _check_attributes(naming, _read_json(path.with_name("config.json")), tensors, model)
         preprocessing = _choose(preprocessing, path, naming, tensors)
-        variables = _translate(naming, tensors, model, preprocessing)
+        variables = _translate(naming, tensors, model, preprocessing, new_head)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return Pretrained(model, variables.pop("params"), preprocessing, constants=variables)
@@ -315,8 +385,8 @@ def _recognise(naming: str, tensors: Tensors) -> str:
     for name, known in NAMINGS.items():
         if known.signature in tensors:
             return name
-    some = f"names such as {', '.join(sorted(tensors)[:5])}. Give a ViT, DeiT, Swin, ConvNeXt or CIFAR ResNet"
-    raise ValueError(f"no naming of {', '.join(NAMINGS)} has {some}.")
+    some = ", ".join(sorted(tensors)[:5])
+    raise ValueError(f"no naming of {', '.join(NAMINGS)} has names such as {some}. Give a checkpoint in one of them.")
 
 
 def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module) -> None:
@@ -359,8 +429,8 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
     if chosen is None:
         raise ValueError(
             f"preprocessing must be given, since {reason}. Most augreg ViTs (google/vit-*, timm's vit_*.augreg_*) need "
-            "Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248). DeiT, Swin, ConvNeXt and "
-            f"cifar_resnet need mean={IMAGENET_MEAN}, std={IMAGENET_STD}."
+            "Preprocessing(size=224, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resize=248). DeiT, Swin, ConvNeXt, "
+            f"ResNet and torchvision's SqueezeNet need mean={IMAGENET_MEAN}, std={IMAGENET_STD}."
         )
     if stated and not np.allclose([*chosen.mean, *chosen.std], [*stated.mean, *stated.std], atol=1e-3):
         raise ValueError(
@@ -370,7 +440,9 @@ def _choose(given: Preprocessing | None, path: Path, naming: str, tensors: Tenso
     return chosen
 
 
-def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing) -> dict[str, Any]:
+def _translate(
+    naming: str, tensors: Tensors, model: nn.Module, preprocessing: Preprocessing, new_head: bool
+) -> dict[str, Any]:
     """Returns our collections from the tensors of a file. A ValueError lists everything that does not fit."""
     images = jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
@@ -383,6 +455,9 @@ def _translate(naming: str, tensors: Tensors, model: nn.Module, preprocessing: P
             continue
         name, part = found
         used.add(name)
+        if new_head and keys[0] in HEADS:
+            translated[collection, *keys] = jnp.zeros(expected.shape, jnp.float32)
+            continue
         if (given := tensors.get(name)) is None:
             problems.append(f"{name}: missing, for {path} {expected.shape}")
             continue

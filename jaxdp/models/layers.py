@@ -1,5 +1,7 @@
 """Layers that the model families share. Each layer acts on every example separately."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -45,7 +47,28 @@ class FrozenBatchNorm(nn.Module):
         return (standardised * scale.reshape(broadcast) + bias.reshape(broadcast)).astype(dtype)
 
 
-def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array) -> jax.Array:
+def max_pool(x: jax.Array, size: int, stride: int, *, padding: int = 0, ceil: bool = False) -> jax.Array:
+    """Returns the maxima of the windows of [B, H, W, C], as maxima of slices, whose gradient is quick on CPU.
+
+    Args:
+      x: Any numbers.
+      size, stride: The side of the square windows and their distance.
+      padding: The pixels around the image that never are a maximum.
+      ceil: Whether a last window reaches over the edge, so that no pixel is left out.
+    """
+    counts = [(extent + 2 * padding - size + (stride - 1) * ceil) // stride + 1 for extent in x.shape[1:3]]
+    spans = [(count - 1) * stride + 1 for count in counts]
+    after = [max(0, span + size - 1 - extent - padding) for span, extent in zip(spans, x.shape[1:3], strict=True)]
+    edges = [(0, 0), *((padding, extra) for extra in after), (0, 0)]
+    x = jnp.pad(x, edges, constant_values=-jnp.inf)
+    corners = itertools.product(range(size), repeat=2)
+    slices = (x[:, i : i + spans[0] : stride, j : j + spans[1] : stride] for i, j in corners)
+    return functools.reduce(jnp.maximum, slices)
+
+
+def normalise_channels(
+    norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array, *, epsilon: float = 1e-5
+) -> jax.Array:
     """Normalises x [B, ..., C] inside a compact module. "group" is GroupNorm, None the identity.
 
     Raises:
@@ -54,11 +77,11 @@ def normalise_channels(norm: Norm, groups: int, dtype: Any, name: str, x: jax.Ar
     if norm is None:
         return x
     if norm == "frozen_batch":
-        return FrozenBatchNorm(dtype=dtype, name=name)(x)
+        return FrozenBatchNorm(epsilon=epsilon, dtype=dtype, name=name)(x)
     if norm == "group":
         if x.shape[-1] % groups:
             raise ValueError(f"groups must divide the number of channels {x.shape[-1]}, got groups={groups}.")
-        return nn.GroupNorm(num_groups=groups, epsilon=1e-5, dtype=dtype, name=name)(x)
+        return nn.GroupNorm(num_groups=groups, epsilon=epsilon, dtype=dtype, name=name)(x)
     raise ValueError(
         f"norm must be 'group', 'frozen_batch' or None, got {norm!r}. Batch statistics mix the examples of a batch, "
         "which breaks private training."

@@ -8,8 +8,11 @@ import flax.linen as nn
 
 from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
+from jaxdp.models.efficientnet import EfficientNetLite
+from jaxdp.models.imagenet_resnet import ImageNetResNet
 from jaxdp.models.mlp import MLP
 from jaxdp.models.resnet import ResNet
+from jaxdp.models.squeezenet import SqueezeNet
 from jaxdp.models.swin import Swin
 from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
@@ -36,6 +39,16 @@ _DEIT = {"ti": (192, 12, 3), "s": (384, 12, 6), "b": (768, 12, 12)}  # width, de
 MODELS: Mapping[str, _Entry] = {
     "mlp": (MLP, {}),
     "cnn": (CNN, {}),
+    "squeezenet1_0": (SqueezeNet, {"version": "1.0"}),
+    "squeezenet1_1": (SqueezeNet, {"version": "1.1"}),
+    **{
+        f"efficientnet_lite{k}": (EfficientNetLite, {"width": width, "depth": depth})
+        for k, (width, depth) in enumerate([(1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.8)])
+    },
+    "resnet18": (ImageNetResNet, {}),
+    "resnet34": (ImageNetResNet, {"depths": (3, 4, 6, 3)}),
+    "resnet50": (ImageNetResNet, {"depths": (3, 4, 6, 3), "bottleneck": True}),
+    "resnet101": (ImageNetResNet, {"depths": (3, 4, 23, 3), "bottleneck": True}),
     "resnet20": (ResNet, {"depth": 20}),
     "wrn_16_4": (WideResNet, {"depth": 16, "width": 4}),
     "wrn_28_10": (WideResNet, {"depth": 28, "width": 10}),
@@ -63,6 +76,9 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
       name: A key of `MODELS`:
         "mlp", "cnn", "resnet20", "wrn_16_4", "wrn_28_10", "wrn_40_4". "resnet20" with depth=56 and norm="frozen_batch"
           is a public CIFAR ResNet with BatchNorm (`load_checkpoint`).
+        "squeezenet1_0", "squeezenet1_1" (Iandola et al. 2016), "efficientnet_lite0" to "efficientnet_lite4" (Tan and Le
+          2019), "resnet18", "resnet34", "resnet50", "resnet101" (He et al. 2016), all for ImageNet. Their BatchNorm is
+          frozen.
         "vit_tiny" (ours, for small images), "vit_ti16", "vit_s16", "vit_b16", "vit_l16" (Dosovitskiy et al. 2021).
         "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with "_distilled", which
           adds the distillation token and its head.

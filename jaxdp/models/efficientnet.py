@@ -1,0 +1,84 @@
+"""EfficientNet-Lite (Tan and Le 2019, arXiv:1905.11946, without squeeze-and-excitation and with ReLU6)."""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models.layers import Norm, normalise_channels
+
+# Each stage: (blocks, side of the depthwise convolution, stride of the first block, expansion, width)
+_STAGES = (
+    (1, 3, 1, 1, 16),
+    (2, 3, 2, 6, 24),
+    (2, 5, 2, 6, 40),
+    (3, 3, 2, 6, 80),
+    (3, 5, 1, 6, 112),
+    (4, 5, 2, 6, 192),
+    (1, 3, 1, 6, 320),
+)
+
+
+class EfficientNetLite(nn.Module):
+    """Inverted residual blocks between a 3x3 convolution of 32 channels and a 1x1 convolution of 1280.
+
+    Attributes:
+      width: The factor of all widths between the first and the last convolution, rounded to multiples of 8.
+      depth: The factor of the number of blocks of the stages between the first and the last, rounded up.
+      norm: "frozen_batch" (for public BatchNorm models), "group" or None.
+      groups: The groups of the GroupNorm.
+      norm_epsilon: The number added to the variance of "frozen_batch". Google's weights have 1e-3.
+      same_padding: Whether a strided convolution is padded as in TensorFlow, for Google's weights, which timm calls
+        tf_efficientnet_lite*. False pads every side alike, as timm's efficientnet_lite* do.
+    """
+
+    num_classes: int
+    width: float = 1.0
+    depth: float = 1.0
+    norm: Norm = "frozen_batch"
+    groups: int = 8
+    norm_epsilon: float = 1e-3
+    same_padding: bool = True
+    dtype: Any = None
+
+    def _conv(self, name: str, width: int, size: int, x: jax.Array, stride: int = 1, groups: int = 1) -> jax.Array:
+        """Returns a normalised convolution with the names `name` and `name`_norm."""
+        padding: Any = "SAME" if self.same_padding else size // 2
+        common: Any = {"padding": padding, "use_bias": self.norm is None, "dtype": self.dtype}
+        init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+        y = nn.Conv(
+            width,
+            (size, size),
+            strides=(stride, stride),
+            feature_group_count=groups,
+            kernel_init=init,
+            name=name,
+            **common,
+        )(x)
+        return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
+        x = nn.relu6(self._conv("conv", 32, 3, x, stride=2))
+        for stage, (depth, size, stride, expansion, width) in enumerate(_STAGES):
+            ends = stage in (0, len(_STAGES) - 1)
+            for block in range(depth if ends else math.ceil(depth * self.depth)):
+                name, y, step = f"stage_{stage}_block_{block}", x, stride if block == 0 else 1
+                if expansion > 1:
+                    y = nn.relu6(self._conv(f"{name}_expand", expansion * x.shape[-1], 1, y))
+                channels = y.shape[-1]
+                y = self._conv(f"{name}_depthwise", channels, size, y, step, channels)
+                y = self._conv(f"{name}_project", _rounded(width * self.width), 1, nn.relu6(y))
+                x = x + y if step == 1 and x.shape == y.shape else y
+        x = nn.relu6(self._conv("conv_last", 1280, 1, x))
+        x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
+
+
+def _rounded(width: float) -> int:
+    """Rounds to a multiple of 8, at least 8 and at least 90 % of `width`."""
+    near = max(8, int(width + 4) // 8 * 8)
+    return near if near >= 0.9 * width else near + 8

@@ -1,0 +1,60 @@
+"""ResNet for ImageNet (He et al. 2016, arXiv:1512.03385, table 1), with the stride in the 3x3 convolution."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxdp.models.layers import Norm, max_pool, normalise_channels
+
+
+class ImageNetResNet(nn.Module):
+    """Residual network of four stages of widths 64, 128, 256 and 512, as torchvision and timm publish it.
+
+    Attributes:
+      depths: The number of blocks of each stage.
+      bottleneck: Whether a block is 1x1, 3x3 and 1x1 convolutions of four times the width, as in ResNet-50, and not two
+        3x3 convolutions.
+      norm: "frozen_batch" (for public BatchNorm models), "group" or None.
+      groups: The groups of the GroupNorm.
+      width: The width of the first stage.
+    """
+
+    num_classes: int
+    depths: Sequence[int] = (2, 2, 2, 2)
+    bottleneck: bool = False
+    norm: Norm = "frozen_batch"
+    groups: int = 32
+    width: int = 64
+    dtype: Any = None
+
+    def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+        """Returns a normalised convolution with the names `name` and `name`_norm."""
+        init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+        common: Any = {"padding": size // 2, "use_bias": self.norm is None, "dtype": self.dtype, "kernel_init": init}
+        y = nn.Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
+        return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
+        x = max_pool(nn.relu(self._conv("conv", self.width, 7, 2, x)), 3, 2, padding=1)
+        sizes = (1, 3, 1) if self.bottleneck else (3, 3)
+        for stage, depth in enumerate(self.depths):
+            width = self.width * 2**stage
+            for block in range(depth):
+                name = f"stage_{stage}_block_{block}"
+                stride = 2 if stage > 0 and block == 0 else 1
+                y = x
+                for k, size in enumerate(sizes):
+                    last, strided = k == len(sizes) - 1, size == 3 and (self.bottleneck or k == 0)
+                    wide = 4 * width if last and self.bottleneck else width
+                    y = self._conv(f"{name}_conv_{k}", wide, size, stride if strided else 1, y)
+                    y = y if last else nn.relu(y)
+                if y.shape != x.shape:
+                    x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)
+                x = nn.relu(x + y)
+        x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
+        return nn.Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

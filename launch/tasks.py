@@ -1,0 +1,85 @@
+"""What a fine-tuning config trains: its data, its network, and the part of it that moves."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxdp.data import Examples, from_arrays
+from jaxdp.models import Pretrained, load_params, merge_lora, trainable, with_lora
+
+from . import data, frozen, models, trainers
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a config trains: on images, or on the features of a frozen network (`head`).
+
+    Attributes:
+      chosen: The choice of trained parameters, as in `jaxdp.clipped_grad`, or None for all.
+    """
+
+    public: Examples | None
+    private: Any
+    test: Any
+    network: Pretrained
+    chosen: Callable[[str, Any], bool] | None
+    head: frozen.Frozen | None
+
+    def trainer(self, private: Any, images: Any) -> Any:
+        """Returns the trainer of the `private` part of a config."""
+        public: Any = self.head.source("public", self.public) if self.head and self.public else self.public
+        return trainers.make(private, self.network, self.private, public, images, trainable=self.chosen)
+
+    def terms(self, private: Any, images: Any) -> dict[str, Any]:
+        """Returns the terms of the private records in a ledger, with the budget of the `private` part of a config."""
+        budget = {"epsilon": private.epsilon, "delta": private.delta}
+        return data.terms(images) | {"records": len(self.private)} | budget
+
+    def blank(self) -> Any:
+        """Returns records with the shapes of the private ones, for a plan. It computes no feature."""
+        if self.head is None:
+            return self.private
+        features, label = np.zeros((1, self.network.params["head"]["kernel"].shape[0])), np.zeros(1, int)
+        classes, name = self.private.num_classes, self.private.name
+        return from_arrays(features=features, label=label, num_classes=classes, name=name)
+
+    def serving(self, params: Params) -> Params:
+        """Returns parameters of the plain network for images."""
+        return self.head.whole(params) if self.head else merge_lora(params)
+
+
+def open_task(config: Any, root: pathlib.Path) -> Task:
+    """Reads the data and the network of a config, and refuses what cannot work."""
+    found = data.parts(config.data, "public", "private", "test")
+    data.require_images(found)
+    model, loaded = config.model, bool(config.model.checkpoint)
+    frozen.check(config)
+    network = models.network(model, found["private"].num_classes, new_head=config.pretrain.new_head)
+    found = {role: models.resize(network, source) for role, source in found.items()}
+    public = found.get("public")
+    if loaded and config.pretrain.weights:
+        raise ValueError("config.model.checkpoint and config.pretrain.weights both give a start. Empty one of them.")
+    if config.pretrain.weights:
+        load_params(config.pretrain.weights)  # raises before the workdir is bound
+    elif public is not None and not loaded and not config.pretrain.steps:
+        raise ValueError(
+            "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
+        )
+    sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
+    print(f"{', '.join(sizes)}.", flush=True)
+    if loaded and model.features.keep:
+        head = frozen.Frozen(network, public, model.features, root)
+        private, test = (head.source(role, found[role]) for role in ("private", "test"))
+        return Task(public, private, test, head.head(), None, head)
+    if model.lora.rank:
+        if not loaded:
+            raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
+        network = with_lora(network, rank=model.lora.rank, layers=model.lora.layers, seed=config.init_seed)
+    chosen = trainable(model.trainable, models.fresh(network, config.init_seed))
+    everything = None if model.trainable == "all" else chosen
+    return Task(public, found["private"], found["test"], network, everything, None)
