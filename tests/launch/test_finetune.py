@@ -99,7 +99,7 @@ def test_epsilon_is_what_dp_accounting_says_and_at_most_the_target(finished):
 def test_without_references_only_the_private_model_is_trained(finished):
     workdir, process = finished
     assert set(result_of(workdir)) == {
-        *("private", "epsilon", "delta", "method", "noise_multiplier", "steps", "dataset"),
+        *("private", "epsilon", "delta", "method", "noise_multiplier", "steps", "dataset", "unit", "adjacency"),
     }
     assert not (workdir / "references").exists()
     assert "references" not in process.stdout

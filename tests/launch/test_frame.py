@@ -259,7 +259,10 @@ TFDS_OR_NPZ = "config.data.source must be 'bundled', 'tfds', .* or 'package.modu
 GRID = r"config\.grids\.small\.{} has '{}', which is not one of"
 MISTAKES = {
     "finetune": [
-        ({"private.schedule": "linear"}, "config.private.schedule has 'linear', which is not one of constant, cosine"),
+        (
+            {"private.schedule": "staircase"},
+            "config.private.schedule has 'staircase', which is not one of constant, cosine, linear, warmup",
+        ),
         (
             {"private.batch_size": 2000},
             r"config.private.batch_size must be at most 1168, .* examples, got 2000",

@@ -268,7 +268,7 @@ def test_a_plan_that_does_not_fit_spends_nothing(tmp_path, finished, ran, monkey
     [
         ({"finetune__epsilon": -1.0}, "epsilon"),
         ({"finetune__method": "sgd"}, "method"),
-        ({"finetune__batch_size": 10**6}, "sampling_probability"),
+        ({"finetune__batch_size": 10**6}, "config.finetune.batch_size must be at most 60"),
         ({"recalibrate__epsilon": 0.0}, "epsilon"),
         ({"adapt__clip_norm": 0.0}, "clip_norm"),
         ({"adapt__batch_size": 1000}, "batch_size"),

@@ -174,7 +174,7 @@ def test_the_jail_is_one(tmp_path):
     Ledger(tmp_path / "ledger.sqlite").close()
     command = [sys.executable, "-c", JAILED, "launch.ledger", str(tmp_path), str(tmp_path / "ledger.sqlite")]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1 and "open of " in process.stderr, process.stderr
+    assert process.returncode == 2 and "open of " in process.stderr, process.stderr
 
 
 def test_limits_come_from_the_command_line():
