@@ -1,4 +1,4 @@
-"""Compares checkpoints with their publishers, and writes the page: `python -m tests.parity --output FILE`.
+"""Compares with publishers and other libraries, and writes the page: `python -m tests.parity --output FILE`.
 
 It runs the tests marked `parity`, which record what they compare. `make parity` installs what they need.
 """
@@ -14,11 +14,12 @@ import pytest
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("jax", "flax", "safetensors", "torch", "torchvision", "transformers", "timm")
+PACKAGES = ("jax", "flax", "safetensors", "torch", "torchvision", "transformers", "timm", "datasets")
 HEAD = """# Parity with publishers
 
 `make parity` writes this page. It builds networks of torch, transformers and timm with random weights and compares
 them with ours. No weights are downloaded. `make test` compares with stored logits of the same libraries instead.
+Sources are read from data sets of torch and Hugging Face and compared with the records that were written.
 """
 
 
@@ -59,7 +60,8 @@ def main() -> int:
     parser.add_argument("--output", type=pathlib.Path, required=True)
     output = parser.parse_args().output
     results = Results()
-    status = pytest.main(["-m", "parity and not download", str(ROOT / "tests" / "models")], plugins=[results])
+    folders = [str(ROOT / "tests" / name) for name in ("models", "data", "launch/test_own_data.py")]
+    status = pytest.main(["-m", "parity and not download", *folders], plugins=[results])
     output.write_text(page(results))
     return int(status)
 

@@ -162,7 +162,8 @@ def test_records_that_differ_are_refused(records, error, message):
 
 
 def test_grain():
-    grain = pytest.importorskip("grain")
+    import grain
+
     dataset = grain.MapDataset.source(TOKENS).map(lambda row: {"tokens": row, "label": row.sum() % 2})
     source = from_grain(dataset, num_classes=2)
     np.testing.assert_array_equal(source.gather([3, 1])["tokens"], TOKENS[[3, 1]])
@@ -172,7 +173,8 @@ def test_grain():
 
 @pytest.fixture
 def hf():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     features = {
         "ids": datasets.Sequence(datasets.Value("int32")),
         "label": datasets.ClassLabel(names=["bad", "good"]),
@@ -182,7 +184,11 @@ def hf():
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
+@pytest.mark.parity
 def test_hugging_face(hf, tmp_path):
+    """Records of a data set of Hugging Face, in memory and on disk."""
+    import datasets
+
     source = from_hf(hf, columns={"tokens": "ids", "label": "label"})
     batch = source.gather([3, 1])
     np.testing.assert_array_equal(batch["tokens"], TOKENS[[3, 1]])
@@ -197,7 +203,6 @@ def test_hugging_face(hf, tmp_path):
         check_source(from_hf(hf))
     with pytest.raises(TypeError, match="Private sampling needs random access"):
         from_hf(hf.to_iterable_dataset())
-    datasets = pytest.importorskip("datasets")
     hf.save_to_disk(tmp_path / "saved")
     assert from_hf(tmp_path / "saved", columns={"tokens": "ids"}).fingerprint == source_of(hf).fingerprint
     datasets.DatasetDict({"train": hf}).save_to_disk(tmp_path / "splits")
@@ -212,8 +217,11 @@ def source_of(hf):
     return from_hf(hf, columns={"tokens": "ids"})
 
 
+@pytest.mark.parity
 def test_images_of_hugging_face(hf):
-    datasets = pytest.importorskip("datasets")
+    """Images of a data set of Hugging Face."""
+    import datasets
+
     pictures = [PIL.Image.fromarray(np.full((4, 4, 3), 51 * k, np.uint8)) for k in range(2)]
     dataset = datasets.Dataset.from_dict({"img": pictures}).cast_column("img", datasets.Image())
     np.testing.assert_allclose(from_hf(dataset, columns={"image": "img"}).gather([1])["image"], 0.2)
@@ -227,6 +235,7 @@ def test_a_missing_library_names_the_extra(monkeypatch, tmp_path):
 
 @pytest.mark.parity
 def test_torch():
+    """Records of a map-style data set of torch."""
     import torch
 
     class Pictures(torch.utils.data.Dataset):

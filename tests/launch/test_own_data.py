@@ -78,8 +78,11 @@ def test_files_of_numpy(folder, tmp_path):
     check(data.parts(config(source="npz", path=str(tmp_path), parts=parts, columns=columns), "private", "test"), folder)
 
 
+@pytest.mark.parity
 def test_hugging_face(folder, tmp_path):
-    datasets = pytest.importorskip("datasets")
+    """A config whose records are a data set of Hugging Face on disk."""
+    import datasets
+
     found = data.parts(config(source="folder", path=str(folder)), "private", "test")
     splits = {
         name: datasets.Dataset.from_dict(
