@@ -15,6 +15,8 @@ from unittest.mock import patch
 
 import jax_privacy
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 import jaxdp
 from jaxdp.transforms.clip_rules import CLIP_RULES
@@ -48,7 +50,10 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
         for block in blocks(page, "python"):
             # An error shows the line number of the page.
             exec(compile("\n" * text.count("\n", 0, block.start(1)) + block[1], page, "exec"), names)
-    assert capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed
+    if page in HOWTO:  # what a how-to shows is what it prints
+        assert all(block[1] in printed for block in blocks(page, "text"))
 
 
 @pytest.mark.parametrize("page", HOWTO, ids=title)
@@ -154,31 +159,74 @@ def test_names_in_the_text_exist():
 
 
 def commands():
-    """Words of every command of a launcher in the texts."""
+    """Words of every command of a launcher in the texts, in blocks and in single quotes of code."""
     for page in TEXTS:
-        for block in blocks(page, "(?:bash|sh|console)"):
-            for line in block[0].replace("\\\n", " ").splitlines():
-                if "python -m launch." in line:
-                    words = shlex.split(line.removeprefix("$ "), comments=True)
-                    yield title(page), words[words.index("-m") + 1 :]
+        shell = [block[1].replace("\\\n", " ") for block in blocks(page, "(?:bash|sh|console)")]
+        quoted = re.findall("`(python -m launch\\.[^`\n]* --[^`\n]*)`", prose(page))
+        for line in itertools.chain(*map(str.splitlines, shell), quoted):
+            if "python -m launch." in line:
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                yield title(page), words[words.index("-m") + 1 :]
 
 
-def test_commands_of_launchers_exist():
+def parsed(words):
+    """Parses the config of a command as a launcher does. A field that is not there raises an error."""
+    given = ["test", *(word for a, word in itertools.pairwise(["", *words]) if "--config" in (a, word.split(".")[0]))]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values)
+    with patch.object(sys, "argv", given):
+        values(given)
+    return values.config.to_dict()  # raises if there was no file
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # ml_collections reads config files by it
+def test_commands_of_launchers_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for wrong in ("configs/no.py", "configs/tta/imagenet_c.py:no", "configs/tta/digits.py --config.no=1"):
+        with pytest.raises((flags.Error, OSError, ValueError, AttributeError)):
+            parsed(["--config", *wrong.split()])
     found = list(commands())
-    assert len(found) > 20
+    assert len(found) > 60
     for page, [module, *words] in found:
         assert importlib.util.find_spec(module), f"{page}: {module}"
-        options = dict(itertools.pairwise(words))
-        if "--config" not in options:
-            continue
-        path, _, argument = options["--config"].partition(":")
-        config = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        value = config.get_config(*([argument] if argument else []))
-        for field in [word.split("=")[0] for word in words if word.startswith("--config.")]:
-            inner = value
-            for part in field.removeprefix("--config.").split("."):
-                assert part in inner, f"{page}: {path} has no field {field}"
-                inner = inner[part]
+        if "--config" in words:
+            assert parsed(words), f"{page}: {words}"
+
+
+NUMBER = r"\d*\.?\d+"
+
+
+def sections(page):
+    """Returns the text under each heading by the anchor of the heading."""
+    parts = re.split("^#+ (.*)\n", page.read_text(), flags=re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-"): text
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def unfounded(cell, folder):
+    """Returns the numbers of a cell that are not in the sections to which the cell links."""
+    links = re.findall(r"\[([^]]*)\]\(([\w.]+)#([\w-]+)\)", cell)
+    rest = re.sub(r"\[[^]]*\]\([^)]*\)", "", cell)
+    if cell == "not run":
+        return []
+    assert links, f"{cell!r} has neither a link nor 'not run'"
+    given = [
+        (number, sections(folder / page)[anchor]) for text, page, anchor in links for number in re.findall(NUMBER, text)
+    ]
+    return [number for number, text in given if number not in re.findall(NUMBER, text)] + re.findall(NUMBER, rest)
+
+
+def test_our_numbers_in_the_tables_of_the_papers_are_those_of_the_results():
+    page = DOCS / "results" / "paper_tables.md"
+    assert unfounded("[.999](dpadapter.md#accuracy-beside-the-paper)", page.parent)
+    assert unfounded("[.677](dpadapter.md#accuracy-beside-the-paper), .677", page.parent)
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "`python -m" in line]
+    papers = [name for name, text in sections(page).items() if "| ours |" in text]
+    assert len(papers) == 5 and len(rows) > 30 and {len(row) for row in rows} == {6}
+    assert sum(row[-1] == "not run" for row in rows) > 10
+    assert not [(row[0], bad) for row in rows if (bad := unfounded(row[-1], page.parent))]
 
 
 def test_files_in_the_text_exist():
