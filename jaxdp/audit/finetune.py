@@ -215,9 +215,18 @@ def audit_run(
     state = _started(trainer, params, seed, "noise one run", "views one run")
     for _ in range(steps):
         state, _ = trainer.step(state, members)
-    losses = jax.vmap(trainer.query.gradient.loss_fn, in_axes=(None, 0))
+    losses = jax.vmap(functools.partial(_loss, trainer), in_axes=(None, 0))
     scores = np.asarray(losses(params, examples) - losses(state.params, examples))
     return bounds.one_run(scores[coins], scores[~coins], upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
+    """Returns the loss of an example, or the mean loss of a user's records."""
+    loss_fn = trainer.query.gradient.loss_fn
+    if not trainer.group:
+        return loss_fn(params, example)  # type: ignore[no-any-return]
+    each = jax.vmap(loss_fn, in_axes=(None, 0))(params, example.records)
+    return jnp.mean(each, where=example.present)
 
 
 def _started(trainer: PrivateTrainer, params: Any, seed: bytes, noise: str, views: str) -> TrainState:

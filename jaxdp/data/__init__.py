@@ -14,6 +14,7 @@ from jaxdp.data.corruptions import (
     imagenet_r_classes,
     restrict_classes,
 )
+from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.images import resize_images
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
@@ -34,11 +35,14 @@ __all__ = [
     "ExampleReader",
     "Examples",
     "FixedBatchSampler",
+    "Groups",
     "PoissonSampler",
+    "Records",
     "Source",
     "augment",
     "augmentation",
     "bundled",
+    "by_group",
     "check_disjoint",
     "check_source",
     "corrupt",

@@ -82,6 +82,11 @@ def dp_sgd(
       ascent_radius: rho of DP-SAT (Park et al. 2023), which is sharpness-aware at no cost in privacy or time. Gradients
         are taken at params + rho g / ||g||, where g is the gradient released one step before. 0, the default, is off.
       stochastic: Whether `loss_fn` takes `key=` (dropout). The default is False.
+      group: Whether an example is all records of one user, from `jaxdp.data.by_group`. The gradient of a user's mean
+        loss over its records, and over their augmented views, is clipped once. The sampler draws users, and
+        `physical_batch_size` counts users. The default is False.
+      unit: What one example of the source is, in the words of the ledger. `fit` refuses an account with another unit.
+        The default is "example". Without `group`, "patient" says that every patient has one record.
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
@@ -93,7 +98,7 @@ def dp_sgd(
       set of the sampler. This holds for every adjacency for which that event has a meaning. The clipped sum moves by at
       most C when one example joins or leaves the batch. Noise of standard deviation sigma * C is added to every batch,
       also to the empty one. The divisor is public. Steps compose adaptively. The whole state except `noise` and `key`
-      is post-processing of the released gradients.
+      is post-processing of the released gradients. With `group`, an example is a user with all of its records.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),

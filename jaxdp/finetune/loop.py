@@ -53,7 +53,7 @@ def fit(
       source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first and last examples are
         read for a check before anything is spent.
       steps: The total number of steps.
-      account: The account that is charged, `ledger.account(name)` of the registered data set.
+      account: The account that is charged, `ledger.account(name)` of the data set, registered with the trainer's unit.
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
         chunk. None keeps nothing and cannot resume.
       checkpoint_every: The number of steps per chunk. `evaluate` runs after every chunk.
@@ -69,7 +69,8 @@ def fit(
     Raises:
       BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
-      ValueError: source and sampler differ in size. The workdir has a run with more than `steps` steps, another process
+      ValueError: source and sampler differ in size. The trainer has `group=True` and the source does not group. Trainer
+        and account differ in their unit of privacy. The workdir has a run with more than `steps` steps, another process
         uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
 
     Formal guarantees:
@@ -80,6 +81,7 @@ def fit(
     """
     check_source(source)
     trainer.check(source)
+    _check_unit(trainer, account)
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
     warn_if_weak(
@@ -129,6 +131,17 @@ def fit(
                 for start in range(first, steps, checkpoint_every):
                     state, _ = till.release(chunk(held, state, start))
     return state
+
+
+def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
+    """Raises ValueError if the ledger promises to protect another unit than the trainer does."""
+    if account.unit != trainer.unit:
+        raise ValueError(
+            f"trainer protects one {trainer.unit!r}, but account {account.name!r} is registered with "
+            f"unit={account.unit!r}. Give the trainer unit={account.unit!r}, with group=True and "
+            "jaxdp.data.by_group if a unit may have several records, or register the data set with "
+            f"unit={trainer.unit!r}."
+        )
 
 
 _Result = tuple[TrainState, list[dict[str, float]]]

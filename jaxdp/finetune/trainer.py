@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import PoissonSampler, Source, pad_to_physical
+from jaxdp.data import PoissonSampler, Records, Source, pad_to_physical
 from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -117,6 +117,8 @@ class PrivateTrainer:
     ema_decay: float | None = None
     ascent_radius: float = 0.0
     stochastic: bool = False
+    group: bool = False
+    unit: str = "example"
     zeros: Any = dataclasses.field(init=False)  # compiled `Query.zeros`, `_accumulate` and `_update`
     accumulate: Any = dataclasses.field(init=False)
     update: Any = dataclasses.field(init=False)
@@ -130,6 +132,8 @@ class PrivateTrainer:
             raise ValueError(
                 f"ascent_radius must be at least 0 and finite, got {self.ascent_radius}. 0 turns the ascent off."
             )
+        if self.group and self.unit == "example":
+            raise ValueError("unit must name what group=True protects, for example unit='patient', got 'example'.")
         object.__setattr__(self, "zeros", repeatable(self.query.zeros))
         object.__setattr__(self, "accumulate", repeatable(self._accumulate))
         object.__setattr__(self, "update", repeatable(self._update))
@@ -243,15 +247,28 @@ class PrivateTrainer:
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
         augment_key, loss_key = jax.random.split(key)
+        if self.group:
+            if not isinstance(batch, Records):
+                raise ValueError("source must be of jaxdp.data.by_group, because the trainer has group=True.")
+            batch, mask = batch.records, mask[:, None] & batch.present
         if self.augment is not None:
             batch = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), batch)
+            mask = jnp.repeat(mask, self.augmult, axis=1) if self.group else mask
         params = _ascended(state.params, state.released, self.ascent_radius) if self.ascent_radius else state.params
         added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
         return jax.tree.map(jnp.add, sums, added)
 
     def _views(self, key: jax.Array, example: Any) -> Any:
+        """Returns the views of an example, [K, ...], or of the k records of a user, [k K, ...]."""
+        if self.group:
+            keys = jax.random.split(key, len(jax.tree.leaves(example)[0]))
+            views = jax.vmap(self._record_views)(keys, example)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), views)
+        return self._record_views(key, example)
+
+    def _record_views(self, key: jax.Array, record: Any) -> Any:
         assert self.augment is not None
-        return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), example)
+        return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), record)
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         mean, noise = self.privatizer.update(sums, state.noise)
@@ -298,6 +315,8 @@ class Options(Target, total=False):
     ema_decay: float | None
     ascent_radius: float
     stochastic: bool
+    group: bool
+    unit: str
     engine: Engine
     clip_rule: Any
     trainable: Callable[[str, Any], bool] | None
@@ -354,7 +373,7 @@ def make_trainer(
     if rest.get("physical_batch_size", 1) < 1:
         raise ValueError(f"physical_batch_size must be at least 1, got {rest['physical_batch_size']}.")
     how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}
-    grouped = rest.get("augment") is not None
+    grouped = rest.get("augment") is not None or rest.get("group", False)
     query = make_query(clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **how))
     privatizer = privatize(query, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size)
     return PrivateTrainer(query=query, privatizer=privatizer, optimizer=optimizer, sampler=sampler, **rest)

@@ -152,6 +152,11 @@ class Account:
         return self.ledger.adjacency(self.name)
 
     @property
+    def unit(self) -> str:
+        """The dataset's unit of privacy."""
+        return self.ledger.unit(self.name)
+
+    @property
     def delta(self) -> float | None:
         """The delta that the dataset was registered with, or None."""
         return self.ledger.delta(self.name)
@@ -500,6 +505,11 @@ class Ledger:
         """Returns a dataset's neighbouring relation."""
         with self._transaction("DEFERRED") as db:
             return books.dataset_of(db, name).adjacency
+
+    def unit(self, name: str) -> str:
+        """Returns a dataset's unit of privacy."""
+        with self._transaction("DEFERRED") as db:
+            return books.dataset_of(db, name).unit
 
     def delta(self, name: str) -> float | None:
         """Returns a dataset's registered delta, or None."""

@@ -15,7 +15,7 @@ import optax
 
 from jaxdp import finetune
 from jaxdp.audit.finetune import audit_sampling, audit_step
-from jaxdp.data import PoissonSampler, from_arrays
+from jaxdp.data import PoissonSampler, Source, by_group, from_arrays, take
 from jaxdp.finetune.adp_clip import QuantileClipping
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.gep import GradientEmbedding
@@ -32,6 +32,10 @@ FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 _random = np.random.default_rng(0)
 EXAMPLES = from_arrays(features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2)
+# Each of the twelve is a patient with four records, three of them in its own direction.
+RECORDS = 4
+_owners = np.repeat(np.arange(12), RECORDS)
+PATIENTS = by_group(take(EXAMPLES, np.where(np.arange(48) % RECORDS, _owners, 0)), _owners, max_records=RECORDS)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
@@ -48,6 +52,10 @@ def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> j
 
 def dp_sgd(sigma: float, **options: Any) -> PrivateTrainer:
     return finetune.dp_sgd(loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON, **options)
+
+
+def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
+    return dp_sgd(sigma, group=True, unit="patient")
 
 
 def dp_sat(sigma: float) -> PrivateTrainer:
@@ -102,6 +110,15 @@ UNCLIPPED: Mapping[type, type] = {
     QuantileClipping: UnclippedQuantile,
     GradientEmbedding: UnclippedEmbedding,
 }
+
+
+class ClippedPerRecord(GradientSum):
+    """DP-SGD that clips each record of a patient and sums them, sold as protection of patients."""
+
+    def sums(self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None) -> Any:
+        records = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        by_record = dataclasses.replace(self.gradient, group=False)
+        return by_record(params, records, mask.reshape(-1), key=key).grads
 
 
 def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
@@ -164,12 +181,12 @@ def _fields(query: Any) -> dict[str, Any]:
 # --- The cases --------------------------------------------------------------------------------------------------------
 
 
-def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
+def steps(make: Make, *, step: int = 1, source: Source = EXAMPLES) -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of a step of a trainer, and of its twins."""
 
     def audit(trainer: PrivateTrainer, **options: Any) -> Run:
         terms: dict[str, Any] = {"delta": DELTA, "step": step, "rows": range(6), "confidence": case.CONFIDENCE}
-        return lambda trials, seed: audit_step(trainer, PARAMS, EXAMPLES, trials=trials, seed=seed, **terms, **options)
+        return lambda trials, seed: audit_step(trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options)
 
     honest = make(SIGMA)
     claimed = claim(honest.privatizer.event_at(step), adjacency="add_remove", delta=DELTA)
@@ -186,6 +203,9 @@ def steps(make: Make, *, step: int = 1) -> tuple[Run, dict[str, Run | str]]:
         case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, adjacency="replace_one")),
         "the noise of the step before": held(audit(with_noise_used_twice(honest))),
     }
+    if honest.group:
+        broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
+        twins["a clip per record, sold as per patient"] = held(audit(broken))
     return audit(honest), twins
 
 
@@ -237,6 +257,14 @@ def _cases() -> Iterator[Case]:
         multiplier = make(SIGMA).privatizer.event_at(step).noise_multiplier
         run, twins = steps(make, step=step)
         yield Case(mechanism, f"step {step}: {gaussian.format(f'{multiplier:.4g}')}", proof, run, twins)
+    run, twins = steps(dp_sgd_of_patients, source=PATIENTS)
+    yield Case(
+        "DP-SGD of patients",
+        "step 1: a Gaussian of multiplier 1, add/remove of a patient with up to 4 records in the batch",
+        "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, `jaxdp.finetune.dp_sgd`",
+        run,
+        twins,
+    )
     run, twins = sampling()
     q = SAMPLER.sampling_probability
     yield Case(

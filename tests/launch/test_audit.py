@@ -35,7 +35,7 @@ def test_the_honest_mechanism_is_consistent_and_every_twin_is_caught(case):
 
 
 def test_every_mechanism_has_a_case():
-    training = {"DP-SGD", "AdpAlloc", "AdpClip", "GEP", "DP-SAT", "Poisson sampling"}
+    training = {"DP-SGD", "DP-SGD of patients", "AdpAlloc", "AdpClip", "GEP", "DP-SAT", "Poisson sampling"}
     adaptation = {f"private {name}" for name in ("Tent", "EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")}
     answers = {
         *("randomised response", "randomised response of a certified vote", "k-ary randomised response"),

@@ -1,0 +1,121 @@
+"""Users or patients as examples: example i of the source is all records of user i.
+
+    patients = jaxdp.data.by_group(scans, group="patient", max_records=4)
+    sampler = jaxdp.data.PoissonSampler(len(patients), 0.1)   # draws patients, each with all of its records
+    trainer = jaxdp.finetune.dp_sgd(..., sampler=sampler, group=True, unit="patient")
+
+Only the number of users and `max_records` are public. Who has which records, and how many, stays private.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdp.data.protocol import Source
+from jaxdp.data.sources import read_column
+
+
+class Records(NamedTuple):
+    """The records of B users.
+
+    Attributes:
+      records: A pytree of arrays [B, k, ...].
+      present: bool [B, k]. False marks padding, which repeats the first record of the same user.
+    """
+
+    records: Any
+    present: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups:
+    """A `Source` whose examples are users. `by_group` makes it.
+
+    Attributes:
+      source: The records.
+      rows: int64 [users, k]. The positions of each user's records in `source`, filled up with -1. Private.
+      without: A column that `gather` leaves out, or "".
+    """
+
+    source: Source = dataclasses.field(repr=False)
+    rows: np.ndarray = dataclasses.field(repr=False)
+    without: str = ""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def name(self) -> str:
+        """The name of the records."""
+        return getattr(self.source, "name", "records")
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that the records declare, or 0."""
+        return getattr(self.source, "num_classes", 0)
+
+    def gather(self, indices: np.ndarray) -> Records:
+        """Returns the records of the users at `indices`, integers [B] in [0, users)."""
+        rows = self.rows[np.asarray(indices, np.int64)]
+        present = rows >= 0
+        found = self.source.gather(np.where(present, rows, rows[:, :1]).reshape(-1))
+        if isinstance(found, Mapping):
+            found = {key: column for key, column in found.items() if key != self.without}
+        return Records(jax.tree.map(lambda x: x.reshape(*rows.shape, *x.shape[1:]), found), present)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 (64 hex digits) of the records' fingerprint and of who has which."""
+        header = json.dumps([self.source.fingerprint, self.rows.shape, self.without]).encode()
+        return hashlib.sha256(header + self.rows.astype("<i8").tobytes()).hexdigest()
+
+
+def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: int) -> Groups:
+    """Returns a source whose examples are the users, patients or other owners of the records.
+
+    Args:
+      source: The records, in an order in which no two records of one user change places when another user leaves.
+      group: The owner of each record: a column of `source`, or n hashable values such as numbers or texts. The column
+        is left out of the examples.
+      max_records: k, the largest number of records of one user that count. It is public: choose it without a look at
+        the data. A user with more has its first k in the order of `source`.
+
+    Returns:
+      A source of users in the order of their first records. Its examples are `Records`.
+
+    Raises:
+      ValueError: max_records is below 1, group has another length than source, or it lacks a value: None, NaN or "".
+      TypeError: A value is not hashable.
+
+    Formal guarantees:
+      An example is a function of the records of one user alone, and so is the choice of those that count. Adding or
+      removing a user with all of its records therefore adds or removes one example. The number of users is public in
+      the sense of `PoissonSampler.num_examples`. The choice is the same in every step, because a run that repeats a
+      step after a crash must see equal records.
+    """
+    if max_records < 1:
+        raise ValueError(f"max_records must be at least 1, got {max_records}.")
+    named = isinstance(group, str)
+    values: Any = read_column(source, group) if isinstance(group, str) else group
+    owners = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(owners) != len(source):
+        raise ValueError(f"group must have one value for each of the {len(source)} records, got {len(owners)}.")
+    users: dict[Hashable, list[int]] = {}
+    for row, owner in enumerate(owners):
+        if not isinstance(owner, Hashable):
+            raise TypeError(f"group must have hashable values such as numbers or texts, got {type(owner).__name__}.")
+        if owner is None or owner == "" or owner != owner:
+            raise ValueError("group lacks a value: None, NaN or ''. Give every record its owner, or leave it out.")
+        if len(mine := users.setdefault(owner, [])) < max_records:
+            mine.append(row)
+    rows = np.full((len(users), max_records), -1, np.int64)
+    for user, mine in enumerate(users.values()):
+        rows[user, : len(mine)] = mine
+    rows.flags.writeable = False
+    return Groups(source, rows, str(group) if named else "")
