@@ -32,7 +32,9 @@ def get_config() -> ConfigDict:
             },
             "in_memory": True,  # False reads images whenever they are needed
             "prepare": False,
-            "unit": "image",  # of privacy: one record of a part
+            "unit": "image",  # of privacy: one record of a part, or one owner of records, such as "patient"
+            "group": "",  # the column of the CSV files with the owner of each image, if a unit may have several
+            "max_records": 1,  # with group: the largest number of images of one owner that count
         }
     )
     with config.unlocked():

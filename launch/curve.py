@@ -66,7 +66,7 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
         state = finetune.fit(
             trainer,
             models.fresh(task.network, work.config.init_seed),
-            task.private,
+            task.units,
             steps=private.steps,
             account=account,
             workdir=folder / "scratch",
@@ -152,13 +152,13 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     task, trainer = opened()
-    start, records = models.fresh(task.network, config.init_seed), task.blank()
+    start, (_, units) = models.fresh(task.network, config.init_seed), task.blank()
     for epsilon in config.curve.epsilons:
         private = _private(config, epsilon)
         yield plans.training(
             f"epsilon {epsilon:g}",
             trainer(epsilon),
-            records,
+            units,
             start,
             steps=private.steps,
             every=private.checkpoint_every,

@@ -26,6 +26,9 @@ A *set of images* has the fields
     options     function: its keyword arguments
     limits      the fields of `jaxdp.files.Limits`
     prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
+    group       the column with the owner of each record, such as a patient. Each owner is then one unit of privacy with
+                its records. hf, folder: texts or numbers; npz, function: numbers. Studies without it protect records.
+    max_records with group: the largest number of records of one owner that count, see `jaxdp.data.by_group`
     unit        the unit of privacy in the ledger, see `terms`
     adjacency   the neighbouring relation in the ledger, see `terms`
     crop_padding, flip   of the augmentation, see `augmentation`
@@ -40,6 +43,7 @@ A set under domain shift also has the fields
 import csv
 import dataclasses
 import functools
+import hashlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +62,7 @@ SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test")
 
 
-def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str, Examples]:
+def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     The division into parts does not depend on the records.
@@ -67,14 +71,17 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
       config: The `data` part of a study's config, see above.
       roles: The wanted roles. A role without a part is left out.
       prepare: As in `jaxdp.data.from_tfds`. It is used if config.prepare is True.
+      grouped: Whether the study can protect the owners of several records, with `units` and `one_each`.
 
     Raises:
       FileNotFoundError: The data is missing. The message says how to get it.
-      ValueError: The parts do not fit the data or share a record, or the source is unknown.
+      ValueError: The parts do not fit the data or share a record or an owner, or the source is unknown. Or
+        config.data.group is set for a study that protects records.
     """
     if config.source not in SOURCES and ":" not in config.source:
         known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"config.data.source must be {known} or 'package.module:function', got {config.source!r}.")
+    _check_group(config, grouped)
     wanted = _wanted(config)
     chosen = [name for role in roles for name in wanted if _role(name) == role]
     if config.source == "bundled":
@@ -90,10 +97,12 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None) -> dict[str,
     how = prepare if config.get("prepare", False) else None
     where = splits(config) if config.source in ("tfds", "npz") else {}
     _check_apart(config, {name: part for name, part in wanted.items() if name not in where})
-    return {
+    found = {
         name: _read(*where[name], config.data_dir or None, how) if name in where else _opened(config, wanted[name], how)
         for name in chosen
     }
+    _check_owners(config, found)
+    return found
 
 
 def _wanted(config: Any) -> dict[str, Any]:
@@ -116,10 +125,78 @@ def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") 
 
     Args:
       config: The `data` part of a study's config. Its fields `unit` and `adjacency` are used if they are there.
-      unit, adjacency: The defaults. A unit is a word for people: the guarantee is for one record of a part, so declare
-        "patient" only if no patient has two records.
+      unit, adjacency: The defaults. A unit is a word for people: without config.data.group the guarantee is for one
+        record of a part, so declare "patient" only if no patient has two records.
     """
     return {"unit": config.get("unit", unit), "adjacency": config.get("adjacency", adjacency)}
+
+
+def units(config: Any, images: Examples, records: Any = None) -> Any:
+    """Returns private records by unit of privacy: their owners if config.data.group is set, otherwise the records.
+
+    Args:
+      config: The `data` part of a study's config.
+      images: The records as `parts` returns them.
+      records: What is computed from each, in their order. None takes the images.
+    """
+    records = images if records is None else records
+    if not config.get("group", ""):
+        return records
+    owners = config.group if records is images else data.read_column(images, config.group)
+    return data.by_group(records, owners, max_records=config.max_records)
+
+
+def one_each(config: Any, records: Examples) -> Examples:
+    """Returns the first record of each owner if config.data.group is set, for a guarantee that is for one record."""
+    if not config.get("group", ""):
+        return records
+    return records.take(data.by_group(records, config.group, max_records=1).rows[:, 0])
+
+
+def _check_group(config: Any, grouped: bool) -> None:
+    if not (group := config.get("group", "")):
+        return
+    if not grouped:
+        raise ValueError(f"config.data.group must be '' for this study, which protects single records, got {group!r}.")
+    if config.source == "bundled":
+        raise ValueError(f"config.data.group={group!r} needs other data: no bundled set says who owns a record.")
+    if config.get("unit", "example") in ("example", "image", "record"):
+        raise ValueError(f"config.data.unit must name an owner of records, such as 'patient', with {group=}.")
+    if config.get("max_records", 0) < 1:
+        raise ValueError(f"config.data.max_records must be at least 1 with {group=}.")
+
+
+def _check_owners(config: Any, found: Mapping[str, Examples]) -> None:
+    """Refuses parts that share an owner of records."""
+    if not (group := config.get("group", "")):
+        return
+    first = dict[Any, str]()
+    for name, records in found.items():
+        needed = () if _role(name) in ("upstream", "public", "test") else (group,)
+        if group not in data.check_source(records, *needed, argument=f"config.data.parts.{name}"):
+            continue
+        for owner in set(data.read_column(records, group).tolist()):
+            if first.setdefault(owner, name) != name:
+                raise ValueError(
+                    f"config.data.parts.{first[owner]} and config.data.parts.{name} share a {config.unit}. No account "
+                    f"counts both uses of its records. Put all records of a {config.unit} into one part."
+                )
+
+
+def _owner(value: Any) -> int:
+    """Returns a number for an owner, the same in all parts."""
+    if value is None or value == "" or value != value:
+        raise ValueError("config.data.group: a record has no owner. Give every record one, or leave it out.")
+    return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:8], "little", signed=True)
+
+
+def _with_owner(group: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, group: _owner(record[group])}
+
+
+def _owners_of_table(path: str, group: str) -> np.ndarray:
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        return np.array([_owner(row.get(group)) for row in csv.DictReader(file)])
 
 
 def only_adjacency(config: Any, adjacency: str) -> None:
@@ -161,6 +238,7 @@ def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
         raise ValueError(f"config.data.parts must have texts for config.data.source={config.source!r}, got {part!r}.")
     name, path = f"{config.name}/{part}", config.get("path", "")
     columns, limits = dict(config.get("columns", {})) or None, Limits(**config.get("limits", {}))
+    group = config.get("group", "")
     how: dict[str, Any] = {"name": name, "num_classes": config.get("num_classes", 0)}
     match config.source:
         case "npz" if part.endswith(".npz"):
@@ -173,10 +251,14 @@ def _opened(config: Any, part: str, prepare: Prepare | None) -> Examples:
         case "hf":
             if set("[+") & set(part):
                 raise ValueError(f"config.data.parts must have whole splits for 'hf', got {part!r}. Cut them before.")
-            found = data.from_hf(path or config.name, part, columns=columns, **how)
+            encode = functools.partial(_with_owner, group) if group else None
+            found = data.from_hf(path or config.name, part, columns=columns, prepare=encode, **how)
         case "folder":
             classes = tuple(config.get("class_names", ())) or None
             found = data.from_folder(path, part, classes=classes, prepare=prepare, limits=limits, **how)
+            if group:
+                owners = _owners_of_table(os.path.join(path, part), group)
+                found = dataclasses.replace(found, arrays={**found.arrays, group: owners})
         case _:
             found = _called(config, part)
     return found.load() if config.get("in_memory", True) else found

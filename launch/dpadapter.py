@@ -77,7 +77,8 @@ class _Bench:
         private, public = self.private(method, epsilon, dataset), None
         if private.method == "gep":
             public = models.resize(network, data.parts(self.config.pretrain.data, "public")["public"])
-        return trainers.make(private, network, source, public, self.images(dataset))
+        images = self.images(dataset)
+        return trainers.make(private, network, source, public, images, unit=data.terms(images)["unit"])
 
     def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it is missing."""

@@ -57,7 +57,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         params = models.train(
             task.network,
             start,
-            task.private,
+            task.records,
             config.no_privacy,
             seed=config.init_seed,
             augment=augmentation(config.data),
@@ -71,7 +71,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         state = finetune.fit(
             trainer,
             start,
-            task.private,
+            task.units,
             steps=private.steps,
             account=account,
             workdir=work.folder(cell),
@@ -153,7 +153,11 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     (task, trainer), private = opened(), config.private
-    loss, start, records = models.loss(task.network), models.fresh(task.network, config.init_seed), task.blank()
+    loss, start, (records, units) = (
+        models.loss(task.network),
+        models.fresh(task.network, config.init_seed),
+        task.blank(),
+    )
     how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
     how["terms"] = task.terms(private, config.data)
     if task.public is not None and not (config.pretrain.weights or config.model.checkpoint):
@@ -163,7 +167,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
             yield plans.public_training("reference without privacy", loss, start, records, config.no_privacy)
             continue
         how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
-        yield plans.training(cell.model.replace("_", " "), trainer, records, start, **how)
+        yield plans.training(cell.model.replace("_", " "), trainer, units, start, **how)
 
 
 def _ledger(cell: Model) -> pathlib.Path:

@@ -182,6 +182,7 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
         delta=plan.delta,
         steps=how.steps,
         physical_batch_size=how.batch_size,
+        unit=data.terms(config.data)["unit"],
     )
 
 

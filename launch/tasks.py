@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data import Examples, from_arrays
+from jaxdp.data import Examples, Groups, by_group, from_arrays
 from jaxdp.models import Pretrained, load_params, merge_lora, trainable, with_lora
 
 from . import data, frozen, models, trainers
@@ -20,11 +20,15 @@ class Task:
     """What a config trains: on images, or on the features of a frozen network (`head`).
 
     Attributes:
+      units: What is protected and trained on: the private records, or their owners.
+      unit: The name of one of them in the ledger.
       chosen: The choice of trained parameters, as in `jaxdp.clipped_grad`, or None for all.
     """
 
     public: Examples | None
     private: Any
+    units: Any
+    unit: str
     test: Any
     network: Pretrained
     chosen: Callable[[str, Any], bool] | None
@@ -33,20 +37,24 @@ class Task:
     def trainer(self, private: Any, images: Any) -> Any:
         """Returns the trainer of the `private` part of a config."""
         public: Any = self.head.source("public", self.public) if self.head and self.public else self.public
-        return trainers.make(private, self.network, self.private, public, images, trainable=self.chosen)
+        given = private, self.network, self.units, public, images
+        return trainers.make(*given, unit=self.unit, trainable=self.chosen)
 
     def terms(self, private: Any, images: Any) -> dict[str, Any]:
         """Returns the terms of the private records in a ledger, with the budget of the `private` part of a config."""
         budget = {"epsilon": private.epsilon, "delta": private.delta}
-        return data.terms(images) | {"records": len(self.private)} | budget
+        return data.terms(images) | {"records": len(self.units)} | budget
 
-    def blank(self) -> Any:
-        """Returns records with the shapes of the private ones, for a plan. It computes no feature."""
+    def blank(self) -> tuple[Any, Any]:
+        """Returns records and units with the shapes of the private ones, for a plan. It computes no feature."""
         if self.head is None:
-            return self.private
+            return self.private, self.units
         features, label = np.zeros((1, self.network.params["head"]["kernel"].shape[0])), np.zeros(1, int)
         classes, name = self.private.num_classes, self.private.name
-        return from_arrays(features=features, label=label, num_classes=classes, name=name)
+        records = from_arrays(features=features, label=label, num_classes=classes, name=name)
+        if not isinstance(self.units, Groups):
+            return records, records
+        return records, by_group(records, label, max_records=self.units.rows.shape[1])
 
     def serving(self, params: Params) -> Params:
         """Returns parameters of the plain network for images."""
@@ -55,7 +63,7 @@ class Task:
 
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
-    found = data.parts(config.data, "public", "private", "test")
+    found = data.parts(config.data, "public", "private", "test", grouped=True)
     data.require_images(found)
     model, loaded = config.model, bool(config.model.checkpoint)
     frozen.check(config)
@@ -70,16 +78,19 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         raise ValueError(
             "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no public examples."
         )
+    unit = data.terms(config.data)["unit"]
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
     print(f"{', '.join(sizes)}.", flush=True)
     if loaded and model.features.keep:
         head = frozen.Frozen(network, public, model.features, root)
         private, test = (head.source(role, found[role]) for role in ("private", "test"))
-        return Task(public, private, test, head.head(), None, head)
+        units = data.units(config.data, found["private"], private)
+        return Task(public, private, units, unit, test, head.head(), None, head)
     if model.lora.rank:
         if not loaded:
             raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
         network = with_lora(network, rank=model.lora.rank, layers=model.lora.layers, seed=config.init_seed)
     chosen = trainable(model.trainable, models.fresh(network, config.init_seed))
     everything = None if model.trainable == "all" else chosen
-    return Task(public, found["private"], found["test"], network, everything, None)
+    units = data.units(config.data, found["private"])
+    return Task(public, found["private"], units, unit, found["test"], network, everything, None)

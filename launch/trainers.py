@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxdp import finetune
-from jaxdp.data import PoissonSampler, augmentation
+from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 
 from . import data, frame, models, settings
@@ -23,6 +23,7 @@ def make(
     public: Any,
     images: Any,
     *,
+    unit: str,
     part: str = "private",
     trainable: Callable[[str, Any], bool] | None = None,
 ) -> Any:
@@ -38,9 +39,10 @@ def make(
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
       network: The network to train.
-      private: The private images.
+      private: The private images, or `Groups` of them.
       public: PUBLIC images, from which GEP takes its anchors.
       images: The `data` part of the study's config, for the augmentation and the adjacency.
+      unit: The unit of privacy in the ledger.
       part: The name of the part in the study's config, for errors.
       trainable: As in `jaxdp.clipped_grad`.
 
@@ -78,6 +80,8 @@ def make(
             ema_decay=config.ema_decay or None,
             ascent_radius=config.ascent_radius,
             trainable=trainable,
+            group=isinstance(private, Groups),
+            unit=unit,
             **options,
         )
 

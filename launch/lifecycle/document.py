@@ -113,6 +113,8 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
             "spends": [_spend(names, entry, row) for names, entry in life.grouped for row in entry["spends"]],
             "unfinished": sum(len(entry["open"]) for entry in life.accounts),
             "config": json.dumps(life.config, indent=1),
+            "unit": life.accounts[0]["unit"],
+            "grouped": bool(life.config["data"].get("group")),
         }
         write_durably(page, _page("report", life=life, **facts))
         return page

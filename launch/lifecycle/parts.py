@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp import data as sources
-from jaxdp.data import Examples
+from jaxdp.data import Examples, Groups, Source
 
 from .. import data
 
@@ -16,13 +16,16 @@ class Parts(NamedTuple):
 
     Attributes:
       public: Public images for pre-training.
-      private: The training set, "<name>/private" in the ledger.
+      private: The training set, "<name>/private" in the ledger. Where owners of several images are protected, this and
+        the other private parts have the first image of each.
       sources: The hospitals that recalibrate, "hospital 0", ... in the ledger. Their images may be under one shift.
       stream: Images that arrive while the model is in use, by their shift or part. "stream" in the ledger.
       client: Images whose owner uploads noisy representations of them. "clinic" in the ledger.
       test: Held-out public images, on which all quality is measured.
       source_test: The test images by the shift of the sources.
       stream_test: The test images by each shift of the stream, or by its parts.
+      units: The training set by unit of privacy: `private`, or the owners with all of their images.
+      unit: The unit of privacy of all private parts.
     """
 
     public: Examples
@@ -33,17 +36,19 @@ class Parts(NamedTuple):
     test: Examples
     source_test: dict[str, Examples]
     stream_test: dict[str, Examples]
+    units: Examples | Groups
+    unit: str
 
     def records(self, account: str) -> int:
-        """Returns the public number of images behind an account of the ledger."""
+        """Returns the public number of units behind an account of the ledger."""
         if account == "stream":
             return sum(len(images) for images in self.stream.values())
         return {source.name: len(source) for source in (self.private, self.client, *self.sources)}[account]
 
     def fingerprints(self, name: str) -> list[str]:
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data are private."""
-        part = getattr(self, name)
-        if isinstance(part, Examples):
+        part = self.units if name == "private" else getattr(self, name)
+        if isinstance(part, Source):
             part = [part]
         named = part.items() if isinstance(part, Mapping) else [(source.name, source) for source in part]
         return [f"{name} {source.fingerprint}" for name, source in named]
@@ -65,7 +70,7 @@ def load(config: Any) -> Parts:
     """
     if missing := [role for role in ROLES if not config.parts.get(role)]:
         raise ValueError(f"config.data.parts must also name {', '.join(missing)}, got {dict(config.parts)}.")
-    found = data.parts(config, *ROLES)
+    found = data.parts(config, *ROLES, grouped=True)
     data.require_images(found)
     shifts, source_shift, test = _stream(config), config.get("source_shift", data.CLEAN), found["test"]
     side, _, channels = data.image_shape(found["private"])
@@ -75,6 +80,9 @@ def load(config: Any) -> Parts:
                 f"config.data has {len(found[role])} images for the {count} of config.data.{field}. Every one needs an "
                 "image."
             )
+
+    training = dataclasses.replace(found["private"], name=f"{config.name}/private")
+    found |= {name: data.one_each(config, found[name]) for name in found if name.split()[0] not in ("public", "test")}
 
     def several(role: str, count: int) -> Sequence[Examples]:
         return data.cut(found[role], count) if role in found else [found[f"{role} {k}"] for k in range(count)]
@@ -89,14 +97,21 @@ def load(config: Any) -> Parts:
     stream = zip(shifts.items(), several("stream", len(shifts)), strict=True)
     return Parts(
         public=sources.resize_images(found["public"], side, channels),
-        private=dataclasses.replace(found["private"], name=f"{config.name}/private"),
+        private=data.one_each(config, training),
         sources=tuple(shifted(images, source_shift, f"hospital {k}") for k, images in enumerate(held)),
         stream={domain: shifted(images, shift, "stream") for (domain, shift), images in stream},
         client=dataclasses.replace(found["client"], name="clinic"),
         test=test,
         source_test={source_shift: shifted(test, source_shift)},
         stream_test={domain: shifted(test, shift) for domain, shift in shifts.items()},
+        units=data.units(config, training),
+        unit=unit_of(config),
     )
+
+
+def unit_of(config: Any) -> str:
+    """Returns the unit of privacy in the ledger."""
+    return str(data.terms(config, unit="image")["unit"])
 
 
 def hospitals(config: Any) -> int:

@@ -33,7 +33,7 @@ from jaxdp.audit import prediction as prediction_canaries
 from jaxdp.audit import recalibration as recalibration_canaries
 from jaxdp.audit import split as split_canaries
 from jaxdp.audit import tta as tta_canaries
-from jaxdp.data import Examples, augmentation, from_arrays
+from jaxdp.data import Examples, Groups, Source, augmentation, by_group, from_arrays, take
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
@@ -44,14 +44,14 @@ from jaxdp.transforms import losses
 
 from .. import data, models, plans, trainers
 from .cache import Charges, Job, Stage
-from .parts import Parts, hospitals
+from .parts import Parts, hospitals, unit_of
 
 Params = Any
 
 
 def accounts(config: Any) -> dict[str, dict[str, Any]]:
     """Returns the terms of the private data sets by their name in the ledger."""
-    budgets, unit = config.budgets, data.terms(config.data, unit="image")["unit"]
+    budgets, unit = config.budgets, unit_of(config.data)
     data.only_adjacency(config.data, "add_remove")
     terms = {f"{config.data.name}/private": {"adjacency": "add_remove", "unit": unit, **budgets.private}}
     for k in range(hospitals(config.data)):
@@ -136,7 +136,7 @@ def finetune_private(job: Job) -> dict[str, Any]:
     state = finetune.fit(
         made,
         start,
-        private,
+        job.data.units,
         steps=how.steps,
         account=account,
         workdir=job.folder,
@@ -172,7 +172,8 @@ def _finetune_charges(config: Any, parts: Parts) -> Charges:
 
 
 def _trainer(config: Any, network: Pretrained, parts: Parts) -> finetune.PrivateTrainer:
-    return trainers.make(config.finetune, network, parts.private, parts.public, config.augmentation, part="finetune")
+    given = config.finetune, network, parts.units, parts.public, config.augmentation
+    return trainers.make(*given, unit=parts.unit, part="finetune")
 
 
 def computations(config: Any, parts: Parts) -> Iterator[plans.Item]:
@@ -185,7 +186,7 @@ def computations(config: Any, parts: Parts) -> Iterator[plans.Item]:
     training = plans.training(
         "finetune",
         _trainer(config, network, parts),
-        parts.private,
+        parts.units,
         models.fresh(network, how.seed),
         steps=how.steps,
         every=how.checkpoint_every,
@@ -478,14 +479,18 @@ def audit_finetune(job: Job) -> dict[str, Any]:
     made = _trainer(job.config, network, job.data)
     images = job.data.public.gather(np.arange(min(how.candidates, len(job.data.public))))
     wrong = (images["label"] + 1) % private.num_classes
-    examples = from_arrays(image=images["image"], label=wrong, num_classes=private.num_classes)
+    examples: Source = from_arrays(image=images["image"], label=wrong, num_classes=private.num_classes)
+    if isinstance(job.data.units, Groups):  # an owner has as many images as count, all alike
+        most = job.data.units.rows.shape[1]
+        owners = np.repeat(np.arange(len(wrong)), most)
+        examples = by_group(take(examples, owners), owners, max_records=most)
     step = finetune_canaries.audit_step(
         made, params, examples, trials=how.trials, delta=job.config.finetune.delta, confidence=_CONFIDENCE
     )
-    found = [(step, "one step of fine-tuning, if the image is in its batch")]
+    found = [(step, f"one step of fine-tuning, if the {job.data.unit} is in its batch")]
     if made.sampler.sampling_probability < 1:
         batches = finetune_canaries.audit_sampling(made, trials=how.trials, confidence=_CONFIDENCE)
-        found.append((batches, "which images are in a batch of fine-tuning"))
+        found.append((batches, f"which {job.data.unit}s are in a batch of fine-tuning"))
     return _audited(found, [private.name])
 
 
