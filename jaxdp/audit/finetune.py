@@ -224,7 +224,7 @@ def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
     """Returns the loss of an example, or the mean loss of a user's records."""
     loss_fn = trainer.query.gradient.loss_fn
     if not trainer.group:
-        return loss_fn(params, example)  # type: ignore[no-any-return]
+        return loss_fn(params, example)
     each = jax.vmap(loss_fn, in_axes=(None, 0))(params, example.records)
     return jnp.mean(each, where=example.present)
 

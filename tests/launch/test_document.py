@@ -90,7 +90,7 @@ def test_nothing_that_is_forged_becomes_markup(root):
                 shown += not isinstance(value, int | float)
             for page in root.glob("*.html"):
                 assert "<script" not in page.read_text(), (path, where)
-                assert page.read_text().count("&lt;script") < 9
+                assert page.read_text().count("&lt;script") < 16
         path.write_text(text)
     assert refused > 40 and shown > 10
     assert "<script" not in document.write(root).read_text()
