@@ -57,7 +57,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         params = models.train(
             task.network,
             start,
-            task.records,
+            task.private,
             config.no_privacy,
             seed=config.init_seed,
             augment=augmentation(config.data),
@@ -153,11 +153,8 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     (task, trainer), private = opened(), config.private
-    loss, start, (records, units) = (
-        models.loss(task.network),
-        models.fresh(task.network, config.init_seed),
-        task.blank(),
-    )
+    loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
+    records, units = task.blank()
     how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
     how["terms"] = task.terms(private, config.data)
     if task.public is not None and not (config.pretrain.weights or config.model.checkpoint):

@@ -39,8 +39,8 @@ _NAMES: Mapping[_Rule, str] = {
     ),
     _COUNT: (
         "steps epochs batch_size physical_batch_size perturbation_batch_size checkpoint_every accumulate every period "
-        "trials runs repetitions draws inputs candidates queries members samples sources records max_records shots max_distance "
-        "client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
+        "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
+        "max_records client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
         "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds "
         "data.images tuning.images"
     ),
