@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import finetune, privacy
-from jaxdp.data import Examples
+from jaxdp.data import Examples, Groups
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
@@ -54,7 +54,7 @@ class Item(NamedTuple):
 def training(
     what: str,
     trainer: finetune.PrivateTrainer,
-    source: Examples,
+    source: Examples | Groups,
     params: Any,
     *,
     steps: int,
