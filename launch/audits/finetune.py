@@ -260,7 +260,7 @@ def _cases() -> Iterator[Case]:
     run, twins = steps(dp_sgd_of_patients, source=PATIENTS)
     yield Case(
         "DP-SGD of patients",
-        "step 1: a Gaussian of multiplier 1, add/remove of a patient with up to 4 records in the batch",
+        "step 1: a Gaussian of multiplier 1, add/remove of a patient with 4 records in the batch",
         "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, `jaxdp.finetune.dp_sgd`",
         run,
         twins,
