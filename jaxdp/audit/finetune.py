@@ -56,7 +56,8 @@ def audit_step(
     Args:
       trainer: A trainer from `dp_sgd` or another method.
       params: The parameters at which training starts.
-      source: Examples for the trainer, public or synthetic, since the audit charges nothing.
+      source: Examples for the trainer, public or synthetic, since the audit charges nothing. For a trainer with
+        `group=True` they are of `by_group`, and the canary is a user with its records.
       rows: The examples of `source` that may be the canary, by default all. At least 2 for "replace_one".
       others: The examples that are in every batch.
       step: The audited step, >= 1. Earlier steps use the batch without the canary.

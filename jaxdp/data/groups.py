@@ -101,8 +101,8 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     """
     if max_records < 1:
         raise ValueError(f"max_records must be at least 1, got {max_records}.")
-    named = isinstance(group, str)
-    values: Any = read_column(source, group) if isinstance(group, str) else group
+    column = group if isinstance(group, str) else ""
+    values: Any = read_column(source, column) if column else group
     owners = values.tolist() if hasattr(values, "tolist") else list(values)
     if len(owners) != len(source):
         raise ValueError(f"group must have one value for each of the {len(source)} records, got {len(owners)}.")
@@ -118,4 +118,4 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     for user, mine in enumerate(users.values()):
         rows[user, : len(mine)] = mine
     rows.flags.writeable = False
-    return Groups(source, rows, str(group) if named else "")
+    return Groups(source, rows, column)
