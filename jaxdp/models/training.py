@@ -115,7 +115,8 @@ def fit_in_memory(
         raise ValueError("data must have at least one example, got none.")
     state, size = optax.scale_by_adam().init(params), min(batch_size, count)
     for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
-        params, state = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+        ended = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+        params, state = jax.block_until_ready(ended)
     return params
 
 

@@ -2,7 +2,8 @@
 
 A line is an object with "step" (integer), "time" (the end of the step in seconds since the epoch), "seconds" (the same
 since the start of the run, without the time in which no process worked on it) and the metrics. Lines are strict JSON
-(RFC 8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts them.
+(RFC 8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts
+them.
 """
 
 import json

@@ -9,6 +9,7 @@ The libraries are optional. The extras `tensorboard` and `wandb` install them.
 import contextlib
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,9 @@ class TensorBoardWriter(_Writer):
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
         """Writes the metrics of a step durably. `params` are not written."""
         if self._writer is None:
-            self._writer = self._library.SummaryWriter(os.fspath(self._folder), purge_step=step)
+            self._writer = self._library.SummaryWriter(
+                os.fspath(self._folder), purge_step=step, filename_suffix=f".{time.time_ns()}"
+            )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

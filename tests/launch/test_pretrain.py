@@ -29,7 +29,7 @@ def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("pretrain") / "run"
 
     def interrupt(*arguments, **options):
-        if len(read_metrics(workdir / TRAINING)) == 3:
+        if len(read_metrics(workdir / TRAINING)) == 5:
             raise KeyboardInterrupt
         return np.zeros(1)
 
