@@ -7,11 +7,12 @@ The libraries are optional. The extras `tensorboard` and `wandb` install them.
 """
 
 import contextlib
-import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from jaxdp.files.extras import optional
 
 # `callback(step, metrics, params)` after each step: the number of finished steps, the numbers of the step's row, and
 # the parameters as `evaluate` sees them. A callback reads, and changes nothing.
@@ -38,7 +39,7 @@ class TensorBoardWriter(_Writer):
         Raises:
           ImportError: The extra `tensorboard` is not installed.
         """
-        self._library, self._folder = _optional("tensorboardX", "tensorboard"), folder
+        self._library, self._folder = optional("tensorboardX", "tensorboard"), folder
         self._writer: Any = None
 
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
@@ -73,7 +74,7 @@ class WandbWriter(_Writer):
         Raises:
           ImportError: The extra `wandb` is not installed.
         """
-        self._run = _optional("wandb", "wandb").init(**options)
+        self._run = optional("wandb", "wandb").init(**options)
 
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
         """Logs the metrics of a step. `params` are not sent."""
@@ -82,10 +83,3 @@ class WandbWriter(_Writer):
     def close(self) -> None:
         """Ends the run and waits until its files are written or sent."""
         self._run.finish()
-
-
-def _optional(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{module} is not installed. Run pip install 'jaxdp[{extra}]'.") from error
