@@ -81,5 +81,5 @@ class WandbWriter(_Writer):
         self._run.log(dict(metrics), step=step, commit=True)
 
     def close(self) -> None:
-        """Ends the run and waits until its files are written or sent."""
+        """Ends the run."""
         self._run.finish()

@@ -57,6 +57,7 @@ def test_wandb_keeps_the_metrics_offline(tmp_path, monkeypatch):
     with WandbWriter(mode="offline", project="digits", dir=tmp_path) as writer:
         for step in (1, 2):
             writer(step, {"epsilon": 0.5 * step})
+    wandb.teardown()  # ends the process that writes the file
     [path] = tmp_path.rglob("*.wandb")
     rows = []
     for message in logged(path.read_bytes()):
