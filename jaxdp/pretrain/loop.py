@@ -124,15 +124,15 @@ def fit(
                 save, judge = ((step + 1) % count == 0 or step + 1 == steps for count in every.values())
                 # Two steps may wait for the device. More batches could fill its memory.
                 while len(rows) > (0 if save or judge or callbacks else 2):
-                    number, row = rows.popleft()
-                    row = {name: float(value) for name, value in jax.device_get(row).items()}
+                    number, waiting = rows.popleft()
+                    numbers = {name: float(value) for name, value in jax.device_get(waiting).items()}
                     ended = time.time()
                     if evaluate is not None and judge and number == step + 1:
-                        row |= evaluate(state)
-                    run.write(number, ended, row)
+                        numbers |= evaluate(state)
+                    run.write(number, ended, numbers)
                     for callback in callbacks:
-                        callback(number, row, state.params)
-                    bar.set_postfix({name: f"{value:.3f}" for name, value in row.items()}, refresh=False)
+                        callback(number, numbers, state.params)
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in numbers.items()}, refresh=False)
                 if save:
                     run.save(step + 1, state)
                 bar.update()

@@ -14,9 +14,11 @@ from typing import Any
 
 from jaxdp.files.extras import optional
 
-# `callback(step, metrics, params)` after each step: the number of finished steps, the numbers of the step's row, and
-# the parameters as `evaluate` sees them. A callback reads, and changes nothing.
 Callback = Callable[[int, Mapping[str, float], Any], None]
+"""A function `callback(step, metrics, params)` that is called after each step.
+
+It gets the number of finished steps, the numbers of the step's row, and the parameters.
+"""
 
 
 class _Writer(contextlib.AbstractContextManager["_Writer"]):
