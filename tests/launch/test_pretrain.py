@@ -53,7 +53,7 @@ def test_the_steps_of_a_watched_run_are_written_for_tensorboard(finished):
 
 
 def test_an_unknown_writer_is_refused_before_anything_is_done(tmp_path):
-    with pytest.raises(ValueError, match="config.watch has 'board', which is not one of tensorboard, wandb"):
+    with pytest.raises(ValueError, match=r"config[.]watch has 'board', which is not one of tensorboard, wandb"):
         frame.run(pretrain.STUDY, tiny.pretrain(watch="board"), tmp_path)
     assert not list(tmp_path.iterdir())
 
