@@ -24,6 +24,7 @@ def get_config(size: str = "paper") -> ConfigDict:
     config = ConfigDict(
         {
             "init_seed": 0,
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": False,
             "data": {
                 "source": "tfds",
@@ -62,6 +63,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "ema_decay": 0.999,
                 "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 25,
+                "evaluate_every": 0,  # 0 is with every checkpoint
             },
         }
     )

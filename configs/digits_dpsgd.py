@@ -15,6 +15,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "init_seed": 0,  # of the initial parameters and the order of public examples, not of any noise
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": True,  # also train without privacy and without pre-training, to compare
             "data": {
                 "source": "bundled",
@@ -49,6 +50,7 @@ def get_config() -> ConfigDict:
                 "ema_decay": 0.0,
                 "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 10,
+                "evaluate_every": 0,  # 0 is with every checkpoint
             },
         }
     )

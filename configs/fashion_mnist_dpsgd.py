@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "init_seed": 0,
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": True,
             "data": {
                 "source": "tfds",
@@ -50,6 +51,7 @@ def get_config() -> ConfigDict:
                 "ema_decay": 0.0,
                 "ascent_radius": 0.0,  # DP-SAT
                 "checkpoint_every": 50,
+                "evaluate_every": 0,  # 0 is with every checkpoint
             },
         }
     )

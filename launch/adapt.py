@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 from jaxdp import tta
 from jaxdp.data import Examples, imagenet_r_classes, restrict_classes
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
-from jaxdp.report import format_table, plot_curves
+from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, frame, models, plans, results
 
@@ -116,7 +115,7 @@ class _Task:
 def _photographs(config: Any, test: Examples | None, shifts: Sequence[str], rows: np.ndarray) -> dict[str, Examples]:
     """Returns the same photographs under each shift. Reads one shift at a time and keeps only these photographs."""
     found = {}
-    for name in tqdm(shifts, desc="reading", unit="corruption"):
+    for name in progress_bar(shifts, label="reading", unit="corruption"):
         domain = data.under(test, config, name)
         if rows[-1] >= len(domain):
             raise ValueError(

@@ -68,7 +68,7 @@ def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], 
 
 def main(argv: Sequence[str]) -> None:
     """Runs the audits."""
-    from jaxdp.report import format_table
+    from jaxdp.report import format_table, progress_bar
 
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
@@ -80,9 +80,11 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"--mechanism must be one of {names}, got {_MECHANISM.value!r}.")
     rows: list[dict[str, str]] = []
     good = True
-    for case in found:
+    bar = progress_bar(found, label="audits", unit="case")
+    for case in bar:
         row, fine = judge(case, seed, _TRIALS.value)
         rows, good = [*rows, row], good and fine
+        bar.clear()
         print("\n".join(f"{name}: {value}" for name, value in row.items()), end="\n\n", flush=True)
     if _OUTPUT.value is not None:
         path = pathlib.Path(_OUTPUT.value)

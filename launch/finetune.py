@@ -66,17 +66,22 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         )
         return {"accuracy": judge(params, task.test)}
     private = config.private
-    label, terms = cell.model.replace("_", " "), task.terms(private, config.data)
-    with frame.account(root / _ledger(cell), task.private.name, label=label, **terms) as account:
+    label, terms, folder = cell.model.replace("_", " "), task.terms(private, config.data), work.folder(cell)
+    with (
+        frame.account(root / _ledger(cell), task.private.name, label=label, **terms) as account,
+        frame.watching(config, folder) as writers,
+    ):
         state = finetune.fit(
             trainer,
             start,
             task.units,
             steps=private.steps,
             account=account,
-            workdir=work.folder(cell),
+            workdir=folder,
             checkpoint_every=private.checkpoint_every,
             evaluate=lambda params: {"accuracy": judge(params, task.test)},
+            evaluate_every=private.get("evaluate_every") or None,
+            callbacks=writers,
         )
         spent = account.epsilon(delta=private.delta)
     params = trainers.released(state)

@@ -28,18 +28,21 @@ from typing import Any, NoReturn
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
-from tqdm import tqdm
 
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
-from jaxdp.report import check_figures
+from jaxdp.report import Callback, TensorBoardWriter, WandbWriter, check_figures, progress_bar
 
 from . import catalogue, plans, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
 _FORMAT = 2  # of workdirs, which had no number in the first releases
+_WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
+    "tensorboard": lambda folder: TensorBoardWriter(folder / "tensorboard"),
+    "wandb": lambda folder: WandbWriter(dir=folder),
+}
 _REMEDY = "Restore it from a copy, or use a new workdir."
 _AGAIN = "Delete it. The command then makes it again from the other files of the workdir, which costs nothing twice."
 # The parts of a config by which a launcher is recognised: it is the first one whose parts are all there.
@@ -164,6 +167,17 @@ class Work:
         return path
 
 
+@contextlib.contextmanager
+def watching(config: Any, folder: pathlib.Path) -> Iterator[list[Callback]]:
+    """Yields the writers that config.watch names, as callbacks of `fit` for a run in a folder."""
+    with contextlib.ExitStack() as opened:
+        yield [opened.enter_context(_WRITERS[name](folder)) for name in _watch(config)]
+
+
+def _watch(config: Any) -> list[str]:
+    return list(filter(None, config.get("watch", "").split(",")))
+
+
 def file_name(part: Any) -> str:
     """Returns a coordinate of a cell as the name of a file or folder."""
     text = f"{part:g}" if isinstance(part, float) else str(part)
@@ -228,6 +242,7 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
         raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
     bound = study.grows(config) if study.grows else config
     check_numbers(config)
+    known("watch", _watch(config), _WRITERS)
     if root is not None:
         check_same_config(study.name, bound, root)
     return bound
@@ -264,7 +279,7 @@ def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
     missing = [cell for cell in cells if not (work.folder(cell) / "row.json").exists()]
     if missing != cells:
         print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are done already.", flush=True)
-    with tqdm(total=len(missing), desc=work.study.name, unit="cell", disable=len(missing) < 2) as bar:
+    with progress_bar(total=len(missing), label=work.study.name, unit="cell", show=len(missing) > 1) as bar:
         for wait in (False, True):
             for cell in missing:
                 if not (work.folder(cell) / "row.json").exists():
@@ -293,6 +308,8 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     if stored["study"] != study:
         raise ValueError(f"{root} belongs to the study {stored['study']!r}, not to {study!r}. Use a new workdir.")
     before, given = _flat(stored["config"]), _flat(json.loads(config.to_json()))
+    for fields in (before, given):
+        fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
     if before != given:
         names = sorted(name for name in {*before, *given} if before.get(name) != given.get(name))
         raise ValueError(f"{root} belongs to an experiment with another {', '.join(names)}. Use a new workdir.")

@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxdp import data
 from jaxdp.data import Examples
 from jaxdp.files import read_npz, write_durably
 from jaxdp.models import Features, Pretrained, head_inputs
+from jaxdp.report import progress_bar
 
 from . import frame
 
@@ -139,7 +139,7 @@ class Frozen:
                 return kept["features"]
         compute = jax.jit(functools.partial(head_inputs, self.network))
         count = -(-len(images) // _BATCH)
-        batches = tqdm(_batches(images), desc=f"features, {role}", unit="batch", total=count)
+        batches = progress_bar(_batches(images), label=f"features, {role}", unit="batch", total=count)
         found = np.concatenate([np.asarray(compute(batch["image"])) for batch in batches])
         if self.config.keep == "workdir":
             write_durably(path, lambda file: np.savez(file, features=found, of=self._of(images)))

@@ -33,6 +33,7 @@ from jaxdp.data import Examples
 from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
+from jaxdp.report import progress_bar
 from jaxdp.transforms import losses
 
 from .settings import named
@@ -100,7 +101,8 @@ def logits(network: Pretrained, params: Params, source: Examples, *, batch_size:
     """Returns the logits of all images of a source, float32 [n, C]."""
     predict = jax.jit(network.apply_fn)
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
-    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in rows])
+    parts = progress_bar(rows, label="logits", unit="batch")
+    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in parts])
     return found[mask]
 
 

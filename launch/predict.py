@@ -26,7 +26,7 @@ from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
 from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
-from jaxdp.report import format_table, plot_curves
+from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, frame, models, plans, results
 from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, flip_probability
@@ -114,7 +114,8 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
     found: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
-    for repetition, (rows, given) in enumerate(zip(asked, answers, strict=True)):
+    for repetition in progress_bar(range(config.repetitions), label=cell.answers, unit="repetition"):
+        rows, given = asked[repetition], answers[repetition]
         there = given >= 0
         found["answered"].append(int(there.sum()))
         if there.any():
@@ -190,9 +191,9 @@ def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     """Trains the same model by DP-SGD, several times."""
     how, bench = work.config.dp_sgd, work.shared
     trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.model.init()
-    options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta, "progress": False}
+    options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta}
     found = []
-    for run in range(how.runs):
+    for run in progress_bar(range(how.runs), label=DP_SGD, unit="run"):
         folder = work.folder(cell) / "scratch" / str(run)
         state = finetune.fit(trainer, start, bench.task.train, account=account, workdir=folder, **options)
         found.append(bench.model.accuracy(state.params, bench.test))

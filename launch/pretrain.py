@@ -98,24 +98,28 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config, task = work.config, work.shared
     predict, batches = task.network.apply_fn, task.batches
     judge = functools.partial(pretrain.robust_accuracy, predict)
-    state = pretrain.fit(
-        task.trainer,
-        models.fresh(task.network, config.seed),
-        task.train,
-        **{name: value for name, value in vars(batches).items() if name != "num_examples"},
-        augment=augmentation(config.data),
-        devices=jax.devices()[: config.ascent.devices] if config.ascent.devices > 1 else None,
-        evaluate=lambda state: {"accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])},
-        workdir=work.folder(cell),
-        checkpoint_every=config.train.checkpoint_every,
-        label=cell.method,
-    )
+    folder = work.folder(cell)
+    with frame.watching(config, folder) as writers:
+        state = pretrain.fit(
+            task.trainer,
+            models.fresh(task.network, config.seed),
+            task.train,
+            **{name: value for name, value in vars(batches).items() if name != "num_examples"},
+            augment=augmentation(config.data),
+            devices=jax.devices()[: config.ascent.devices] if config.ascent.devices > 1 else None,
+            evaluate=lambda state: {"accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])},
+            workdir=folder,
+            checkpoint_every=config.train.checkpoint_every,
+            evaluate_every=config.train.get("evaluate_every") or None,
+            callbacks=writers,
+            label=cell.method,
+        )
     save_params(work.root / "params.safetensors", state.params)
     how, params = config.robustness, state.params
     noisy = functools.partial(judge, params, task.test, draws=how.draws, seed=config.seed)
     images = task.test.gather(np.arange(min(how.inputs, len(task.test))))["image"]
     rho = pretrain.parameter_robustness(predict, params, images, draws=how.draws, seed=config.seed)
-    lengths = [row["perturbation_norm"] for row in read_metrics(work.folder(cell) / "metrics.jsonl")]
+    lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
     tenth = max(len(lengths) // 10, 1)
     return {
         "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),

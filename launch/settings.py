@@ -46,7 +46,7 @@ _NAMES: Mapping[_Rule, str] = {
     ),
     _COUNT_OR_NONE: (
         "data.tuning.images pretrain.steps augmult copies n_patches directions microbatch_size warmup_steps "
-        "crop_padding images "
+        "evaluate_every crop_padding images "
         "server_images frontends size channels dimensions cut dense head_hidden seed seeds init_seed split_seed "
         "data_seed query_seed"
     ),

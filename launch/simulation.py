@@ -20,6 +20,7 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import confidence
 from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records, Scale, noise_scale, play, summands
+from jaxdp.report import progress_bar
 
 _ECE_BINS = 15
 
@@ -192,7 +193,8 @@ def simulate(
     fits = Sums.of(_fit_at, records, ends, order) if ends.size else None
     shape = (len(order.rows), method.rounds, answers[0].everyone.shape[1])
     outcomes = []
-    for index, (sources, samples, epsilon) in enumerate(settings):
+    bar = progress_bar(settings, label=type(method).__name__, unit="setting")
+    for index, (sources, samples, epsilon) in enumerate(bar):
         drawn, variance, used = jnp.zeros(shape), 0.0, sources * samples
         if key is not None:
             scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=records.logits.shape[1])

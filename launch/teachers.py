@@ -12,6 +12,7 @@ import optax
 
 from jaxdp import prediction
 from jaxdp.prediction import ensembles, mechanisms
+from jaxdp.report import progress_bar
 
 from . import data, features, models
 
@@ -128,7 +129,8 @@ class Bench:
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
         part = prediction.partition_by_hash(self.train, count, salt=salt)
         divisor = self.config.training.records // count  # public, unlike the size of a part
-        found = [self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:] for k in range(count)]
+        members = progress_bar(range(count), label="ensemble", unit="model")
+        found = [self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:] for k in members]
         votes, distances = map(np.stack, zip(*found, strict=True))
         ensemble = prediction.vote(votes, distances, num_classes=self.classes)
         single = Pool(*self.single[1:], self.classes)

@@ -18,7 +18,7 @@ ALLOWED = {
     "privacy": {"files"},
     "transforms": set(),
     "data": {"files", "privacy", "transforms"},
-    "models": {"files", "privacy", "transforms", "data"},
+    "models": {"files", "privacy", "transforms", "data", "report"},
     "report": {"files", "privacy", "transforms"},
     "release": {"files", "privacy", "transforms", "report"},
     **{stage: {"files", "privacy", "transforms", "models", "data", "report", "release"} for stage in STAGES},

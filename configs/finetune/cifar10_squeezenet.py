@@ -25,6 +25,7 @@ def get_config(size: str = "small") -> ConfigDict:
         {
             "public_benchmark": False,  # see launch/curve.py
             "init_seed": 0,
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": True,  # also train without privacy
             "curve": {
                 "epsilons": (1.0, 2.0, 4.0, 8.0),
@@ -68,6 +69,7 @@ def get_config(size: str = "small") -> ConfigDict:
                 "ema_decay": 0.0,
                 "ascent_radius": 0.0,
                 "checkpoint_every": 30,
+                "evaluate_every": 0,  # 0 is with every checkpoint
             },
         }
     )

@@ -30,6 +30,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
     config = ConfigDict(
         {
             "seed": 0,  # of initial parameters, batches, augmentation, and the noise of robust accuracy
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "data": {
                 "source": "tfds",
                 "name": "cifar100",
@@ -52,7 +53,8 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "drops": (0.5, 0.75),  # parts of the run after which the rate is divided by 10
                 "momentum": 0.9,
                 "weight_decay": 1e-4,
-                "checkpoint_every": 5000,  # also how often the test accuracy is measured
+                "checkpoint_every": 5000,
+                "evaluate_every": 0,  # 0 is with every checkpoint
             },
             "ascent": {
                 "batch_size": 5000,  # m1 of DPAdapter. SAM and AMP use the batch of the update.

@@ -30,6 +30,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.release import claim as claimed
 from jaxdp.release import new_seed, stream
+from jaxdp.report import progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 
 # The number of runs per compiled call, and of draws from which the attack learns the variance of the noise.
@@ -214,7 +215,7 @@ def audit_run(
     # Batches are drawn from the members. The divisor stays the trainer's.
     trainer = dataclasses.replace(trainer, sampler=dataclasses.replace(trainer.sampler, num_examples=len(members)))
     state = _started(trainer, params, seed, "noise one run", "views one run")
-    for _ in range(steps):
+    for _ in progress_bar(range(steps), label="audited run", unit="step"):
         state, _ = trainer.step(state, members)
     losses = jax.vmap(functools.partial(_loss, trainer), in_axes=(None, 0))
     scores = np.asarray(losses(params, examples) - losses(state.params, examples))
@@ -275,9 +276,11 @@ def _runs(
     observe: Any, sums: Any, weights: list[np.ndarray], foretold: np.ndarray, key: jax.Array, runs: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns scores [runs] and mean moments [leaves, 3]."""
-    parts = range(0, runs, _RUNS)
-    found = [observe(sums, weights, foretold, jax.random.split(jax.random.fold_in(key, i), _RUNS)) for i in parts]
-    scores, moments = (np.concatenate(part).astype(np.float64) for part in zip(*jax.device_get(found), strict=True))
+    found = []
+    for i in progress_bar(range(0, runs, _RUNS), label="audited step", unit=f"{_RUNS} runs"):
+        keys = jax.random.split(jax.random.fold_in(key, i), _RUNS)
+        found.append(jax.device_get(observe(sums, weights, foretold, keys)))
+    scores, moments = (np.concatenate(part).astype(np.float64) for part in zip(*found, strict=True))
     mean: np.ndarray = moments.sum(0) / len(moments)
     return scores[:runs], mean
 

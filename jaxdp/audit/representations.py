@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxdp.models.training import Loss, fit_in_memory
 from jaxdp.models.vit import Block
+from jaxdp.report import progress_bar
 
 Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
@@ -287,7 +288,7 @@ def attack(
             raise ValueError(f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has {uploads.shape[2:]}.")
     numbers: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     found = {"mean image": _measure(np.broadcast_to(public.mean(0, keepdims=True), references.shape), references)}
-    for name, (simulation, front) in attackers.items():
+    for name, (simulation, front) in progress_bar(attackers.items(), label="attacks", unit="attacker"):
         inverse = train_decoder(key, simulation, front, public, prefix_tokens=prefix_tokens, **numbers)
         seen = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
         found[name] = _measure(np.asarray(inverse(seen)), references)

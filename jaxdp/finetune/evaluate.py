@@ -14,6 +14,7 @@ from jaxdp.data import Source, check_source, pad_to_physical
 from jaxdp.data.protocol import inputs_of
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
+from jaxdp.report import progress_bar
 from jaxdp.transforms import noise
 
 Predict = Callable[[Any, jax.Array], jax.Array]
@@ -33,7 +34,9 @@ def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: 
 
 
 def _count(predict: Predict, params: Any, source: Source, batch_size: int) -> int:
-    return sum(int(_correct(predict, params, *batch)) for batch in _batches(source, batch_size))
+    batches, total = _batches(source, batch_size), -(-len(source) // min(batch_size, len(source)))
+    bar = progress_bar(batches, label="accuracy", unit="batch", total=total)
+    return sum(int(_correct(predict, params, *batch)) for batch in bar)
 
 
 def _batches(source: Source, batch_size: int) -> Iterator[tuple[Any, jax.Array]]:

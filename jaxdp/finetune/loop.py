@@ -13,18 +13,18 @@ The ledger holds the whole rest of the run before the first chunk, so that a run
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxdp.data import Source, check_source
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Account
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.release import Checkpoints, Release, Till, stream
-from jaxdp.report import MetricsWriter
+from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 
 # The hold of a dead run lapses after this many seconds. Each chunk renews it.
@@ -41,6 +41,8 @@ def fit(
     workdir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 100,
     evaluate: Callable[[Any], dict[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
     delta: float | None = None,
     seed: bytes | None = None,
     progress: bool = True,
@@ -56,12 +58,19 @@ def fit(
       account: The account that is charged, `ledger.account(name)` of the data set, registered with the trainer's unit.
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
         chunk. None keeps nothing and cannot resume.
-      checkpoint_every: The number of steps per chunk. `evaluate` runs after every chunk.
+      checkpoint_every: The number of steps per chunk.
       evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is one. It must read
-        public or held-out data only. For private data see `charged_accuracy`.
+        public or held-out data only. For private data see `charged_accuracy`. After a crash it is called again for the
+        steps that are repeated.
+      evaluate_every: The number of steps between calls of `evaluate`, which also runs after the last step. The default
+        is after every chunk.
+      callbacks: Functions `callback(step, metrics, params)` that are called in order after every step, once its row is
+        written. `metrics` are the numbers of the row, `params` those for `evaluate`. They are released values, so what
+        a callback does with them is post-processing. A callback that raises stops the run. A later call with the same
+        workdir repeats the unfinished chunk at no charge, and calls the callbacks again for its steps.
       delta: The delta of the epsilon in the metrics. The default is the delta of the registered budget.
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to reproduce a test.
-      progress: Whether to show a progress bar on stderr.
+      progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
 
     Returns:
       The state after the last step.
@@ -77,13 +86,16 @@ def fit(
       At any instant the ledger has reserved the budget for everything that the process has computed on private data. On
       one device, a run that is killed and resumed repeats the interrupted chunk bit for bit. With a given `seed` it
       ends bit-identical to a run that is not killed. A loss that calls back to Python is not repeated: its interrupted
-      chunk is charged again. No secret is left when the call returns, or when it fails between two chunks.
+      chunk is charged again. No secret is left when the call returns, or when it fails between two chunks. The times
+      in the metrics are not protected: the time of a step tells about the size of its sampled batch.
     """
     check_source(source)
     trainer.check(source)
     _check_unit(trainer, account)
     if checkpoint_every < 1 or steps < 0:
         raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
+    if evaluate_every is not None and evaluate_every < 1:
+        raise ValueError(f"evaluate_every must be at least 1, got {evaluate_every}. None evaluates after every chunk.")
     warn_if_weak(
         delta=account.delta if delta is None else delta,
         records=trainer.sampler.num_examples,
@@ -96,22 +108,30 @@ def fit(
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}. Use a new workdir.")
         till.settle([account])
         texts: list[str] = []  # All chunks share one program.
-        with tqdm(total=steps, initial=first, desc="training", unit="step", disable=not progress) as bar:
+        shown: dict[str, float] = {}
+        with progress_bar(total=steps, initial=first, label="training", unit="step", show=progress) as bar:
 
-            def keep(result: _Result) -> None:
-                after, rows = result
-                rows[-1]["epsilon"] = account.epsilon(delta=delta)
-                if evaluate is not None:
-                    rows[-1] |= evaluate(after.params if after.ema is None else after.ema)
-                files.save(rows, after)
-                bar.set_postfix({key: f"{value:.3f}" for key, value in rows[-1].items()})
+            def finished(state: TrainState, row: dict[str, float], last: bool) -> None:
+                ended, step = time.time(), int(state.step)
+                params = state.params if state.ema is None else state.ema
+                if last:
+                    row["epsilon"] = account.epsilon(delta=delta)
+                due = last if evaluate_every is None else step % evaluate_every == 0 or step == steps
+                if evaluate is not None and due:
+                    row |= evaluate(params)
+                files.write(step, ended, row)
+                for callback in callbacks:
+                    callback(step, row, params)
+                shown.update(row)
+                bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
+                bar.update()
 
             def programs(start: TrainState) -> list[str]:
                 if not texts:
                     texts.append(trainer.lowered_text(start, source))
                 return texts
 
-            def chunk(pays: Account, start: TrainState, first: int) -> Release[_Result]:
+            def chunk(pays: Account, start: TrainState, first: int) -> Release[TrainState]:
                 last = min(first + checkpoint_every, steps)
                 return Release(
                     label=f"training, steps {first}..{last - 1}",
@@ -119,8 +139,8 @@ def fit(
                     facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
                     programs=lambda: programs(start),
                     deterministic=True,  # The trainer compiles its steps with `repeatable`.
-                    compute=lambda secret: _run(trainer, start, source, secret, last - first, bar),
-                    keep=keep,
+                    compute=lambda secret: _run(trainer, start, source, secret, last - first, finished),
+                    keep=files.save,
                 )
 
             # An interrupted chunk has been charged and needs no room.
@@ -129,7 +149,7 @@ def fit(
             with account.hold(rest, key=till.name, seconds=_HELD_SECONDS) as hold:
                 held = hold.account(account)
                 for start in range(first, steps, checkpoint_every):
-                    state, _ = till.release(chunk(held, state, start))
+                    state = till.release(chunk(held, state, start))
     return state
 
 
@@ -144,23 +164,23 @@ def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
         )
 
 
-_Result = tuple[TrainState, list[dict[str, float]]]
-
-
 def _run(
-    trainer: PrivateTrainer, state: TrainState, source: Source, secret: bytes, steps: int, bar: Any
-) -> tuple[TrainState, list[dict[str, float]]]:
-    """Runs some steps with all randomness from `secret`. Returns the state and the metrics of each step."""
+    trainer: PrivateTrainer,
+    state: TrainState,
+    source: Source,
+    secret: bytes,
+    steps: int,
+    finished: Callable[[TrainState, dict[str, float], bool], None],
+) -> TrainState:
+    """Runs some steps with all randomness from `secret`. Calls `finished(state, metrics, last)` after each step."""
     state = state._replace(
         noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
         key=stream(secret, "augmentation", impl="threefry2x32"),
     )
-    rows = []
-    for _ in range(steps):
+    for left in reversed(range(steps)):
         state, row = trainer.step(state, source)
-        rows.append(row)
-        bar.update()
-    return state, [{name: float(value) for name, value in row.items()} for row in jax.device_get(rows)]
+        finished(state, {name: float(value) for name, value in jax.device_get(row).items()}, not left)
+    return state
 
 
 class _Files:
@@ -188,14 +208,15 @@ class _Files:
         self._metrics.truncate_after(step)  # The run repeats these steps.
         return state._replace(**jax.device_put(saved)) if step else state, step
 
-    def save(self, rows: list[dict[str, float]], state: TrainState) -> None:
-        """Makes metrics and state after a chunk durable. The keys are derived again and never stored."""
-        if self._checkpoints is None:
-            return
-        done = int(state.step)
-        for step, row in enumerate(rows, done - len(rows) + 1):
-            self._metrics.write(step, **row)
-        self._checkpoints.save(done, _resumable(state))
+    def write(self, step: int, ended: float, row: dict[str, float]) -> None:
+        """Writes the metrics of a step that ended at a time."""
+        if self._checkpoints is not None:
+            self._metrics.write(step, ended, **row)
+
+    def save(self, state: TrainState) -> None:
+        """Makes the state after a chunk durable. The keys are derived again and never stored."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(int(state.step), _resumable(state))
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import optax
 
 from jaxdp.data import Source, check_source, pad_to_physical
 from jaxdp.data.protocol import inputs_of
+from jaxdp.report import progress_bar
 
 Predict = Callable[[Any, jax.Array], jax.Array]
 
@@ -67,7 +68,8 @@ def robust_accuracy(
     numbers, _ = pad_to_physical(np.arange(draws), min(at_once, draws))
     correct = np.zeros((len(stds), *numbers.shape), np.int64)
     key = jax.random.key(seed)
-    for rows, mask in zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True):
+    batches = list(zip(*pad_to_physical(np.arange(len(source)), min(batch_size, len(source))), strict=True))
+    for rows, mask in progress_bar(batches, label="robust accuracy", unit="batch"):
         batch = jax.device_put((source.gather(rows), mask))
         for i, scale in enumerate(stds):
             for j, group in enumerate(numbers):
@@ -152,7 +154,8 @@ def parameter_robustness(
             f"draws, iterations and batch_size must be at least 1, got {draws}, {iterations} and {batch_size}."
         )
     ratios, norms = [], []
-    for rows in pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[0]:  # padded by repetition
+    batches = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))[0]  # padded by repetition
+    for rows in progress_bar(batches, label="parameter robustness", unit="batch"):
         x = jax.device_put(np.asarray(inputs)[rows])
         for draw in range(draws):
             key = jax.random.fold_in(jax.random.key(seed), draw)

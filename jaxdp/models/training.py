@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 from jaxdp.data import FixedBatchSampler, check_source
+from jaxdp.report import progress_bar
 
 
 def fit_public(
@@ -40,7 +40,7 @@ def fit_public(
       steps, batch_size: The number of updates, and of examples in each.
       seed: 16 bytes that fix the order of the examples and the augmentation.
       augment: `augment(key, example) -> example`, one view per example and step.
-      label, progress: The text of the progress bar on stderr, and whether to show it.
+      label, progress: The text of the progress bar (`jaxdp.report.progress_bar`), and whether to show it.
 
     Returns:
       The trained parameters.
@@ -67,7 +67,7 @@ def fit_public(
 
     opt_state = optimizer.init(params)
     keys = jax.random.split(jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32)), steps)
-    for step in tqdm(range(steps), desc=label, unit="step", disable=not progress):
+    for step in progress_bar(range(steps), label=label, unit="step", show=progress):
         params, opt_state = update(params, opt_state, gather(sampler.batch(step)), keys[step])
     return params
 
@@ -114,8 +114,9 @@ def fit_in_memory(
     if count == 0:
         raise ValueError("data must have at least one example, got none.")
     state, size = optax.scale_by_adam().init(params), min(batch_size, count)
-    for epoch_key in jax.random.split(key, epochs):
-        params, state = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+    for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
+        ended = _epoch(loss_fn, size, params, state, frozen, data, epoch_key, jnp.float32(learning_rate))
+        params, state = jax.block_until_ready(ended)
     return params
 
 

@@ -1,7 +1,7 @@
 """Abstract Gradient Training: bounds on all parameters that training on a neighbouring data set could give.
 
 The module follows Algorithm 1 of Wicker et al., "Certification for Differentially Private Prediction in Gradient-Based
-Training" (ICML 2025, arXiv:2406.13433). One compiled program covers all distances k.
+Training" (ICML 2025, arXiv:2406.13433). A compiled step covers all distances k.
 
 1. `_Gradients` bounds every record's clipped gradient over the box of parameters reached so far.
 2. `_DESCENT` bounds the mean gradient when up to k records change, by Theorem 4.6 or by T4.
@@ -26,6 +26,7 @@ from jax import lax
 from jaxdp.prediction.checks import check_queries, distances, one_of
 from jaxdp.prediction.plan import Layout, Plan, Threat, Trainable, Training, make_plan
 from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry, public_rows
+from jaxdp.report import progress_bar
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
@@ -137,7 +138,7 @@ def train_with_bounds(
         values that depend on them alone are computed once per batch.
 
     Returns:
-      `Bounds`, computed for all ks by one program (compiled once per loss function, shapes and settings).
+      `Bounds`, computed for all ks at once (compiled once per loss function, shapes and settings).
 
     Raises:
       ValueError: An argument is out of range or cannot be certified. Raised before any computation.
@@ -439,57 +440,49 @@ class _State(NamedTuple):
     lines: Any
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _train(
-    loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any, order: Any, rates: jax.Array
+    loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any, order: np.ndarray, rates: jax.Array
 ) -> tuple[Leaves, Leaves, Leaves]:
     """Runs Algorithm 1 for all ks. Returns nominal, lower and upper leaves, the ends with a first axis [len(ks)]."""
-    order, ks = jnp.asarray(order), np.asarray(plan.ks)
-    steps = functools.partial(_steps, _Gradients.of(loss_fn, plan, moving, frozen, data), data)
-    state = _State(moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None)
-    if not plan.shared_budget:
-        params, _, lines = steps(state, order, rates, jnp.asarray(ks))
-        return params, lines[0], lines[1]
-    # The first epoch has a line for each number j = 0..K of changes so far (T8).
-    first, used = plan.groups[0], jnp.arange(ks[-1] + 1)
-    state, ends = steps(state, order[:first], rates[:first], jnp.zeros_like(used), used), ks
-    if len(plan.groups) > 1:
-        # Later epochs have lines j = 0..k for each k that widened the box before. They start from the line j = k.
-        pairs = np.asarray([(k, j) for k in plan.ks for j in range(k + 1)])
-        ends, used = np.cumsum(ks + 1) - 1, jnp.asarray(pairs[:, 1])
-        starts = np.zeros(len(order) - first, bool)
-        starts[np.cumsum((0, *plan.groups[1:-1]))] = True
-        state = state._replace(lines=jax.tree.map(lambda x: x[pairs[:, 0]], state.lines))
-        restarts = jnp.asarray(starts), np.repeat(ends, ks + 1)
-        state = steps(state, order[first:], rates[first:], jnp.zeros_like(used), used, restarts)
-    low, high, *_ = jax.tree.map(lambda x: x[ends], state.lines)
+    ks = np.asarray(plan.ks)
+    state, used = _State(moving, [jnp.zeros_like(x) for x in moving] if plan.momentum else [], None), None
+    ends, starts = np.arange(len(ks)), np.cumsum(plan.groups)
+    if plan.shared_budget:
+        # The first epoch has a line for each number j = 0..K of changes so far (T8).
+        ends, used = ks, np.arange(ks[-1] + 1)
+    with progress_bar(total=len(order), label="bounds", unit="batch") as bar:
+        for step, (rows, rate) in enumerate(zip(order, np.asarray(rates), strict=True)):
+            if used is not None and step in starts:
+                # Later epochs have lines j = 0..k for each k that widened the box before. They start from the line
+                # j = k.
+                state = state._replace(lines=_take(state.lines, np.repeat(ends, ks + 1)))
+                ends, used = np.cumsum(ks + 1) - 1, np.concatenate([np.arange(k + 1) for k in ks])
+            state = jax.block_until_ready(_batch_step(loss_fn, plan, frozen, data, state, rows, rate, used))
+            bar.update()
+    low, high, *_ = _take(state.lines, ends)
     return state.params, low, high
 
 
-def _steps(
-    gradients: _Gradients,
+@jax.jit
+def _take(lines: Any, rows: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[rows], lines)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _batch_step(
+    loss_fn: Any,
+    plan: Plan,
+    frozen: Leaves,
     data: Any,
     state: _State,
-    order: jax.Array,
-    rates: jax.Array,
-    changes: jax.Array,
-    used: jax.Array | None = None,
-    restarts: tuple[jax.Array, np.ndarray] | None = None,
+    rows: jax.Array,
+    rate: jax.Array,
+    used: jax.Array | None,
 ) -> _State:
-    """Runs several batches. `restarts` is (flags [steps], rows of lines). A flag moves each line to another line."""
-    if state.lines is None:
-        state = _step(gradients, gradients.batch(data, order[0]), state, rates[0], changes, used)
-        order, rates = order[1:], rates[1:]
-
-    def body(state: _State, now: Any) -> tuple[_State, None]:
-        rows, rate, start = now
-        if restarts is not None:
-            again = jax.tree.map(lambda x: jnp.where(start, x[restarts[1]], x), state.lines)
-            state = state._replace(lines=again)
-        return _step(gradients, gradients.batch(data, rows), state, rate, changes, used), None
-
-    flags = jnp.zeros(len(order), bool) if restarts is None else restarts[0]
-    return lax.scan(body, state, (order, rates, flags))[0]
+    """Runs one batch. The first batch, the other ones of the first epoch, and those of later epochs are programs."""
+    gradients = _Gradients.of(loss_fn, plan, state.params, frozen, data)
+    changes = jnp.asarray(plan.ks) if used is None else jnp.zeros_like(used)
+    return _step(gradients, gradients.batch(data, rows), state, rate, changes, used)
 
 
 def _step(
@@ -582,36 +575,50 @@ def certify(
     check_queries(apply_fn, bounds.params, queries)
     (moving, frozen), (low, _), (high, _) = map(bounds.layout.split, (bounds.params, bounds.lower, bounds.upper))
     queries = jax.tree.map(jnp.asarray, queries)
-    label, certified, ends = _certify(apply_fn, product, bounds.layout, moving, (low, high), frozen, queries)
-    counted = np.asarray(bounds.ks) > 0
-    distance = jnp.sum(jnp.cumprod(certified, axis=0)[counted], axis=0, dtype=jnp.int32)
+    found = []
+    for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
+        certain = _certain(apply_fn, product, bounds.layout, (low, high), np.int32(k), frozen, queries)
+        found.append(jax.block_until_ready(certain))
+    certain, ends = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+    label, distance = _labels(apply_fn, bounds.layout, bounds.ks, moving, frozen, queries, certain)
     below, above = (jnp.where(jnp.isnan(end), sign * jnp.inf, end) for end, sign in zip(ends, (-1, 1), strict=True))
     return Certificates(label, distance, unchecked(below, above))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _certify(
-    apply_fn: Any, product: str, layout: Layout, moving: Leaves, box: Box, frozen: Leaves, queries: Any
-) -> tuple[jax.Array, jax.Array, Box]:
-    """Returns (labels [Q], whether certified [K, Q], ends of logits [K, Q, C])."""
+def _certain(
+    apply_fn: Any, product: str, layout: Layout, box: Box, row: jax.Array, frozen: Leaves, queries: Any
+) -> tuple[jax.Array, Box]:
+    """Returns the certain labels [Q] in a row of the box, or -1, and the ends of logits [Q, C]."""
+    boxes = [unchecked(low[row], high[row]) for low, high in zip(*box, strict=True)]
 
-    def nominal(query: Any) -> jax.Array:
-        logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
-        return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
-
-    def one(box: Box, query: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns the certain label, or -1, and the ends of the logits."""
-        boxes = [unchecked(a, b) for a, b in zip(*box, strict=True)]
+    def one(query: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         (logits,), _ = bound(apply_fn, (layout.join(boxes, frozen), query), product=product)
         a, b = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
         if a.size == 1:
             return jnp.where(a[0] > 0, 1, jnp.where(b[0] <= 0, 0, -1)).astype(jnp.int32), (a, b)
         return certain_argmax(logits, product), (a, b)
 
-    def at(box: Box) -> Any:
-        return lax.map(functools.partial(one, box), queries, batch_size=_QUERIES)
+    return lax.map(one, queries, batch_size=_QUERIES)
 
-    certain, ends = lax.map(at, box)
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _labels(
+    apply_fn: Any,
+    layout: Layout,
+    ks: tuple[int, ...],
+    moving: Leaves,
+    frozen: Leaves,
+    queries: Any,
+    certain: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns labels and distances [Q] from the certain labels [K, Q]."""
+
+    def nominal(query: Any) -> jax.Array:
+        logits = apply_fn(layout.join(moving, frozen), query).reshape(-1)
+        return (logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)).astype(jnp.int32)
+
     # Rounding may order nominal logits differently from all logits in the box.
     labels = jnp.where(certain[0] >= 0, certain[0], lax.map(nominal, queries, batch_size=_QUERIES))
-    return labels, certain == labels[None], ends
+    counted = np.asarray(ks) > 0
+    return labels, jnp.sum(jnp.cumprod(certain == labels[None], axis=0)[counted], axis=0, dtype=jnp.int32)

@@ -1,22 +1,23 @@
 """The pre-training loop with batches, warm-up and checkpoints, for PUBLIC data. It charges no ledger."""
 
+import collections
 import contextlib
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from jaxdp.data import FixedBatchSampler, Source, check_source
 from jaxdp.files import read_json, write_json
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.release import Checkpoints, alone, derive, stream
-from jaxdp.report import MetricsWriter
+from jaxdp.report import Callback, MetricsWriter, progress_bar
 
 
 def fit(
@@ -35,6 +36,8 @@ def fit(
     stats: Any = None,
     devices: Sequence[jax.Device] | None = None,
     evaluate: Callable[[SharpnessState], dict[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
     workdir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 1000,
     label: str = "pre-training",
@@ -58,10 +61,15 @@ def fit(
       augment: `augment(key, example) -> example`, jittable, one view per example and step.
       stats: The first running statistics, for a stateful trainer.
       devices: The devices that share B1. Their number divides m1 and microbatch_size. Each gets a copy of the rest.
-      evaluate: `evaluate(state) -> {name: number}`, called every checkpoint_every steps.
+      evaluate: `evaluate(state) -> {name: number}`.
+      evaluate_every: The number of steps between calls of `evaluate`, which also runs after the last step. The default
+        is checkpoint_every.
+      callbacks: Functions `callback(step, metrics, params)` that are called in order after every step, once its row is
+        written. `metrics` are the numbers of the row. A callback that raises stops the run, which a later call with the
+        same workdir resumes from the last checkpoint.
       workdir: The directory of checkpoints and metrics.jsonl. None keeps nothing and cannot resume.
       checkpoint_every: The number of steps between checkpoints.
-      label, progress: The text of the progress bar on stderr, and whether to show it.
+      label, progress: The text of the progress bar (`jaxdp.report.progress_bar`), and whether to show it.
 
     Returns:
       The state after the last step.
@@ -73,8 +81,13 @@ def fit(
     plan = Batches(
         len(source), steps, perturbation_batch_size, update_batch_size, shared_batch, warmup_steps, ascent_every, seed
     )
-    if checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}.")
+    every = {
+        "checkpoint_every": checkpoint_every,
+        "evaluate_every": checkpoint_every if evaluate_every is None else evaluate_every,
+    }
+    for name, count in every.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}.")
     plan.check_microbatches(trainer)
     if devices is not None and perturbation_batch_size % len(devices):
         raise ValueError(
@@ -97,8 +110,8 @@ def fit(
 
     with _Run(workdir, trainer, plan, source) as run:
         state, first = run.restore(jax.device_put(trainer.init(params, stats), copied), copied)
-        rows: list[dict[str, Any]] = []
-        with tqdm(total=steps, initial=first, desc=label, unit="step", disable=not progress) as bar:
+        rows = collections.deque[tuple[int, dict[str, Any]]]()
+        with progress_bar(total=steps, initial=first, label=label, unit="step", show=progress) as bar:
             for step in range(first, steps):
                 perturbing, updating = plan.batches(step)
                 second = batch(updating, step, 1, copied)
@@ -107,17 +120,22 @@ def fit(
                 else:
                     ascent = batch(perturbing, step, 0, spread)
                 state, row = trainer.step(state, ascent, second)
-                rows.append(row)
+                rows.append((step + 1, row))
+                save, judge = ((step + 1) % count == 0 or step + 1 == steps for count in every.values())
+                # Two steps may wait for the device. More batches could fill its memory.
+                while len(rows) > (0 if save or judge or callbacks else 2):
+                    number, waiting = rows.popleft()
+                    numbers = {name: float(value) for name, value in jax.device_get(waiting).items()}
+                    ended = time.time()
+                    if evaluate is not None and judge and number == step + 1:
+                        numbers |= evaluate(state)
+                    run.write(number, ended, numbers)
+                    for callback in callbacks:
+                        callback(number, numbers, state.params)
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in numbers.items()}, refresh=False)
+                if save:
+                    run.save(step + 1, state)
                 bar.update()
-                if len(rows) > 2:
-                    jax.block_until_ready(rows[-3])  # Waiting batches must not fill the device's memory.
-                if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
-                    rows = [{name: float(value) for name, value in row.items()} for row in jax.device_get(rows)]
-                    if evaluate is not None:
-                        rows[-1] |= evaluate(state)
-                    run.save(step + 1, rows, state)
-                    bar.set_postfix({name: f"{value:.3f}" for name, value in rows[-1].items()})
-                    rows = []
     return state
 
 
@@ -239,10 +257,12 @@ class _Run:
             return state, 0
         return SharpnessState(**jax.device_put(saved, copied)), step
 
-    def save(self, step: int, rows: list[dict[str, Any]], state: SharpnessState) -> None:
-        """Makes metrics and state after `step` steps durable."""
-        if self._checkpoints is None:
-            return
-        for number, row in enumerate(rows, step + 1 - len(rows)):
-            self._metrics.write(number, **row)
-        self._checkpoints.save(step, state._asdict())
+    def write(self, step: int, ended: float, row: dict[str, float]) -> None:
+        """Writes the metrics of a step that ended at a time."""
+        if self._checkpoints is not None:
+            self._metrics.write(step, ended, **row)
+
+    def save(self, step: int, state: SharpnessState) -> None:
+        """Makes the state after `step` steps durable."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(step, state._asdict())

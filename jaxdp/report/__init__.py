@@ -1,4 +1,4 @@
-"""Metrics in JSON lines, text tables and figures."""
+"""Metrics in JSON lines, writers of metrics, progress bars, text tables and figures."""
 
 from jaxdp.report.metrics import MetricsWriter, read_metrics
 from jaxdp.report.plots import (
@@ -10,10 +10,15 @@ from jaxdp.report.plots import (
     plot_reliability,
     plot_training,
 )
+from jaxdp.report.progress import progress_bar
 from jaxdp.report.tables import format_table
+from jaxdp.report.writers import Callback, TensorBoardWriter, WandbWriter
 
 __all__ = [
+    "Callback",
     "MetricsWriter",
+    "TensorBoardWriter",
+    "WandbWriter",
     "check_figures",
     "format_table",
     "plot_curves",
@@ -22,5 +27,6 @@ __all__ = [
     "plot_points",
     "plot_reliability",
     "plot_training",
+    "progress_bar",
     "read_metrics",
 ]

@@ -1,14 +1,16 @@
 """Metrics of a run as JSON lines: one object per line, appended, safe to kill at any instant.
 
-A line is an object with "step" (integer), "time" (seconds since the epoch) and the metrics. Lines are strict JSON (RFC
-8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts them.
+A line is an object with "step" (integer), "time" (the end of the step in seconds since the epoch), "seconds" (the same
+since the start of the run, without the time in which no process worked on it) and the metrics. Lines are strict JSON
+(RFC 8259). The strings "NaN", "Infinity" and "-Infinity" stand for the floats that JSON lacks. `read_metrics` converts
+them.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -27,7 +29,8 @@ class MetricsWriter:
             metrics.truncate_after(restored_step)  # on resume: drops rows after the checkpoint
             metrics.write(step, accuracy=0.93, epsilon=1.2)
 
-    Opening removes a last line that a crash left incomplete. A file has one writer at a time.
+    Opening removes a last line that a crash left incomplete. "seconds" continues from the last line. A file has one
+    writer at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False):
@@ -43,26 +46,30 @@ class MetricsWriter:
         self.path = Path(path)
         self._fsync = fsync
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = sum(len(line) for line, _ in _lines(self.path))
+        lines = list(_lines(self.path))
         self._file = self._open()
-        self._file.truncate(whole)
+        self._file.truncate(sum(len(line) for line, _ in lines))
+        self._start_clock(lines)
         if fsync:
             sync_folder(self.path.parent)
 
-    def write(self, step: int, /, **metrics: Any) -> None:
+    def write(self, step: int, ended: float | None = None, /, **metrics: Any) -> None:
         """Appends one line.
 
         Args:
             step: The step of the run.
+            ended: The end of the step, as `time.time()`. The default is now.
             **metrics: Numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
 
         Raises:
             TypeError: A value has no JSON form.
-            ValueError: A metric is called "step" or "time", or an array is not a scalar.
+            ValueError: A metric is called "step", "time" or "seconds", or an array is not a scalar.
         """
-        if reserved := {"step", "time"} & set(metrics):
+        if reserved := {"step", "time", "seconds"} & set(metrics):
             raise ValueError(f"metrics must not be named {sorted(reserved)}, which every line has. Rename them.")
-        record = {"step": int(step), "time": time.time(), **tree.map_structure_with_path(_to_json, metrics)}
+        ended = time.time() if ended is None else ended
+        times = {"time": ended, "seconds": self._before + ended - self._opened}
+        record = {"step": int(step), **times, **tree.map_structure_with_path(_to_json, metrics)}
         # One write per line: a crash leaves at most the last line incomplete, and the next opening removes it.
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -72,16 +79,22 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """Drops the lines of later steps, which a resumed run writes again. Returns their number.
 
+        "seconds" continues from the last kept line.
         The file is replaced in one rename. A crash leaves the old file or the new one.
         """
         lines = list(_lines(self.path))
-        kept = [line for line, record in lines if record["step"] <= step]
+        kept = [(line, record) for line, record in lines if record["step"] <= step]
         if len(kept) == len(lines):
             return 0
         self._file.close()
-        write_durably(self.path, b"".join(kept))
+        write_durably(self.path, b"".join(line for line, _ in kept))
         self._file = self._open()
+        self._start_clock(kept)
         return len(lines) - len(kept)
+
+    def _start_clock(self, lines: Sequence[tuple[bytes, dict[str, Any]]]) -> None:
+        # Lines of earlier releases have no "seconds".
+        self._opened, self._before = time.time(), lines[-1][1].get("seconds", 0.0) if lines else 0.0
 
     def _open(self) -> BinaryIO:
         return open(self.path, "ab")

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxdp.models.training import Loss, adam_step, check_positive, epoch_batches, fit_in_memory
+from jaxdp.report import progress_bar
 from jaxdp.split.augment import hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
@@ -292,7 +293,7 @@ def adapt_by_client(
     backbone, tuned = backbone.with_head(head_key, back, num_classes)
     state = optax.scale_by_adam().init(tuned)
     images, numbers = (np.asarray(column) for column in copies.index())
-    for epoch_key in jax.random.split(key, epochs):
+    for epoch_key in progress_bar(jax.random.split(key, epochs), label="training", unit="epoch"):
         batches = _batches(epoch_key, len(images), min(batch_size, len(images)))[:2]
         for rows, weights in zip(*map(np.asarray, batches), strict=True):
             shown, numbered = images[rows], numbers[rows]

@@ -24,7 +24,7 @@ from jaxdp import release
 from jaxdp.files import understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
-from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.report import MetricsWriter, progress_bar, read_metrics
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private
@@ -77,7 +77,7 @@ def serve(
 
     Args:
         adapter: An `Adapter`. It decides whether a batch is predicted before or after adapting to it.
-        stream: A `Stream`, or any iterable of `Batch`. `tqdm.tqdm(stream)` shows a bar.
+        stream: A `Stream`, or any iterable of `Batch`. Its number of batches may be unknown.
         account: The account that is charged, for the ids of its `unit`. None charges and guarantees nothing: the stream
             is public, or its cost is charged elsewhere. An account with a workdir is for that workdir only, and its
             units are text, integers or tuples of them.
@@ -130,7 +130,7 @@ def serve(
         loop = _Loop(adapter, account, till, files, monitor, deliver, evaluate)
         try:
             loop.begin(state)
-            for number, batch in enumerate(stream):
+            for number, batch in enumerate(progress_bar(stream, label="stream", unit="batch")):
                 loop.serve(number, batch)
         except BudgetExceeded as error:
             error.served = loop.served()  # type: ignore[attr-defined]

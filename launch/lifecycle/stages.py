@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 from jaxdp import audit, finetune, prediction, pretrain, privacy, recalibration, split, tta
 from jaxdp.audit import finetune as finetune_canaries
@@ -259,7 +258,7 @@ def adapt(job: Job) -> dict[str, Any]:
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     served = tta.serve(
         adapter,
-        tqdm(batches, unit="batch"),
+        batches,
         account=tta.StreamAccount(job.account("stream"), event=method.event, unit="sample"),
         workdir=job.folder,
         evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},

@@ -4,7 +4,7 @@
 
 A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
 
-    {"at": "reserved" | "step" | "metrics" | "checkpoint" | "saved", "time": k}   the k-th time it gets there, or
+    {"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}   the k-th time it gets there, or
     {"after": seconds}                                                           so long after its first step.
 
 This process imports everything once and forks the runs before JAX has started. Every released step is appended to
@@ -138,7 +138,7 @@ def arm(kill):
         before(loop, "_run")
     elif kill["at"] == "step":
         before(finetune.PrivateTrainer, "step")
-    elif kill["at"] == "metrics":
+    elif kill["at"] == "kept":
         before(loop._Files, "save")
     elif kill["at"] == "saved":
         before(Ledger, "_finish")

@@ -3,6 +3,7 @@
 import collections
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -41,7 +42,8 @@ def charged(folder):
 
 
 def metrics(folder):
-    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(folder / "metrics.jsonl")]
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in ("time", "seconds")} for row in rows]
 
 
 def final(folder):
@@ -64,8 +66,9 @@ CHOSEN = [
     ({"at": "checkpoint", "time": 1}, 0, 0),  # before the secret seed is in its place
     ({"at": "reserved", "time": 1}, 3, 0),
     ({"at": "step", "time": 3}, 3, 2),
-    ({"at": "metrics", "time": 2}, 6, 6),  # the first chunk is kept, the second computed but not written
-    ({"at": "checkpoint", "time": 1}, 6, 6),  # the second chunk's checkpoint is written but not in its place
+    ({"at": "kept", "time": 2}, 6, 6),  # the first chunk is kept, of the second only the metrics are
+    # The metrics of repeated steps have been dropped. The second chunk's checkpoint is written but not in its place.
+    ({"at": "checkpoint", "time": 2}, 6, 6),
     # It is in its place, but not committed in the ledger; the newest charge is confirmed first.
     ({"at": "saved", "time": 2}, 6, 6),
     ({"at": "step", "time": 4}, 12, 9),
@@ -626,3 +629,69 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
         with (tmp_path / "run" / "charges.jsonl").open("a") as file:
             file.write('{"step": 3, "tok')  # torn by a crash: nothing was computed after it
     assert totals == [{STEP: n * CHUNK} for n in (1, 2, 2, 3)]
+
+
+@pytest.mark.slow
+def test_evaluations_are_apart_from_checkpoints(tmp_path):
+    def evaluate(params):
+        return {"accuracy": 0.25}
+
+    settings = {"steps": 7, "checkpoint_every": 4, "evaluate": evaluate}
+    for every, steps in ((None, [4, 7]), (3, [3, 6, 7]), (5, [5, 7])):
+        folder = tmp_path / str(every)
+        fit(blobs_trainer(), blobs_ledger(delta=1e-5), workdir=folder, evaluate_every=every, **settings)
+        assert [row["step"] for row in metrics(folder) if "accuracy" in row] == steps
+        assert [row["step"] for row in metrics(folder) if "epsilon" in row] == [4, 7]
+    with pytest.raises(ValueError, match="evaluate_every must be at least 1, got 0"):
+        fit(blobs_trainer(), blobs_ledger(delta=1e-5), evaluate_every=0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_private_data_pays_between_two_checkpoints(tmp_path):
+    trainer, ledger = blobs_trainer(), blobs_ledger(delta=1e-5)
+    noise = dp_event.GaussianDpEvent(20.0)
+
+    def evaluate(params):
+        how = {"account": ledger.account("blobs"), "noise_multiplier": 20.0}
+        return {
+            "accuracy": finetune.charged_accuracy(lambda p, x: x @ jnp.stack([p["w"]] * 4, 1), params, BLOBS, **how)
+        }
+
+    fit(trainer, ledger, workdir=tmp_path, steps=4, checkpoint_every=4, evaluate=evaluate, evaluate_every=2)
+    charged = composition(ledger.events("blobs")[None])
+    assert charged[noise] == 2 and sum(charged.values()) == 6
+    assert [row["step"] for row in metrics(tmp_path) if "accuracy" in row] == [2, 4]
+
+
+@pytest.mark.slow
+def test_callbacks_see_every_step_once_its_row_is_written(tmp_path):
+    trainer, ledger, seen = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5), []
+
+    def callback(step, row, params):
+        assert metrics(tmp_path)[-1] == {"step": step, **row}  # the row is on disk when its step ends
+        seen.append((step, np.asarray(params["w"])))
+
+    state = fit(trainer, ledger, workdir=tmp_path, steps=3, callbacks=[callback])
+    assert [step for step, _ in seen] == [1, 2, 3]
+    assert np.array_equal(seen[-1][1], np.asarray(state.ema["w"]))
+    times = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(a["time"] < b["time"] and a["seconds"] < b["seconds"] for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_callback_that_raises_loses_nothing_that_was_paid(tmp_path, at):
+    trainer, ledger, seen = blobs_trainer(), blobs_ledger(delta=1e-5), []
+
+    def callback(step, row, params):
+        seen.append((step, row["released_gradient_norm"]))
+        if step == at and len(seen) == at:
+            raise Crash
+
+    with pytest.raises(Crash):
+        fit(trainer, ledger, workdir=tmp_path, steps=6, callbacks=[callback])
+    fit(trainer, ledger, workdir=tmp_path, steps=6, callbacks=[callback])
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 6
+    assert [step for step, _ in seen] == [*range(1, at + 1), *range(3, 7)]
+    assert seen[2] == seen[at]  # the repeated step has the same noise
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7))

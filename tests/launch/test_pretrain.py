@@ -1,5 +1,6 @@
 """Pre-training: what it leaves, also after an interruption, what is refused, and the launcher as a user runs it."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -29,7 +30,7 @@ def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("pretrain") / "run"
 
     def interrupt(*arguments, **options):
-        if len(read_metrics(workdir / TRAINING)) == 3:
+        if len(read_metrics(workdir / TRAINING)) == 5:
             raise KeyboardInterrupt
         return np.zeros(1)
 
@@ -38,7 +39,23 @@ def finished(tmp_path_factory):
         with pytest.raises(KeyboardInterrupt):
             frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
     assert (workdir / "config.json").exists() and not (workdir / "params.safetensors").exists()
-    return workdir, *program.study("pretrain", "configs/pretrain/digits.py:dpadapter", workdir, tiny.PRETRAIN)
+    watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""  # a resumed run may be watched otherwise
+    fields = {**tiny.PRETRAIN, "watch": watch}
+    return workdir, *program.study("pretrain", "configs/pretrain/digits.py:dpadapter", workdir, fields)
+
+
+def test_the_steps_of_a_watched_run_are_written_for_tensorboard(finished):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = (finished[0] / TRAINING).with_name("tensorboard")
+    found = {event.step: event.value for event in reader.EventAccumulator(str(folder)).Reload().Scalars("loss")}
+    rows = {row["step"]: row["loss"] for row in read_metrics(finished[0] / TRAINING)}
+    assert found == pytest.approx({step: rows[step] for step in (4, 5, 6)}, rel=1e-6)
+
+
+def test_an_unknown_writer_is_refused_before_anything_is_done(tmp_path):
+    with pytest.raises(ValueError, match=r"config[.]watch has 'board', which is not one of tensorboard, wandb"):
+        frame.run(pretrain.STUDY, tiny.pretrain(watch="board"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_result_is_what_it_was(finished):

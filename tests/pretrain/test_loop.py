@@ -130,12 +130,27 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert sorted(traces) == [6, 20]
     without_time = [
-        [{k: v for k, v in row.items() if k not in ("time", "evaluated")} for row in read_metrics(path)]
+        [{k: v for k, v in row.items() if k not in ("time", "seconds", "evaluated")} for row in read_metrics(path)]
         for path in (tmp_path / "run" / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
     ]
     assert without_time[0] == without_time[1]
     again = fit(trainer(), PARAMS, SOURCE, workdir=tmp_path / "run", **options)
     jax.tree.map(np.testing.assert_array_equal, again, whole)
+
+
+@pytest.mark.slow
+def test_callbacks_and_evaluations_are_apart_from_checkpoints(tmp_path):
+    seen = []
+
+    def callback(step, row, params):
+        assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == step
+        seen.append((step, "evaluated" in row, params))
+
+    how = {"evaluate": lambda state: {"evaluated": 1.0}, "evaluate_every": 2, "callbacks": [callback]}
+    state = fit(trainer(), PARAMS, SOURCE, steps=5, checkpoint_every=3, workdir=tmp_path, **how, **SIZES)
+    assert [(step, evaluated) for step, evaluated, _ in seen] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 1)]
+    jax.tree.map(np.testing.assert_array_equal, seen[-1][2], state.params)
+    assert not np.array_equal(seen[0][2]["w"], seen[1][2]["w"])
 
 
 PROGRAM = """
@@ -199,6 +214,7 @@ def test_the_large_batch_over_several_devices():
         ({"steps": -1}, r"steps must be at least 0, got -1"),
         ({"ascent_every": 0}, r"ascent_every must be at least 1, got 0"),
         ({"checkpoint_every": 0}, r"checkpoint_every must be at least 1, got 0"),
+        ({"evaluate_every": 0}, r"evaluate_every must be at least 1, got 0"),
         ({"devices": [None] * 3}, r"perturbation_batch_size must be a multiple of 3 devices, got 20"),
         ({"seed": b"short"}, r"seed must be 16 bytes such as .* got b'short'"),
     ],

@@ -14,7 +14,7 @@ from jaxdp.report import MetricsWriter, read_metrics
 
 
 def without_time(records):
-    return [{key: value for key, value in record.items() if key != "time"} for record in records]
+    return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
 
 
 def test_lines_come_back_as_written(tmp_path):
@@ -130,3 +130,19 @@ def test_what_has_no_json_form_is_refused_and_not_half_written(tmp_path):
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="Start the run first"):
         read_metrics(tmp_path / "none.jsonl")
+
+
+def test_times_are_those_of_the_steps_and_go_on_after_a_pause(tmp_path, monkeypatch):
+    path, clock = tmp_path / "m.jsonl", [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    for start in (1000.0, 5000.0):  # the second process begins long after the first one
+        clock[0] = start
+        with MetricsWriter(path) as metrics:
+            metrics.truncate_after(2)
+            for step in (1, 2, 3) if start == 1000.0 else (3, 4):
+                clock[0] += 10
+                ended, clock[0] = clock[0], clock[0] + 5  # an evaluation takes five seconds
+                metrics.write(step, ended, x=step)
+    rows = [(row["step"], row["time"], row["seconds"]) for row in read_metrics(path)]
+    # A row of the first process after the checkpoint is written again, and its time is not counted twice.
+    assert rows == [(1, 1010, 10), (2, 1025, 25), (3, 5010, 35), (4, 5025, 50)]

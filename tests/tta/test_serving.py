@@ -4,6 +4,8 @@ import builtins
 import logging
 import math
 import os
+import sys
+import time
 import typing
 
 import jax
@@ -11,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tqdm import tqdm
 
 from jaxdp.data import from_arrays
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, NonPrivateDpEvent
@@ -356,8 +357,10 @@ def test_a_collapsed_model_goes_back_to_its_source():
 
 
 @pytest.mark.slow
-def test_a_bar_around_the_stream_shows_numbers_of_batches_only(capsys):
-    serve(Recorder(), tqdm(Stream(domains(20), batch_size=5, seed=0)), account=None)
+def test_the_bar_shows_numbers_of_batches_only(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    wait = {"deliver": lambda batch, logits: time.sleep(0.3)}  # a bar is shown after a second
+    serve(Recorder(), Stream(domains(20), batch_size=5, seed=0), account=None, **wait)
     shown = capsys.readouterr()
     assert "4/4" in shown.err
     assert shown.out == ""
