@@ -45,14 +45,13 @@ class TensorBoardWriter(_Writer):
         self._writer: Any = None
 
     def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
-        """Writes the metrics of a step durably. `params` are not written."""
+        """Writes the metrics of a step, which are in the file a second later. `params` are not written."""
         if self._writer is None:
             self._writer = self._library.SummaryWriter(
-                os.fspath(self._folder), purge_step=step, filename_suffix=f".{time.time_ns()}"
+                os.fspath(self._folder), purge_step=step, filename_suffix=f".{time.time_ns()}", flush_secs=1
             )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def close(self) -> None:
         """Closes the file."""

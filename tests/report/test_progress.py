@@ -46,7 +46,7 @@ def test_tensorboard_reads_the_metrics_and_a_resumed_run_replaces_what_it_repeat
         with TensorBoardWriter(tmp_path / "board") as writer:
             for step in steps:
                 writer(step, {"epsilon": factor * step})
-            found = reader.EventAccumulator(str(tmp_path / "board")).Reload().Scalars("epsilon")
+        found = reader.EventAccumulator(str(tmp_path / "board")).Reload().Scalars("epsilon")
     assert [(event.step, event.value) for event in found] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
