@@ -31,6 +31,8 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "name": "cifar10",
                 "data_dir": "",
                 "parts": {"public": "", "private": "train", "test": "test"},  # "cifar100/train" to pre-train on it
+                "unit": "example",  # of privacy, for the ledger
+                "adjacency": "add_remove",
                 "crop_padding": 4,
                 "flip": True,
             },

@@ -22,6 +22,8 @@ def get_config() -> ConfigDict:
                 "name": "digits",
                 "split_seed": 0,
                 "parts": {"public": 0.05, "private": 0.65, "test": 0.3},
+                "unit": "example",  # of privacy, for the ledger
+                "adjacency": "add_remove",
                 "crop_padding": 1,
                 "flip": False,
             },

@@ -23,6 +23,8 @@ def get_config() -> ConfigDict:
                 "name": "fashion_mnist",
                 "data_dir": "",
                 "parts": {"public": "", "private": "train", "test": "test"},
+                "unit": "example",  # of privacy, for the ledger
+                "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,
             },

@@ -45,6 +45,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "split_seed": 0,
                 "parts": {"public": 40, "private": 860, "sources": 250, "stream": 320, "client": 80, "test": 247},
                 "sources": 5,  # the hospitals that share `parts.sources`
+                "unit": "example",  # of privacy, for the ledger
                 "source_shift": "brightness",
                 "stream_shifts": ("brightness",),  # one after the other
                 "severity": 4,

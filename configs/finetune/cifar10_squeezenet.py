@@ -37,6 +37,8 @@ def get_config(size: str = "small") -> ConfigDict:
                 "name": "cifar10",
                 "data_dir": "",
                 "parts": {"public": "cifar100/train[:8000]", "private": f"train[:{records}]", "test": "test"},
+                "unit": "example",  # of privacy, for the ledger
+                "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,
             },

@@ -28,6 +28,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "mechanisms": ("global", "smooth", "ours"),
             "data": {
                 "kind": "blobs",
+                "unit": "example",  # of privacy, for the ledger
                 "separation": 1.0 if close else 1.25,
                 "std": 0.75 if close else 0.35,
                 "train": 3000 if mlp else 5000,

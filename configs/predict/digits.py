@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
             "repetitions": 20,  # of each row of the table, with fresh noise and other queries
             "data": {
                 "kind": "images",
+                "unit": "example",  # of privacy, for the ledger
                 "source": "bundled",
                 "name": "digits",
                 "split_seed": 0,

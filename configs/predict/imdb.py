@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 _DATA = {
     "reviews": {
         "kind": "text",
+        "unit": "example",  # of privacy, for the ledger
         "name": "imdb_reviews",
         "data_dir": "",
         "parts": {"private": "train", "test": "test[:5000]"},

@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
             "mechanisms": ("global", "smooth", "ours"),
             "data": {
                 "kind": "images",
+                "unit": "example",  # of privacy, for the ledger
                 "source": "npz",
                 "path": "",
                 "data_dir": "",

@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
             "mechanisms": ("global", "smooth", "ours"),
             "data": {
                 "kind": "images",
+                "unit": "example",  # of privacy, for the ledger
                 "source": "tfds",
                 "data_dir": "",  # by default the environment variable TFDS_DATA_DIR
                 "name": "pneumonia_mnist",

@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
             "mechanisms": ("global", "smooth", "ours"),
             "data": {
                 "kind": "text",
+                "unit": "example",  # of privacy, for the ledger
                 "name": "glue/sst2",
                 "data_dir": "",
                 "parts": {"private": "train", "test": "validation"},
