@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
+PROCESS = Path("/proc/self")
 
 # XLA reads flags when JAX starts. Eight devices cost nothing measurable. Its older code for fusions compiles a third
 # faster. Later releases do not have it, and stop at a flag that they do not know.
@@ -69,18 +70,28 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Forgets compiled programs before they fill 2 GB, or the 65,530 mappings that Linux allows a process."""
+    """Forgets compiled programs before a worker fills 2 GB."""
     yield
-    process = Path("/proc/self")
-    if process.exists():
-        resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if resident > 1.4e9 or (process / "maps").read_bytes().count(b"\n") > 15_000:
-            jax.clear_caches()
-            gc.collect()
-            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
-                libc.malloc_trim(0)
+    if PROCESS.exists() and int((PROCESS / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.5e9:
+        forget_programs()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """Forgets compiled programs before they fill the 65,530 mappings that Linux allows a process."""
+    yield
+    if PROCESS.exists() and (PROCESS / "maps").read_bytes().count(b"\n") > 15_000:
+        forget_programs()
+
+
+def forget_programs() -> None:
+    """Returns the memory of compiled programs to the system."""
+    jax.clear_caches()
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
+        libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")
