@@ -72,18 +72,24 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Forgets compiled programs before a worker fills 2 GB."""
+    """Forgets compiled programs before a worker exceeds 2 GB, though a module's tests may share them."""
     yield
-    if PROCESS.exists() and int((PROCESS / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 1.5e9:
+    if resident() > 1.9e9:
         forget_programs()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_mappings() -> Iterator[None]:
-    """Forgets compiled programs before they fill the 65,530 mappings that Linux allows a process."""
+def few_programs() -> Iterator[None]:
+    """Forgets compiled programs after a module, before they fill the 65,530 mappings that Linux allows a process."""
     yield
-    if PROCESS.exists() and (PROCESS / "maps").read_bytes().count(b"\n") > 15_000:
+    if resident() > 1.4e9 or (PROCESS.exists() and (PROCESS / "maps").read_bytes().count(b"\n") > 15_000):
         forget_programs()
+
+
+def resident() -> int:
+    """Returns the memory of this process in bytes, 0 if it is not known."""
+    pages = int((PROCESS / "statm").read_text().split()[1]) if PROCESS.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def forget_programs() -> None:
