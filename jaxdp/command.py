@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
     plan.set_defaults(run=_plan)
 
-    configs = groups.add_parser("configs", help="lists and copies configs").add_subparsers(required=True, metavar="")
+    configs = groups.add_parser("configs", help="lists and copies configs").add_subparsers(
+        required=True, metavar="list | copy"
+    )
     configs.add_parser("list", help="lists the configs").set_defaults(run=_list)
     copy = configs.add_parser("copy", help="copies a config, to change it")
     copy.add_argument("name", help="for example digits_dpsgd")
