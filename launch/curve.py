@@ -62,25 +62,13 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     task, trainer = work.shared.task, work.shared.trainer(cell.epsilon)
     private, folder = _private(work.config, cell.epsilon), work.folder(cell)
     terms = task.terms(private, work.config.data)
+    start = models.fresh(task.network, work.config.init_seed)
     with frame.account(folder / "ledger.sqlite", task.private.name, label=private.method, **terms) as account:
-        state = finetune.fit(
-            trainer,
-            models.fresh(task.network, work.config.init_seed),
-            task.units,
-            steps=private.steps,
-            account=account,
-            workdir=folder / "scratch",
-            checkpoint_every=private.checkpoint_every,
-            progress=False,
-        )
-        spent = account.epsilon(delta=private.delta)
-    params = trainers.released(state)
+        params, cost = trainers.fit(trainer, start, task.units, private, account, folder / "scratch")
     save_params(folder / "params.safetensors", task.serving(params))
     return {
         "accuracy": finetune.accuracy(task.network.apply_fn, params, task.test),
-        "epsilon_spent": spent,
-        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
-        "steps": private.steps,
+        **cost,
         "learning_rate": private.learning_rate,
     }
 

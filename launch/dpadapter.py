@@ -131,25 +131,13 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     folder = work.folder(cell)
     terms = bench.terms(cell.dataset, private)
     with frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account:
-        state = finetune.fit(
-            made,
-            start,
-            source,
-            steps=private.steps,
-            account=account,
-            workdir=folder / "scratch",
-            checkpoint_every=private.checkpoint_every,
-            progress=False,
-        )
-        spent = account.epsilon(delta=private.delta)
-    params, noise = trainers.released(state), {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
+        params, cost = trainers.fit(made, start, source, private, account, folder / "scratch")
+    noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     return {
         "accuracy": finetune.accuracy(network.apply_fn, params, test),
         "robust_accuracy": float(robust_accuracy(network.apply_fn, params, test, **noise).mean()),
-        "epsilon_spent": spent,
         "delta": private.delta,
-        "noise_multiplier": float(made.privatizer.event_at(0).noise_multiplier),
-        "steps": private.steps,
+        **cost,
     }
 
 

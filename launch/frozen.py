@@ -22,13 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp import data
-from jaxdp.data import Examples
+from jaxdp.data import Examples, from_arrays
 from jaxdp.files import read_npz, write_durably
 from jaxdp.models import Features, Pretrained, head_inputs
-from jaxdp.report import progress_bar
 
-from . import frame
+from . import data, frame, models
 
 _BATCH = 100
 
@@ -61,8 +59,8 @@ class FeatureSource:
     @functools.cached_property
     def kept(self) -> Examples:
         """The features in memory."""
-        label = np.concatenate([batch["label"] for batch in _batches(self.source)])
-        return data.from_arrays(features=self.find(), label=label, num_classes=self.num_classes, name=self.name)
+        label = data.labels(self.source)
+        return from_arrays(features=self.find(), label=label, num_classes=self.num_classes, name=self.name)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -138,9 +136,7 @@ class Frozen:
             if str(kept["of"]) == self._of(images):
                 return kept["features"]
         compute = jax.jit(functools.partial(head_inputs, self.network))
-        count = -(-len(images) // _BATCH)
-        batches = progress_bar(_batches(images), label=f"features, {role}", unit="batch", total=count)
-        found = np.concatenate([np.asarray(compute(batch["image"])) for batch in batches])
+        found = models.outputs(compute, images, batch_size=_BATCH, label=f"features, {role}")
         if self.config.keep == "workdir":
             write_durably(path, lambda file: np.savez(file, features=found, of=self._of(images)))
         return found
@@ -151,11 +147,6 @@ class Frozen:
         for leaf in jax.tree.leaves((self.network.params, self.network.constants)):
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()
-
-
-def _batches(images: Examples) -> Any:
-    for start in range(0, len(images), _BATCH):
-        yield images.gather(np.arange(start, min(start + _BATCH, len(images))))
 
 
 def check(config: Any) -> None:

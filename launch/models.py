@@ -99,11 +99,15 @@ def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
 
 def logits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500) -> np.ndarray:
     """Returns the logits of all images of a source, float32 [n, C]."""
-    predict = jax.jit(network.apply_fn)
+    predict = functools.partial(jax.jit(network.apply_fn), params)
+    return outputs(predict, source, batch_size=batch_size, label="logits")
+
+
+def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str) -> np.ndarray:
+    """Returns what a compiled function, images [B, H, W, C] -> [B, ...], makes of all images of a source, [n, ...]."""
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
-    parts = progress_bar(rows, label="logits", unit="batch")
-    found = np.stack([np.asarray(predict(params, source.gather(part)["image"])) for part in parts])
-    return found[mask]
+    parts = progress_bar(rows, label=label, unit="batch")
+    return np.stack([np.asarray(function(source.gather(part)["image"])) for part in parts])[mask]
 
 
 def train(

@@ -1,6 +1,7 @@
 """The trainer that the `private` part of a config describes, for all studies that fine-tune."""
 
 import inspect
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import optax
 from jaxdp import finetune
 from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
+from jaxdp.privacy import Account
 
 from . import data, frame, models, settings
 
@@ -141,6 +143,25 @@ def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, 
         )
     examples = public.gather(np.arange(count))
     return {**examples, "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32)}
+
+
+def fit(
+    trainer: Any, start: Params, source: Any, private: Any, account: Account, scratch: pathlib.Path
+) -> tuple[Params, dict[str, Any]]:
+    """Trains one of many private models, without a bar. Returns its published parameters and its cost, for a row.
+
+    Args:
+      trainer, start, source, account: As in `jaxdp.finetune.fit`.
+      private: Has steps, checkpoint_every and delta.
+      scratch: The workdir of the run.
+    """
+    how = {"steps": private.steps, "checkpoint_every": private.checkpoint_every}
+    state = finetune.fit(trainer, start, source, account=account, workdir=scratch, progress=False, **how)
+    return released(state), {
+        "epsilon_spent": account.epsilon(delta=private.delta),
+        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "steps": private.steps,
+    }
 
 
 def released(state: finetune.TrainState) -> Params:

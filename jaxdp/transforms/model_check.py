@@ -273,7 +273,7 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
         arrays, rebuild = _split(params)
         try:
             out = jax.eval_shape(lambda a, e: loss_fn(rebuild(a), e, **keys), arrays, shapes)
-        except Exception:
+        except Exception:  # Any error of the caller's loss means that it does not take these shapes.
             return False
         value = out[0] if f.has_aux and isinstance(out, tuple) else out
         return isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
