@@ -657,8 +657,9 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
 
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     program = plan.weights_program(wide)
+    columns = list(zip(plan.sites, records, cotangents, strict=True))
     components = [
-        _Component(plan, program, wide, indices, [records[j] for j in indices], [cotangents[j] for j in indices], choose)
+        _Component([columns[j] for j in indices], walker.restricted(program, indices), wide, choose)
         for indices in _connected(plan.sites)
     ]
     squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
@@ -697,13 +698,11 @@ class _Component:
       kept: The gradients [B, ...] by leaf, or None if they are not kept.
     """
 
-    def __init__(
-        self, plan: walker.Plan, program: Any, leaves: list[Any], indices: list[int], records: Any, gs: Any, choose: Any
-    ):
-        self._columns = list(zip([plan.sites[j] for j in indices], records, gs, strict=True))
+    def __init__(self, columns: list[tuple[sites.Site, Any, Any]], program: Any, leaves: list[Any], choose: Choice):
+        self._columns = columns  # site, record and cotangent
         self._members = sorted(frozenset[int]().union(*(site.leaves for site, _, _ in self._columns)))
         self.kept: dict[int, jax.Array] | None = None
-        self._pull = pull = _pull_back(walker.restricted(program, indices), leaves, self._members)
+        self._pull = pull = _pull_back(program, leaves, self._members)
         method = choose([site for site, _, _ in self._columns], sum(leaves[i].size for i in self._members))
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
@@ -742,14 +741,19 @@ class _Component:
 
 
 def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Returns J^T, the map from the gradients of V_j to the gradients of the leaves `members`."""
+    """Returns J^T, the map from the gradients of the V_j of `program` to the gradients of the leaves `members`."""
 
     def weights(values: list[Any]) -> list[jax.Array]:
         given = dict(zip(members, values, strict=True))
         return jax.extend.core.jaxpr_as_fun(program)(*(given.get(i, x) for i, x in enumerate(leaves)))
 
     values, pull = jax.vjp(weights, [leaves[i] for i in members])
-    return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
+
+    def pulled(dvs: list[jax.Array]) -> list[jax.Array]:
+        grads: list[jax.Array] = pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
+        return grads
+
+    return pulled
 
 
 def _has_low_precision(jaxpr: Any) -> bool:
