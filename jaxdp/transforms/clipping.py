@@ -745,7 +745,8 @@ def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[
 
     def weights(values: list[Any]) -> list[jax.Array]:
         given = dict(zip(members, values, strict=True))
-        return jax.extend.core.jaxpr_as_fun(program)(*(given.get(i, x) for i, x in enumerate(leaves)))
+        found: list[jax.Array] = jax.extend.core.jaxpr_as_fun(program)(*(given.get(i, x) for i, x in enumerate(leaves)))
+        return found
 
     values, pull = jax.vjp(weights, [leaves[i] for i in members])
 
