@@ -31,7 +31,7 @@ def command(module, config, workdir, overrides):
     return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *fields]
 
 
-# A process that was forked is warned of less: see `PYTHON`. runpy warns of modules that the interpreter has imported.
+# These warnings are no errors: that of `PYTHON`, and one of runpy about modules that the interpreter has imported.
 FORKED = """
 import runpy, sys, warnings
 warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import json
 import math
-import pathlib
 import shutil
 
 import numpy as np
@@ -16,8 +15,6 @@ from tests import forked
 from tests.launch import program
 
 pytestmark = pytest.mark.slow
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # For a process, the folders of the other party are as if they were on another machine.
 JAIL = """
