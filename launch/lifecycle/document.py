@@ -6,6 +6,7 @@ file.
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -272,6 +273,7 @@ def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list
     ]
 
 
+@functools.cache  # an environment keeps the templates that it has compiled
 def _pages() -> jinja2.Environment:
     pages = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
