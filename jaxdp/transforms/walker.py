@@ -75,6 +75,17 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
             yield from every_equation(inner)
 
 
+def forward_bytes(jaxpr: Any) -> int:
+    """Returns the bytes of all values that a jaxpr computes, those of a `scan` once for each iteration."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if inner := list(jex.jaxprs_in_params(eqn.params)):
+            total += eqn.params.get("length", 1) * sum(map(forward_bytes, inner))
+        else:
+            total += sum(v.aval.size * getattr(v.aval.dtype, "itemsize", 0) for v in eqn.outvars)
+    return total
+
+
 def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
     """Returns the positions of the first carry and of the first scanned array among the operands of a `scan`.
 
