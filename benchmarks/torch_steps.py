@@ -112,8 +112,7 @@ def network(name: str) -> nn.Module:
     if name == "resnet20":
         widths = [16] * 3 + [32] * 3 + [64] * 3
         blocks = [
-            Residual(before, width, 1 + (before < width))
-            for before, width in zip([16, *widths], widths, strict=False)
+            Residual(before, width, 1 + (before < width)) for before, width in zip([16, *widths], widths, strict=False)
         ]
         stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU()]
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
