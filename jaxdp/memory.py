@@ -11,9 +11,9 @@ def keep_freed_memory() -> bool:
     """Makes this process keep the memory that it frees, for the next step, in place of giving it back to the system.
 
     XLA on CPU allocates the temporaries of a compiled call when it starts and frees them when it ends. glibc returns
-    blocks of more than 32 MB to the system, which then clears every page again: a fifth to a third of a training step of
-    a small ResNet or ViT. Call this once when a program starts. The launchers do. The process then holds the largest
-    amount of memory that it ever needed.
+    blocks of more than 32 MB to the system, which then clears every page again. This takes a fifth to a third of a
+    training step of a small ResNet or ViT. Call the function once when a program starts. The launchers do. The process
+    then holds the largest amount of memory that it ever needed.
 
     Returns:
       Whether the process has these settings now. Only glibc has them, and jemalloc and others do not need them.
