@@ -8,8 +8,8 @@ alone, and "noise" the step of an empty batch. "plain" reads a batch of the expe
 "first" is the time from a new trainer to the end of its first step, with all compiling and without a cache.
 
 With --peers, jax_privacy clips, adds noise and updates on a batch of the expected size. Opacus does so with hooks,
-ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither samples here. Install torch and opacus for
-this. A step of more than ten seconds is timed once.
+ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither samples here. Install torch and
+opacus for this. A step of more than ten seconds is timed once.
 """
 
 import dataclasses
