@@ -148,6 +148,8 @@ def fit(
             rest = trainer.event(min(first + checkpoint_every, steps) if paid else first, steps)
             with account.hold(rest, key=till.name, seconds=_HELD_SECONDS) as hold:
                 held = hold.account(account)
+                if first < steps:
+                    trainer.compile(state, source)
                 for start in range(first, steps, checkpoint_every):
                     state = till.release(chunk(held, state, start))
     return state

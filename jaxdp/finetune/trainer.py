@@ -319,6 +319,14 @@ class PrivateTrainer:
             found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
         return found | {"update": (self.update, (state, sums))}
 
+    def compile(self, state: TrainState, source: Source) -> None:
+        """Compiles the programs of a step side by side. Without it `step` compiles each when it first needs it."""
+        programs = self.programs(state, source)
+        programs.pop("refresh", None)  # It is compiled where it is called.
+        lowered = [function.lower(*args) for function, args in programs.values()]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda program: program.compile(), lowered))
+
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
         augment_key, loss_key = jax.random.split(key)

@@ -499,6 +499,24 @@ def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
     assert [*chosen.programs(now, source_of())] == [*names, "update"]
 
 
+@pytest.mark.slow
+def test_programs_are_compiled_ahead(caplog):
+    def compiled_by_steps(ahead):
+        trainer, source = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None), source_of()
+        state = trainer.init(params_of())
+        if ahead:
+            trainer.compile(state, source)
+        caplog.clear()
+        with jax.log_compiles():
+            for _ in range(2):
+                state, _ = trainer.step(state, source)
+        names = ("_accumulate", "_update")
+        return {name for name in names if f"Finished XLA compilation of jit({name})" in caplog.text}
+
+    assert compiled_by_steps(ahead=True) == set()
+    assert compiled_by_steps(ahead=False) == {"_accumulate", "_update"}
+
+
 def test_memory_bounds_the_chosen_sizes():
     def sizes(width):
         def wide(params, example):
