@@ -50,6 +50,10 @@ class Groups:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, index: int) -> Records:
+        """Returns the records of one user: leaves [k, ...], and `present` [k]."""
+        return jax.tree.map(lambda x: x[0], self.gather(np.array([index])))
+
     @property
     def name(self) -> str:
         """The name of the records."""

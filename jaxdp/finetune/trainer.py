@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import PhysicalSizes, PoissonSampler, Records, Source
+from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -176,8 +176,13 @@ class PrivateTrainer:
         )
 
     def check(self, source: Source) -> None:
-        """Raises TypeError if `source` is no `Source`, ValueError if it and the sampler differ in size."""
+        """Raises TypeError if `source` is no `Source`, ValueError if it does not fit sampler and unit."""
         check_members(source)
+        if isinstance(source, Groups) and not self.group and self.unit == "example":
+            raise ValueError(
+                "source is of jaxdp.data.by_group, but the trainer protects one 'example'. Give the trainer group=True "
+                "and unit=..., such as 'patient', or unit=... alone if loss_fn takes all `jaxdp.data.Records` of an owner."
+            )
         if len(source) != self.sampler.num_examples:
             raise ValueError(
                 f"source has {len(source)} examples, but the sampler draws from {self.sampler.num_examples}. Its event "

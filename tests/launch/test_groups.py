@@ -65,27 +65,36 @@ def test_the_patients_of_a_folder(folder, in_memory):
     assert data.units(given, found["private"]) is data.one_each(given, found["private"]) is found["private"]
 
 
-def test_the_patients_of_hugging_face_and_of_numpy(folder, tmp_path):
-    datasets = pytest.importorskip("datasets")
+def read_again(folder, source, path, end):
+    """Asserts that a copy of the folder has the same patients."""
     found = data.parts(config(folder), "private", "test", grouped=True)
-    expected = data.units(config(folder), found["private"]).rows
-    splits, numbers = {}, {}
-    for name, source in found.items():
+    parts = {role: role + end for role in found}
+    given = config(folder, source=source, path=str(path), parts=ConfigDict(parts))
+    again = data.parts(given, "private", "test", grouped=True)["private"]
+    np.testing.assert_array_equal(data.units(given, again).rows, data.units(config(folder), found["private"]).rows)
+
+
+def test_the_patients_of_numpy(folder, tmp_path):
+    codes = {owner: k for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])}
+    for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
         columns, owners = source.load().arrays, patients(folder, name)
-        image, label = columns["image"], columns["label"]
-        splits[name] = datasets.Dataset.from_dict({"image": image.tolist(), "label": label, "patient": owners})
-        codes = {owner: k for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])}
-        numbers[name] = [codes[owner] for owner in owners]
-        np.savez(tmp_path / f"{name}.npz", image=image, label=label, patient=numbers[name])
+        numbers = [codes[owner] for owner in owners]
+        np.savez(tmp_path / f"{name}.npz", image=columns["image"], label=columns["label"], patient=numbers)
+    read_again(folder, "npz", tmp_path, ".npz")
+
+
+@pytest.mark.parity
+def test_the_patients_of_hugging_face(folder, tmp_path):
+    """Patients, named by a column of a data set of Hugging Face."""
+    import datasets
+
+    splits = {}
+    for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
+        columns, owners = source.load().arrays, patients(folder, name)
+        columns = {"image": columns["image"].tolist(), "label": columns["label"], "patient": owners}
+        splits[name] = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    saved, files = (
-        config(folder, source="hf", path=str(tmp_path / "saved")),
-        config(folder, source="npz", path=str(tmp_path)),
-    )
-    saved.parts, files.parts = [ConfigDict({r: r + end for r in ("private", "test")}) for end in ("", ".npz")]
-    for given in (saved, files):
-        again = data.parts(given, "private", "test", grouped=True)["private"]
-        np.testing.assert_array_equal(data.units(given, again).rows, expected)
+    read_again(folder, "hf", tmp_path / "saved", "")
 
 
 def test_bad_groups_of_a_config_are_refused(folder, tmp_path):
