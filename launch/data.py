@@ -55,6 +55,8 @@ from jaxdp import data
 from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, optional, read_npz
 
+from . import settings
+
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # no shift
 SOURCES = ("bundled", "tfds", "npz", "hf", "folder")
@@ -81,11 +83,11 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
     if config.source not in SOURCES and ":" not in config.source:
         known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"config.data.source must be {known} or 'package.module:function', got {config.source!r}.")
-    _check_group(config, grouped)
+    check_group(config, grouped=grouped)
     wanted = _wanted(config)
     chosen = [name for role in roles for name in wanted if _role(name) == role]
     if config.source == "bundled":
-        whole = data.bundled(config.name)
+        whole = _bundled(config)
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
             raise ValueError(
@@ -103,6 +105,11 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
     }
     _check_owners(config, found)
     return found
+
+
+def _bundled(config: Any) -> Examples:
+    with settings.named("data", config):
+        return data.bundled(config.name)
 
 
 def _wanted(config: Any) -> dict[str, Any]:
@@ -146,6 +153,16 @@ def units(config: Any, images: Examples, records: Any = None) -> Any:
     return data.by_group(records, owners, max_records=config.max_records)
 
 
+def held(units: Any) -> tuple[Examples, np.ndarray]:
+    """Returns the records of `units` that count, in their order, and the number of the owner of each."""
+    if not isinstance(units, data.Groups):
+        return units, np.arange(len(units))
+    owners, columns = np.nonzero(units.rows >= 0)
+    rows = units.rows[owners, columns]
+    order = np.argsort(rows)
+    return units.source.take(rows[order]), owners[order]
+
+
 def one_each(config: Any, records: Examples) -> Examples:
     """Returns the first record of each owner if config.data.group is set, for a guarantee that is for one record."""
     if not config.get("group", ""):
@@ -153,7 +170,8 @@ def one_each(config: Any, records: Examples) -> Examples:
     return records.take(data.by_group(records, config.group, max_records=1).rows[:, 0])
 
 
-def _check_group(config: Any, grouped: bool) -> None:
+def check_group(config: Any, *, grouped: bool = False) -> None:
+    """Raises ValueError for a group of a study that protects single records, or one that lacks a unit or a limit."""
     if not (group := config.get("group", "")):
         return
     if not grouped:
@@ -351,8 +369,9 @@ def read(spec: Any, prepare: Prepare | None = None) -> Examples:
         renumbered in this order. () keeps all.
       prepare: As in `parts`.
     """
+    check_group(spec)
     if spec.source == "bundled":
-        source = data.bundled(spec.name)
+        source = _bundled(spec)
     elif spec.source == "tfds":
         source = _read(spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None)
     else:
@@ -455,9 +474,13 @@ def turned(source: Examples, quarters: int) -> Examples:
     return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
 
 
-def cut(source: Examples, pieces: int) -> Sequence[Examples]:
-    """Returns a source in pieces of nearly equal size, in its order."""
-    return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]
+def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
+    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces share an owner."""
+    owners = np.arange(len(source))
+    if group := config.get("group", ""):
+        owners = data.groups.owners_of(data.read_column(source, group), len(source))
+    parts = np.array_split(np.arange(owners.max(initial=-1) + 1), pieces)
+    return [source.take(np.flatnonzero(np.isin(owners, part))) for part in parts]
 
 
 def require_images(sources: Mapping[str, Examples]) -> None:

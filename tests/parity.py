@@ -61,7 +61,9 @@ def main() -> int:
     parser.add_argument("--output", type=pathlib.Path, required=True)
     output = parser.parse_args().output
     results = Results()
-    folders = [str(ROOT / "tests" / name) for name in ("models", "data", "launch/test_own_data.py", "launch/test_groups.py")]
+    folders = [
+        str(ROOT / "tests" / name) for name in ("models", "data", "launch/test_own_data.py", "launch/test_groups.py")
+    ]
     status = pytest.main(["-m", "parity and not download", *folders], plugins=[results])
     output.write_text(page(results))
     return int(status)

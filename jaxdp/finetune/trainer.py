@@ -181,7 +181,8 @@ class PrivateTrainer:
         if isinstance(source, Groups) and not self.group and self.unit == "example":
             raise ValueError(
                 "source is of jaxdp.data.by_group, but the trainer protects one 'example'. Give the trainer group=True "
-                "and unit=..., such as 'patient', or unit=... alone if loss_fn takes all `jaxdp.data.Records` of an owner."
+                "and unit=..., such as 'patient', or unit=... alone if loss_fn takes the `jaxdp.data.Records` of an "
+                "owner."
             )
         if len(source) != self.sampler.num_examples:
             raise ValueError(

@@ -195,8 +195,8 @@ def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
     counts = {x.shape[:1] for x in jax.tree.leaves(shapes)}
     if len(counts) != 1 or () in counts or (0,) in counts:
         raise ValueError(
-            f"example must have leaves [k, ...] of the k records of ONE group with group=True, got {sorted(counts)}. "
-            "Pass the records of one owner, such as patients[0].records."
+            "example must have leaves [k, ...] of the k records of ONE group with group=True, got the lengths "
+            f"{sorted(counts)}. Pass the records of one owner, such as patients[0].records."
         )
     ((members,),) = counts
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes), members
@@ -315,9 +315,9 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
 
 
 _MIXED = (
-    "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of single examples. Then "
-    "no per-example gradient exists, and clipping bounds nothing. Remove BatchNorm, contrastive terms, and weights or "
-    "statistics that are computed from the batch."
+    "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of single examples. "
+    "Then no per-example gradient exists, and clipping bounds nothing. Remove BatchNorm, contrastive terms, and "
+    "weights or statistics that are computed from the batch."
 )
 
 

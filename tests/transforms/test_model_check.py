@@ -87,9 +87,7 @@ def test_losses_of_batches() -> None:
             jaxdp.check(on_a_batch, PARAMS, batch),
             "note: All leaves of example have a leading axis of 8.*pass ONE example",
         )
-        only(
-            jaxdp.check(mixing, PARAMS, batch), "note: .*pass ONE example.* In that case, loss_fn mixes the examples"
-        )
+        only(jaxdp.check(mixing, PARAMS, batch), "note: .*pass ONE example.* In that case, loss_fn mixes the examples")
         mean = lambda p, e: (on_a_batch(p, e), e["y"])  # noqa: E731
         only(jaxdp.check(mean, PARAMS, EXAMPLE, has_aux=True), "written for a batch")
 
