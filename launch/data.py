@@ -54,6 +54,7 @@ import numpy as np
 from jaxdp import data
 from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, optional, read_npz
+from jaxdp.report import progress_bar
 
 from . import settings
 
@@ -157,10 +158,11 @@ def held(units: Any) -> tuple[Examples, np.ndarray]:
     """Returns the records of `units` that count, in their order, and the number of the owner of each."""
     if not isinstance(units, data.Groups):
         return units, np.arange(len(units))
+    records: Any = units.source
     owners, columns = np.nonzero(units.rows >= 0)
     rows = units.rows[owners, columns]
     order = np.argsort(rows)
-    return units.source.take(rows[order]), owners[order]
+    return records.take(rows[order]), owners[order]
 
 
 def one_each(config: Any, records: Examples) -> Examples:
@@ -420,11 +422,11 @@ def under(test: Examples | None, config: Any, shift: str) -> Examples:
 
 def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
-    columns = source.gather(np.arange(len(source)))
-    image = np.rint(255 * columns["image"]).astype(np.uint8)
-    return data.from_arrays(
-        image=image, label=columns["label"], num_classes=source.num_classes, name=name or source.name
-    )
+    parts = np.split(np.arange(len(source)), range(256, len(source), 256))
+    read = [source.gather(rows) for rows in progress_bar(parts, label=f"images of {source.name}", unit="batch")]
+    image = np.concatenate([np.rint(255 * columns["image"]).astype(np.uint8) for columns in read])
+    label = np.concatenate([columns["label"] for columns in read])
+    return data.from_arrays(image=image, label=label, num_classes=source.num_classes, name=name or source.name)
 
 
 def everything(source: Examples) -> dict[str, np.ndarray]:

@@ -32,6 +32,7 @@ from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
+from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
@@ -435,7 +436,8 @@ def noise_and_options(
 
 
 def _constant_noise(sampler: PoissonSampler, *, steps: int, **target: Any) -> float:
-    return calibrate_noise(lambda z: event(z, sampler, steps), **target)
+    with counting(lambda z: event(z, sampler, steps), label="noise", unit="trial") as tried:
+        return calibrate_noise(tried, **target)
 
 
 def make_trainer(

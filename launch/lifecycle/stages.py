@@ -91,18 +91,20 @@ def pretrain_public(job: Job) -> dict[str, Any]:
         optax.sgd(optax.cosine_decay_schedule(how.learning_rate, how.steps), momentum=0.9),
         gamma=how.gamma,
     )
-    params = pretrain.fit(
-        trainer,
-        models.fresh(network, how.seed),
-        public,
-        steps=how.steps,
-        perturbation_batch_size=how.perturbation_batch_size,
-        update_batch_size=how.batch_size,
-        seed=how.seed.to_bytes(16, "little"),
-        augment=augmentation(job.config.augmentation),
-        workdir=job.folder,
-        checkpoint_every=how.checkpoint_every,
-    ).params
+    with job.watching() as writers:
+        params = pretrain.fit(
+            trainer,
+            models.fresh(network, how.seed),
+            public,
+            steps=how.steps,
+            perturbation_batch_size=how.perturbation_batch_size,
+            update_batch_size=how.batch_size,
+            seed=how.seed.to_bytes(16, "little"),
+            augment=augmentation(job.config.augmentation),
+            workdir=job.folder,
+            checkpoint_every=how.checkpoint_every,
+            callbacks=writers,
+        ).params
     save_params(job.folder / "backbone.safetensors", params)
 
     # If the test images have other classes, the accuracy is measured on the public images.
@@ -134,16 +136,18 @@ def finetune_private(job: Job) -> dict[str, Any]:
     made = _trainer(job.config, network, job.data)
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     account = job.account(private.name)
-    state = finetune.fit(
-        made,
-        start,
-        job.data.units,
-        steps=how.steps,
-        account=account,
-        workdir=job.folder,
-        checkpoint_every=how.checkpoint_every,
-        evaluate=lambda params: {"accuracy": judge(params, test)},
-    )
+    with job.watching() as writers:
+        state = finetune.fit(
+            made,
+            start,
+            job.data.units,
+            steps=how.steps,
+            account=account,
+            workdir=job.folder,
+            checkpoint_every=how.checkpoint_every,
+            evaluate=lambda params: {"accuracy": judge(params, test)},
+            callbacks=writers,
+        )
     params = trainers.released(state)
     save_params(job.folder / "model.safetensors", params)
     rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
@@ -468,7 +472,7 @@ def _featurise(job: Job) -> Callable[[Examples], dict[str, np.ndarray]]:
     return lambda source: {"x": features(models.logits(network, backbone, source)), "y": data.labels(source)}
 
 
-def _owned(job: Job, records: dict[str, np.ndarray]) -> Any:
+def _owned(job: Job, records: dict[str, Any]) -> Any:
     """Returns the records of the training set by unit of privacy."""
     if not isinstance(job.data.units, Groups):
         return records

@@ -1,6 +1,7 @@
 """Studies that protect patients with several images: the config's group, the ledger, and the words of the report."""
 
 import csv
+import importlib.util
 import json
 
 import numpy as np
@@ -174,10 +175,13 @@ def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
 @pytest.mark.slow
 def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path, capsys):
     study = lifecycle(folder)
+    study.watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
     states = life.run(study, tmp_path / "life")
     said = capsys.readouterr().out
     assert {state["status"] for state in states.values()} == {"done"}, said
     assert "split: only the first image of each patient is uploaded" in said
+    watched = {path.parent.parent.parent.name for path in (tmp_path / "life").glob("*/*/tensorboard/events*")}
+    assert watched == ({"pretrain", "finetune"} if study.watch else set())
     (adapted,) = (tmp_path / "life" / "adapt").glob("*/stage.json")
     assert json.loads(adapted.read_text())["result"]["visits"] in (2, 4)  # two images, in two batches or in one
     with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
