@@ -27,7 +27,7 @@ A *set of images* has the fields
     limits      the fields of `jaxdp.files.Limits`
     prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
     group       the column with the owner of each record, such as a patient. Each owner is then one unit of privacy with
-                its records. hf, folder: texts or numbers; npz, function: numbers. Studies without it protect records.
+                its records. hf, folder: texts or numbers; npz, function: numbers. Studies of single records refuse it.
     max_records with group: the largest number of records of one owner that count, see `jaxdp.data.by_group`
     unit        the unit of privacy in the ledger, see `terms`
     adjacency   the neighbouring relation in the ledger, see `terms`
