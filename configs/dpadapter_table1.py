@@ -51,6 +51,7 @@ def get_config(size: str = "paper") -> ConfigDict:
     pretrain = cifar100.get_config()
     config = ConfigDict(
         {
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "seeds": (0, 1, 2),  # of upstream models and of new heads, not of any noise
             "sets": {name: _set(*what) for name, what in _SETS.items()},  # what differs from `pretrain.data`
             "pretrain": pretrain,  # also which model

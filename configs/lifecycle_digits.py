@@ -38,6 +38,7 @@ def get_config(variant: str = "") -> ConfigDict:
         raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}.")
     config = ConfigDict(
         {
+            "watch": "",  # "tensorboard", "wandb" or both with a comma
             "ledger": "",  # "" is ledger.sqlite in the workdir. Several lifecycles may share a file.
             "data": {
                 "source": "bundled",

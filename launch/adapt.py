@@ -52,7 +52,8 @@ class _Task:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
-        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in config.privacy.budgets]
+        budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
+        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in budgets]
         self.noise = dict(zip(settings(config)[1:], [0.0, *noise], strict=True))
         self._network = models.network(config.model)
         found = data.parts(config.data, "public", "test", prepare=self._network.preprocessing.prepare)

@@ -63,8 +63,11 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     private, folder = _private(work.config, cell.epsilon), work.folder(cell)
     terms = task.terms(private, work.config.data)
     start = models.fresh(task.network, work.config.init_seed)
-    with frame.account(folder / "ledger.sqlite", task.private.name, label=private.method, **terms) as account:
-        params, cost = trainers.fit(trainer, start, task.units, private, account, folder / "scratch")
+    with (
+        frame.account(folder / "ledger.sqlite", task.private.name, label=private.method, **terms) as account,
+        frame.watching(work.config, folder) as writers,
+    ):
+        params, cost = trainers.fit(trainer, start, task.units, private, account, folder / "scratch", writers)
     save_params(folder / "params.safetensors", task.serving(params))
     return {
         "accuracy": finetune.accuracy(task.network.apply_fn, params, task.test),

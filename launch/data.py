@@ -27,7 +27,7 @@ A *set of images* has the fields
     limits      the fields of `jaxdp.files.Limits`
     prepare     tfds, folder: whether images differ in size and are resized and cut as the model's preprocessing says
     group       the column with the owner of each record, such as a patient. Each owner is then one unit of privacy with
-                its records. hf, folder: texts or numbers; npz, function: numbers. Studies without it protect records.
+                its records. hf, folder: texts or numbers; npz, function: numbers. Studies of single records refuse it.
     max_records with group: the largest number of records of one owner that count, see `jaxdp.data.by_group`
     unit        the unit of privacy in the ledger, see `terms`
     adjacency   the neighbouring relation in the ledger, see `terms`
@@ -54,6 +54,9 @@ import numpy as np
 from jaxdp import data
 from jaxdp.data import Examples, sources
 from jaxdp.files import Limits, optional, read_npz
+from jaxdp.report import progress_bar
+
+from . import settings
 
 Prepare = Callable[[Any], Any]
 CLEAN = "clean"  # no shift
@@ -81,11 +84,11 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
     if config.source not in SOURCES and ":" not in config.source:
         known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"config.data.source must be {known} or 'package.module:function', got {config.source!r}.")
-    _check_group(config, grouped)
+    check_group(config, grouped=grouped)
     wanted = _wanted(config)
     chosen = [name for role in roles for name in wanted if _role(name) == role]
     if config.source == "bundled":
-        whole = data.bundled(config.name)
+        whole = _bundled(config)
         shares = [_share(role, part, len(whole)) for role, part in wanted.items()]
         if sum(shares) > 1 + 1e-9:
             raise ValueError(
@@ -103,6 +106,11 @@ def parts(config: Any, *roles: str, prepare: Prepare | None = None, grouped: boo
     }
     _check_owners(config, found)
     return found
+
+
+def _bundled(config: Any) -> Examples:
+    with settings.named("data", config):
+        return data.bundled(config.name)
 
 
 def _wanted(config: Any) -> dict[str, Any]:
@@ -146,6 +154,17 @@ def units(config: Any, images: Examples, records: Any = None) -> Any:
     return data.by_group(records, owners, max_records=config.max_records)
 
 
+def held(units: Any) -> tuple[Examples, np.ndarray]:
+    """Returns the records of `units` that count, in their order, and the number of the owner of each."""
+    if not isinstance(units, data.Groups):
+        return units, np.arange(len(units))
+    records: Any = units.source
+    owners, columns = np.nonzero(units.rows >= 0)
+    rows = units.rows[owners, columns]
+    order = np.argsort(rows)
+    return records.take(rows[order]), owners[order]
+
+
 def one_each(config: Any, records: Examples) -> Examples:
     """Returns the first record of each owner if config.data.group is set, for a guarantee that is for one record."""
     if not config.get("group", ""):
@@ -153,7 +172,8 @@ def one_each(config: Any, records: Examples) -> Examples:
     return records.take(data.by_group(records, config.group, max_records=1).rows[:, 0])
 
 
-def _check_group(config: Any, grouped: bool) -> None:
+def check_group(config: Any, *, grouped: bool = False) -> None:
+    """Raises ValueError for a group of a study that protects single records, or one that lacks a unit or a limit."""
     if not (group := config.get("group", "")):
         return
     if not grouped:
@@ -351,8 +371,9 @@ def read(spec: Any, prepare: Prepare | None = None) -> Examples:
         renumbered in this order. () keeps all.
       prepare: As in `parts`.
     """
+    check_group(spec)
     if spec.source == "bundled":
-        source = data.bundled(spec.name)
+        source = _bundled(spec)
     elif spec.source == "tfds":
         source = _read(spec.name, spec.split, spec.data_dir or None, prepare if spec.prepare else None)
     else:
@@ -401,11 +422,11 @@ def under(test: Examples | None, config: Any, shift: str) -> Examples:
 
 def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory as uint8. A corruption is thus computed once."""
-    columns = source.gather(np.arange(len(source)))
-    image = np.rint(255 * columns["image"]).astype(np.uint8)
-    return data.from_arrays(
-        image=image, label=columns["label"], num_classes=source.num_classes, name=name or source.name
-    )
+    parts = np.split(np.arange(len(source)), range(256, len(source), 256))
+    read = [source.gather(rows) for rows in progress_bar(parts, label=f"images of {source.name}", unit="batch")]
+    image = np.concatenate([np.rint(255 * columns["image"]).astype(np.uint8) for columns in read])
+    label = np.concatenate([columns["label"] for columns in read])
+    return data.from_arrays(image=image, label=label, num_classes=source.num_classes, name=name or source.name)
 
 
 def everything(source: Examples) -> dict[str, np.ndarray]:
@@ -455,9 +476,13 @@ def turned(source: Examples, quarters: int) -> Examples:
     return data.from_arrays(image=image, label=columns["label"], num_classes=source.num_classes, name=source.name)
 
 
-def cut(source: Examples, pieces: int) -> Sequence[Examples]:
-    """Returns a source in pieces of nearly equal size, in its order."""
-    return [source.take(rows) for rows in np.array_split(np.arange(len(source)), pieces)]
+def cut(config: Any, source: Examples, pieces: int) -> Sequence[Examples]:
+    """Returns a source in pieces of nearly equal numbers of units, in its order. No two pieces share an owner."""
+    owners = np.arange(len(source))
+    if group := config.get("group", ""):
+        owners = data.groups.owners_of(data.read_column(source, group), len(source))
+    parts = np.array_split(np.arange(owners.max(initial=-1) + 1), pieces)
+    return [source.take(np.flatnonzero(np.isin(owners, part))) for part in parts]
 
 
 def require_images(sources: Mapping[str, Examples]) -> None:

@@ -95,7 +95,7 @@ class _Bench:
         """Returns the config of an upstream model."""
         config = copy.deepcopy(self.config.pretrain)
         config.update(self.config.upstreams[name])
-        config.seed = seed
+        config.seed, config.watch = seed, self.config.get("watch", "")
         return config
 
 
@@ -130,8 +130,11 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         start = merge_pretrained(start, bench.upstream(cell.upstream, cell.seed)[0], exclude=("head",))
     folder = work.folder(cell)
     terms = bench.terms(cell.dataset, private)
-    with frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account:
-        params, cost = trainers.fit(made, start, source, private, account, folder / "scratch")
+    with (
+        frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms) as account,
+        frame.watching(work.config, folder) as writers,
+    ):
+        params, cost = trainers.fit(made, start, source, private, account, folder / "scratch", writers)
     noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     return {
         "accuracy": finetune.accuracy(network.apply_fn, params, test),

@@ -13,7 +13,7 @@ import copy
 import hashlib
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -44,23 +44,38 @@ class Task(NamedTuple):
     network: Mapping[str, Any] | None = None
 
 
-def load(config: Any, network: pathlib.Path) -> Task:
-    """Returns the data of a study as features.
+class Opened(NamedTuple):
+    """Data of which no feature is computed yet.
+
+    Attributes:
+      inputs: The number of inputs to ask about.
+      classes: The number of classes.
+      compute: Returns the features. Its argument is a file with the parameters of the frozen network. Without the file
+        they are trained.
+    """
+
+    inputs: int
+    classes: int
+    compute: Callable[[pathlib.Path], Task]
+
+
+def read(config: Any) -> Opened:
+    """Opens the data of a study.
 
     Args:
       config: The `data` part of its config. It has `kind`, "images", "text", "embeddings" or "blobs", and the fields of
         the function of this name. All but blobs have `features`: dimensions, whiten and radius of a `FeatureMap`.
-      network: A file with the parameters of the frozen network. Without the file they are trained.
 
     Raises:
       FileNotFoundError: A file or data set is missing. The message names it.
       ValueError: The kind is unknown, or the data does not fit.
     """
     frame.known("data.kind", [config.kind], _KINDS)
-    return _KINDS[config.kind](config, network)
+    data.check_group(config)
+    return _KINDS[config.kind](config)
 
 
-def blobs(config: Any, _: pathlib.Path) -> Task:
+def blobs(config: Any) -> Opened:
     """Returns two Gaussian classes in the plane at +-(separation, separation), with the features x, x^2 and x^3.
 
     Fields: separation, std, train and test (numbers of records), seed.
@@ -74,11 +89,14 @@ def blobs(config: Any, _: pathlib.Path) -> Task:
         features = np.concatenate([point, point**2, point**3], axis=1)
         return from_arrays(features=features, label=label, num_classes=2, name=f"blobs/{part}")
 
-    train, test = draw("train", 2 * config.seed), draw("test", 2 * config.seed + 1)
-    return Task(train, test, "coordinates of points, their squares and cubes")
+    def compute(_: pathlib.Path) -> Task:
+        train, test = draw("train", 2 * config.seed), draw("test", 2 * config.seed + 1)
+        return Task(train, test, "coordinates of points, their squares and cubes")
+
+    return Opened(config.test, 2, compute)
 
 
-def embeddings(config: Any, _: pathlib.Path) -> Task:
+def embeddings(config: Any) -> Opened:
     """Returns ready vectors from an .npz file, for example embeddings of a public language model.
 
     Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n], test_features, test_labels,
@@ -86,14 +104,18 @@ def embeddings(config: Any, _: pathlib.Path) -> Task:
     """
     keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
     found = data.arrays(config, "path", keys, "embeddings of texts")
-    project = FeatureMap.from_public(found["public_features"], **config.features)
-    parts = []
-    for part in ("train", "test"):
-        features, label = project(found[f"{part}_features"]), found[f"{part}_labels"].reshape(-1)
-        name = f"{config.name}/{part}"
-        parts.append(from_arrays(features=features, label=label, num_classes=config.num_classes, name=name))
-    origin = f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
-    return Task(parts[0], parts[1], origin)
+
+    def compute(_: pathlib.Path) -> Task:
+        project = FeatureMap.from_public(found["public_features"], **config.features)
+        parts = []
+        for part in ("train", "test"):
+            features, label = project(found[f"{part}_features"]), found[f"{part}_labels"].reshape(-1)
+            name = f"{config.name}/{part}"
+            parts.append(from_arrays(features=features, label=label, num_classes=config.num_classes, name=name))
+        origin = f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
+        return Task(parts[0], parts[1], origin)
+
+    return Opened(len(found["test_features"]), config.num_classes, compute)
 
 
 # --- Images -----------------------------------------------------------------------------------------------------------
@@ -118,7 +140,7 @@ class Convolutions(nn.Module):
         return nn.Dense(self.num_classes, name="head")(x)
 
 
-def images(config: Any, network: pathlib.Path) -> Task:
+def images(config: Any) -> Opened:
     """Returns images as activations of a frozen network, or as pixels if no part is `upstream`.
 
     Fields: the fields of a set of images in launch/data.py, network, classes and keep. The parts are `public` (used
@@ -129,18 +151,22 @@ def images(config: Any, network: pathlib.Path) -> Task:
     found = _read(config)
     data.require_images(found)
     public, private, test = (_some_classes(found[role], config) for role in ("public", "private", "test"))
-    params, origin = None, "pixels"
-    if upstream := found.get("upstream"):
-        params = _pretrained(config.network, upstream, network)
-        origin = f"activations of two convolutions trained on {upstream.name}"
-    project = FeatureMap.from_public(_vectors(params, public), **config.features)
-    parts = []
-    for name, source in (("train", private), ("test", test)):
-        features, label = project(_vectors(params, source)), data.labels(source)
-        name = f"{config.name}/{name}" if config.source == "bundled" else source.name
-        parts.append(from_arrays(features=features, label=label, num_classes=source.num_classes, name=name))
-    origin += f", centred and scaled on {len(public)} public images without their labels"
-    return Task(parts[0], parts[1], origin, params)
+
+    def compute(network: pathlib.Path) -> Task:
+        params, origin = None, "pixels"
+        if upstream := found.get("upstream"):
+            params = _pretrained(config.network, upstream, network)
+            origin = f"activations of two convolutions trained on {upstream.name}"
+        project = FeatureMap.from_public(_vectors(params, public), **config.features)
+        parts = []
+        for name, source in (("train", private), ("test", test)):
+            features, label = project(_vectors(params, source)), data.labels(source)
+            name = f"{config.name}/{name}" if config.source == "bundled" else source.name
+            parts.append(from_arrays(features=features, label=label, num_classes=source.num_classes, name=name))
+        origin += f", centred and scaled on {len(public)} public images without their labels"
+        return Task(parts[0], parts[1], origin, params)
+
+    return Opened(len(test), private.num_classes, compute)
 
 
 def _read(config: Any) -> dict[str, Examples]:
@@ -214,7 +240,7 @@ _NEGATIONS = {"not", "n't", "no", "never", "nor", "neither", "nothing", "without
 _CLAUSE_ENDS = set(".,;:!?")
 
 
-def text(config: Any, _: pathlib.Path) -> Task:
+def text(config: Any) -> Opened:
     """Returns texts as the mean of public word vectors, weighted by weight / (weight + frequency) (Arora et al. 2017).
 
     Fields: name, data_dir and parts (private, test) of a TFDS set with two classes, its `field`, word_vectors, weight
@@ -224,24 +250,29 @@ def text(config: Any, _: pathlib.Path) -> Task:
     """
     keys = ("words", "vectors", "counts")
     words, vectors, counts = data.arrays(config, "word_vectors", keys, "public word vectors").values()
-    frequency = counts.astype(np.float64) / counts.sum()
-    table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
-    index = {word.decode() if isinstance(word, bytes) else str(word): i for i, word in enumerate(words)}
-    project = FeatureMap.from_public(table, weights=frequency, **config.features)
+    where = data.splits(config)
+    found = {role: data.texts(*where[role], config.field, data_dir=config.data_dir) for role in ("private", "test")}
 
-    def mean(sentence: str) -> np.ndarray:
-        tokens = tokenize(sentence)
-        signed = zip(tokens, signs(tokens, config.negation), strict=True)
-        known = [sign * table[index[token]] for token, sign in signed if token in index]
-        return np.mean(known, axis=0) if known else project.mean
+    def compute(_: pathlib.Path) -> Task:
+        frequency = counts.astype(np.float64) / counts.sum()
+        table = vectors.astype(np.float64) * (config.weight / (config.weight + frequency))[:, None]
+        index = {word.decode() if isinstance(word, bytes) else str(word): i for i, word in enumerate(words)}
+        project = FeatureMap.from_public(table, weights=frequency, **config.features)
 
-    where, parts = data.splits(config), []
-    for role in ("private", "test"):
-        texts, label = data.texts(*where[role], config.field, data_dir=config.data_dir)
-        features = project(np.stack([mean(sentence) for sentence in texts]))
-        parts.append(from_arrays(features=features, label=label, num_classes=2, name="/".join(where[role])))
-    origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
-    return Task(parts[0], parts[1], origin)
+        def mean(sentence: str) -> np.ndarray:
+            tokens = tokenize(sentence)
+            signed = zip(tokens, signs(tokens, config.negation), strict=True)
+            known = [sign * table[index[token]] for token, sign in signed if token in index]
+            return np.mean(known, axis=0) if known else project.mean
+
+        parts = []
+        for role, (texts, label) in found.items():
+            features = project(np.stack([mean(sentence) for sentence in texts]))
+            parts.append(from_arrays(features=features, label=label, num_classes=2, name="/".join(where[role])))
+        origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
+        return Task(parts[0], parts[1], origin)
+
+    return Opened(len(found["test"][1]), 2, compute)
 
 
 def tokenize(sentence: str) -> list[str]:

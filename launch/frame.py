@@ -175,6 +175,11 @@ def watching(config: Any, folder: pathlib.Path) -> Iterator[list[Callback]]:
         yield [opened.enter_context(_WRITERS[name](folder)) for name in _watch(config)]
 
 
+def check_watch(config: Any) -> None:
+    """Raises ValueError if config.watch names an unknown writer."""
+    known("watch", _watch(config), _WRITERS)
+
+
 def _watch(config: Any) -> list[str]:
     return list(filter(None, config.get("watch", "").split(",")))
 
@@ -243,7 +248,7 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
         raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
     bound = study.grows(config) if study.grows else config
     check_numbers(config)
-    known("watch", _watch(config), _WRITERS)
+    check_watch(config)
     if root is not None:
         check_same_config(study.name, bound, root)
     return bound

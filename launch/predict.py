@@ -28,8 +28,8 @@ from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
 
-from . import data, frame, models, plans, results
-from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, flip_probability
+from . import data, features, frame, models, plans, results
+from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, check, flip_probability
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
 _SHORT = {GLOBAL: "global", SMOOTH: "smooth (paper)", OURS: "ours"}  # in figures
@@ -155,6 +155,7 @@ def _pate(config: Any) -> prediction.ConfidentGNMax:
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
+    check(config, features.read(config.data))  # a run computes features before it charges, a plan does not
     terms = data.terms(config.data) | {"records": config.training.records, "delta": config.prediction.delta}
     for cell in _cells(config):
         if cell == RELEASED:

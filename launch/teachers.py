@@ -68,6 +68,23 @@ def flip_probability(mechanism: str, distance: np.ndarray, epsilon: float, num_c
     return mechanisms.flip_probability(near, epsilon=epsilon, num_classes=num_classes)
 
 
+def check(config: Any, opened: features.Opened) -> None:
+    """Raises ValueError if a config does not fit its data."""
+    queries, records, batch = config.prediction.queries, config.training.records, config.dp_sgd.batch_size
+    if not 1 <= queries < opened.inputs:
+        raise ValueError(
+            f"config.prediction.queries={queries} must lie in [1, {opened.inputs}), the number of test inputs. The "
+            "student is tested on the other inputs."
+        )
+    if config.references and not 1 <= batch <= records:
+        raise ValueError(
+            f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of private records "
+            "(config.training.records)."
+        )
+    if opened.classes > 2 and "smooth" in config.mechanisms:
+        raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {opened.classes}. Drop it.")
+
+
 class Bench:
     """What the cells of a study share. Models are trained when they are first needed.
 
@@ -81,27 +98,16 @@ class Bench:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.plan = config, config.prediction
-        self.task = features.load(config.data, root / "network.safetensors")
+        opened = features.read(config.data)
+        check(config, opened)
+        self.task = opened.compute(root / "network.safetensors")
         self.train, self.test = data.everything(self.task.train), data.everything(self.task.test)
         self.classes = self.task.train.num_classes
         self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
-        records, inputs, batch = config.training.records, len(self.task.test), config.dp_sgd.batch_size
-        if not 1 <= self.plan.queries < inputs:
-            raise ValueError(
-                f"config.prediction.queries={self.plan.queries} must lie in [1, {inputs}), the number of test inputs. "
-                "The student is tested on the other inputs."
-            )
-        if config.references and not 1 <= batch <= records:
-            raise ValueError(
-                f"config.dp_sgd.batch_size={batch} must lie in [1, {records}], the declared number of private records "
-                "(config.training.records)."
-            )
-        if self.classes > 2 and "smooth" in config.mechanisms:
-            raise ValueError(f"config.mechanisms has 'smooth', which answers 2 classes, not {self.classes}. Drop it.")
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(
-            f"{records} private records ({self.task.train.name}), {inputs} test inputs ({self.task.test.name}). "
-            f"Features: {self.task.provenance}.",
+            f"{config.training.records} private records ({self.task.train.name}), {opened.inputs} test inputs "
+            f"({self.task.test.name}). Features: {self.task.provenance}.",
             flush=True,
         )
 

@@ -2,7 +2,7 @@
 
 import inspect
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxdp import finetune
 from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
+from jaxdp.report import Callback
 
 from . import data, frame, models, settings
 
@@ -147,16 +148,22 @@ def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, 
 
 
 def fit(
-    trainer: Any, start: Params, source: Any, private: Any, account: Account, scratch: pathlib.Path
+    trainer: Any,
+    start: Params,
+    source: Any,
+    private: Any,
+    account: Account,
+    scratch: pathlib.Path,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[Params, dict[str, Any]]:
     """Trains one of many private models, without a bar. Returns its published parameters and its cost, for a row.
 
     Args:
-      trainer, start, source, account: As in `jaxdp.finetune.fit`.
+      trainer, start, source, account, callbacks: As in `jaxdp.finetune.fit`.
       private: Has steps, checkpoint_every and delta.
       scratch: The workdir of the run.
     """
-    how = {"steps": private.steps, "checkpoint_every": private.checkpoint_every}
+    how = {"steps": private.steps, "checkpoint_every": private.checkpoint_every, "callbacks": callbacks}
     state = finetune.fit(trainer, start, source, account=account, workdir=scratch, progress=False, **how)
     return released(state), {
         "epsilon_spent": account.epsilon(delta=private.delta),

@@ -34,13 +34,14 @@ class Results:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Keeps the docstring of a test function as the title of its table."""
         if isinstance(item, pytest.Function):
-            self.titles[item.originalname] = (item.function.__doc__ or item.originalname).strip()
+            name = item.nodeid.partition("[")[0]
+            self.titles[name] = (item.function.__doc__ or item.originalname).strip()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Adds the row of a test that ran, or of one that failed before it ran."""
         if report.when == "call" or not report.passed:
-            name, _, case = report.nodeid.rpartition("::")[2].partition("[")
-            row = {"case": case.rstrip("]"), **dict(report.user_properties), "result": report.outcome}
+            name, _, case = report.nodeid.partition("[")
+            row = {"case": case.rstrip("]") or "all", **dict(report.user_properties), "result": report.outcome}
             self.rows.setdefault(name, []).append(row)
 
 
@@ -60,7 +61,9 @@ def main() -> int:
     parser.add_argument("--output", type=pathlib.Path, required=True)
     output = parser.parse_args().output
     results = Results()
-    folders = [str(ROOT / "tests" / name) for name in ("models", "data", "launch/test_own_data.py")]
+    folders = [
+        str(ROOT / "tests" / name) for name in ("models", "data", "launch/test_own_data.py", "launch/test_groups.py")
+    ]
     status = pytest.main(["-m", "parity and not download", *folders], plugins=[results])
     output.write_text(page(results))
     return int(status)

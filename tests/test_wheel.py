@@ -1,12 +1,16 @@
 """The wheel: who installs it has the launchers and configs, and the commands that the documentation tells."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.launch import tiny
 
@@ -34,6 +38,33 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
         assert packed == files and len(files) > 10
     assert (installed / "jaxdp" / "py.typed").exists()
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
+
+
+def needed(*names):
+    """Returns the installed distributions that these need without any extra, by name."""
+    found, missing = {}, list(names)
+    while missing:
+        name = canonicalize_name(missing.pop())
+        if name in found:
+            continue
+        found[name] = importlib.metadata.distribution(name)
+        required = map(Requirement, found[name].requires or ())
+        missing += [one.name for one in required if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def megabytes(distributions):
+    files = (path.locate() for one in distributions for path in one.files or ())
+    return sum(os.stat(path).st_size for path in files if os.path.exists(path)) / 1e6
+
+
+@pytest.mark.slow
+def test_the_base_install_is_small_beside_what_jax_installs():
+    """docs/howto/install.md says the number."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    jax, base = needed("jax"), needed(*(Requirement(one).name for one in project["dependencies"]))
+    assert 100 < megabytes(one for name, one in base.items() if name not in jax) < 400
 
 
 EVERYTHING = """

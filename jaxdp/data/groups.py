@@ -50,6 +50,10 @@ class Groups:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, index: int) -> Records:
+        """Returns the records of one user: leaves [k, ...], and `present` [k]."""
+        return jax.tree.map(lambda x: x[0], self.gather(np.array([index])))
+
     @property
     def name(self) -> str:
         """The name of the records."""
@@ -102,20 +106,32 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     if max_records < 1:
         raise ValueError(f"max_records must be at least 1, got {max_records}.")
     column = group if isinstance(group, str) else ""
-    values: Any = read_column(source, column) if column else group
+    users: dict[int, list[int]] = {}
+    for row, owner in enumerate(owners_of(read_column(source, column) if column else group, len(source)).tolist()):
+        if len(mine := users.setdefault(owner, [])) < max_records:
+            mine.append(row)
+    rows = np.full((len(users), max_records), -1, np.int64)
+    for user, mine in users.items():
+        rows[user, : len(mine)] = mine
+    rows.flags.writeable = False
+    return Groups(source, rows, column)
+
+
+def owners_of(group: Iterable[Hashable], records: int) -> np.ndarray:
+    """Returns the number of each record's owner, int32 [records], counted in the order of their first records.
+
+    Raises:
+      ValueError, TypeError: As `by_group`.
+    """
+    values: Any = group
     owners = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(owners) != len(source):
-        raise ValueError(f"group must have one value for each of the {len(source)} records, got {len(owners)}.")
-    users: dict[Hashable, list[int]] = {}
-    for row, owner in enumerate(owners):
+    if len(owners) != records:
+        raise ValueError(f"group must have one value for each of the {records} records, got {len(owners)}.")
+    known: dict[Hashable, int] = {}
+    for owner in owners:
         if not isinstance(owner, Hashable):
             raise TypeError(f"group must have hashable values such as numbers or texts, got {type(owner).__name__}.")
         if owner is None or owner == "" or owner != owner:
             raise ValueError("group lacks a value: None, NaN or ''. Give every record its owner, or leave it out.")
-        if len(mine := users.setdefault(owner, [])) < max_records:
-            mine.append(row)
-    rows = np.full((len(users), max_records), -1, np.int64)
-    for user, mine in enumerate(users.values()):
-        rows[user, : len(mine)] = mine
-    rows.flags.writeable = False
-    return Groups(source, rows, column)
+        known.setdefault(owner, len(known))
+    return np.array([known[owner] for owner in owners], np.int32)

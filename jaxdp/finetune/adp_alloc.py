@@ -32,6 +32,7 @@ from jaxdp.privacy import (
     epsilon,
 )
 from jaxdp.privacy.accounting import Adjacency, Method
+from jaxdp.report import counting
 
 NoiseSchedule = Callable[[float, Any], Any]
 """A map from (sigma_0, epoch t) to sigma_t. t is an int or a traced int32 scalar."""
@@ -125,7 +126,8 @@ def calibrate_schedule(
             f"{worst:.4g}, and the run costs at least {floor:.4g} at delta={delta:g}. Raise the noise that does not "
             "depend on sigma_0, or reach it later. You can also train for fewer steps or choose a larger epsilon."
         )
-    return calibrate_noise(event, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
+    with counting(event, label="noise", unit="trial") as tried:
+        return calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency, method=method)
 
 
 def schedule_event(schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int) -> DpEvent:

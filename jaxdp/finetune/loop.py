@@ -53,7 +53,9 @@ def fit(
       trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
       params: The first parameters. A resumed run does not read them.
       source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first and last examples are
-        read for a check before anything is spent.
+        read for a check before anything is spent. The unit of privacy is decided here, because the sampler and the
+        noise are made for its number: give `jaxdp.data.by_group(source, group, max_records=)` to protect owners of
+        several records, with a trainer of group=True. All other pairs are refused.
       steps: The total number of steps.
       account: The account that is charged, `ledger.account(name)` of the data set, registered with the trainer's unit.
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
@@ -78,9 +80,9 @@ def fit(
     Raises:
       BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
-      ValueError: source and sampler differ in size. The trainer has `group=True` and the source does not group. Trainer
-        and account differ in their unit of privacy. The workdir has a run with more than `steps` steps, another process
-        uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
+      ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
+        groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
+        another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed on private data. On

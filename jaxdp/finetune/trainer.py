@@ -25,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import PhysicalSizes, PoissonSampler, Records, Source
+from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
+from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
@@ -176,8 +177,14 @@ class PrivateTrainer:
         )
 
     def check(self, source: Source) -> None:
-        """Raises TypeError if `source` is no `Source`, ValueError if it and the sampler differ in size."""
+        """Raises TypeError if `source` is no `Source`, ValueError if it does not fit sampler and unit."""
         check_members(source)
+        if isinstance(source, Groups) and not self.group and self.unit == "example":
+            raise ValueError(
+                "source is of jaxdp.data.by_group, but the trainer protects one 'example'. Give the trainer group=True "
+                "and unit=..., such as 'patient', or unit=... alone if loss_fn takes the `jaxdp.data.Records` of an "
+                "owner."
+            )
         if len(source) != self.sampler.num_examples:
             raise ValueError(
                 f"source has {len(source)} examples, but the sampler draws from {self.sampler.num_examples}. Its event "
@@ -437,7 +444,8 @@ def noise_and_options(
 
 
 def _constant_noise(sampler: PoissonSampler, *, steps: int, **target: Any) -> float:
-    return calibrate_noise(lambda z: event(z, sampler, steps), **target)
+    with counting(lambda z: event(z, sampler, steps), label="noise", unit="trial") as tried:
+        return calibrate_noise(tried, **target)
 
 
 def make_trainer(

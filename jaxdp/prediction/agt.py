@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdp.data import Records
 from jaxdp.prediction.checks import check_queries, distances, one_of
 from jaxdp.prediction.plan import Layout, Plan, Threat, Trainable, Training, make_plan
 from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry, public_rows
@@ -100,6 +101,7 @@ def train_with_bounds(
     lr_decay: float = 0.0,
     lr_min: float = 0.0,
     trainable: Trainable | None = None,
+    group: bool = False,
 ) -> Bounds:
     """Trains with per-record clipped gradients and bounds the results of all data sets within distance k.
 
@@ -116,7 +118,7 @@ def train_with_bounds(
       loss_fn: `loss_fn(params, example) -> scalar`, the deterministic loss of one example. Losses of `jaxdp.losses`
         have tight bounds. Bounds of other losses are sound but looser.
       params: The initial parameters, public.
-      data: A pytree of arrays [n, ...], one row per record.
+      data: A pytree of arrays [n, ...], one row per record. With `group` the `jaxdp.data.Records` of n owners.
       ks: The distances. An int means all of 0..ks, as private mechanisms need. A sparse grid is allowed.
       clip: The bound of each coordinate of each record's gradient, which is clamped to [-clip, clip].
       learning_rate, lr_decay, lr_min, momentum, nesterov, weight_decay: Options of the optimizer, see the equations.
@@ -136,6 +138,9 @@ def train_with_bounds(
       product: "tight" or "rump", see `jaxdp.interval`.
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves are frozen, and
         values that depend on them alone are computed once per batch.
+      group: Whether a row is an owner with all of its records: `patients.gather(np.arange(len(patients)))` of
+        `jaxdp.data.by_group`. The loss of an owner is the mean of `loss_fn` over its records. Everything here that is
+        said of a record then holds for an owner: `clip`, `batch_size` and ks count owners.
 
     Returns:
       `Bounds`, computed for all ks at once (compiled once per loss function, shapes and settings).
@@ -189,12 +194,28 @@ def train_with_bounds(
         lr_min=lr_min,
         trainable=trainable,
     )
+    if group:
+        if not isinstance(data, Records):
+            raise TypeError(f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}.")
+        loss_fn = _MeanLoss(loss_fn)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     nominal, low, high = _train(loss_fn, plan, *arrays)
     frozen = plan.layout.split(params)[1]
     rows = [np.broadcast_to(np.asarray(leaf), (len(plan.ks), *np.shape(leaf))) for leaf in frozen]
     trees = plan.layout.join(nominal, frozen), plan.layout.join(low, rows), plan.layout.join(high, rows)
     return Bounds(*trees, plan.ks, threat, plan.layout.trainable, product)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeanLoss:
+    """The mean loss over an owner's records. Equal ones share a compiled program."""
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+
+    def __call__(self, params: Any, owned: Records) -> jax.Array:
+        each = jax.vmap(self.loss_fn, (None, 0))(params, owned.records)
+        count = jnp.maximum(jnp.sum(owned.present), 1).astype(each.dtype)  # an unused row has no record
+        return jnp.sum(jnp.where(owned.present, each, 0)) / count
 
 
 # --- Gradients and their bounds --------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from jaxdp.prediction.mechanisms import METHODS, Mechanism, check_range
 from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import Release, Till, program, stream
+from jaxdp.report import counting
 
 ApplyFn = Callable[[Any, Any], jax.Array]
 
@@ -62,7 +63,8 @@ def query_epsilon(epsilon: float, delta: float, queries: int, *, adjacency: Adja
     def plan(divisor: float) -> DpEvent:
         return SelfComposedDpEvent(PureDpEvent(even * math.sqrt(queries) / divisor), queries)
 
-    divisor = calibrate_noise(plan, epsilon=epsilon, delta=delta, adjacency=adjacency)
+    with counting(plan, label="epsilon of a query", unit="trial") as tried:
+        divisor = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
     return max(even, even * math.sqrt(queries) / divisor)
 
 

@@ -25,6 +25,7 @@ from jaxdp.prediction.checks import count_rows, positive, whole
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from jaxdp.report import counting
 from jaxdp.transforms import noise
 
 _UNREACHABLE = 2**40
@@ -242,7 +243,8 @@ class ConfidentGNMax:
         def event(sigma_votes: float) -> DpEvent:
             return cls(threshold, ratio * sigma_votes, sigma_votes).event(queries, max_answers=max_answers)
 
-        sigma_votes = calibrate_noise(event, epsilon=epsilon, delta=delta, adjacency=adjacency)
+        with counting(event, label="noise", unit="trial") as tried:
+            sigma_votes = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
         return cls(threshold, ratio * sigma_votes, sigma_votes)
 
     def event(self, queries: int, *, max_answers: int) -> DpEvent:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.groups import owners_of
 from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import RELATIONS, Adjacency
 from jaxdp.release import Release, Till, program, stream
@@ -165,10 +166,26 @@ def summands(method: Method, k: int, records: Records, temperature: jax.Array) -
     return jnp.where(valid[:, None] & jnp.isfinite(added), added, 0.0)
 
 
-def exact_sums(added: jax.Array, source: jax.Array, sources: int, scale: Scale | None) -> jax.Array:
-    """Sums float32 [n, s] per source: int32 [sources, s] in steps, or float32 without noise."""
+def exact_sums(
+    added: jax.Array, source: jax.Array, sources: int, scale: Scale | None, owner: jax.Array | None = None
+) -> jax.Array:
+    """Sums float32 [n, s] per source: int32 [sources, s] in steps, or float32 without noise.
+
+    Args:
+      added: What each record adds.
+      source: int32 [n], the source of each record. With `owner` int32 [u], the source of each owner.
+      sources: The number of sources.
+      scale: The scale of the noise.
+      owner: int32 [n] in [0, u), the owner of each record. An owner adds the mean of what its records add, rounded to
+        whole steps towards 0.
+    """
     if scale is not None:
         added = jnp.round(added / scale.step).astype(jnp.int32)
+    if owner is not None:
+        total = jax.ops.segment_sum(added, owner, len(source))  # at most 2^17 records of 2^13 steps
+        count = jax.ops.segment_sum(jnp.ones_like(owner), owner, len(source))
+        # Each record changes the sum by at most s steps, and rounding towards 0 makes no mean of such longer.
+        added = jax.lax.div(total, jnp.broadcast_to(count[:, None], total.shape).astype(total.dtype))
     return jax.ops.segment_sum(added, source, sources)
 
 
@@ -187,11 +204,15 @@ class Party:
       logits: Floating point [n, m], with n from 0 to 131,072.
       labels: Integers [n].
       account: `ledger.account(name)` of its data set, which pays. None records nothing.
+      group: The owner of each record, n hashable values such as the patients of images. The source then protects owners
+        with all of their records: an owner adds the mean of what its records add, under the same noise. None protects
+        single records. Inside, it is kept as int32 [n].
     """
 
     logits: np.ndarray = dataclasses.field(repr=False)
     labels: np.ndarray = dataclasses.field(repr=False)
     account: Account | None = None
+    group: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.account, Account | None):
@@ -213,9 +234,21 @@ class Party:
         labels = np.clip(labels.astype(np.int64), -1, logits.shape[1])  # A label beyond int32 must not become a class.
         object.__setattr__(self, "logits", logits)
         object.__setattr__(self, "labels", labels.astype(np.int32))
+        if self.group is not None:
+            object.__setattr__(self, "group", owners_of(self.group, len(labels)))
+
+    @property
+    def units(self) -> int:
+        """The number of owners, or of records."""
+        return len(self.labels) if self.group is None else int(self.group.max(initial=-1)) + 1
 
     def check_adjacency(self, adjacency: Adjacency) -> None:
-        """Raises ValueError if the account is registered with another adjacency."""
+        """Raises ValueError if the account has another adjacency, or one that owners of several records cannot have."""
+        if self.group is not None and adjacency == "replace_one":
+            raise ValueError(
+                "group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one', for which no sensitivity of "
+                "an owner's mean is proven. Give one record of each owner, or another adjacency."
+            )
         if self.account is not None and self.account.adjacency != adjacency:
             raise ValueError(
                 f"adjacency={adjacency!r}, but {self.account.name!r} is registered with {self.account.adjacency!r}. "
@@ -248,18 +281,19 @@ class Party:
         scale = noise_scale(method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1])
         self.check_adjacency(adjacency)
         records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
+        units = (np.zeros(self.units, np.int32), *([] if self.group is None else [self.group]))
         what = Release(
             label=type(method).__name__,
             charges=[] if self.account is None else [(self.account, event(epsilon))],
-            facts=lambda: [self.logits, self.labels, epsilon, adjacency, list(scale or ())],
-            programs=lambda: _programs(method, records, scale),
+            facts=lambda: [self.logits, self.labels, epsilon, adjacency, list(scale or ()), *units[1:]],
+            programs=lambda: _programs(method, records, scale, *units),
             compute=lambda secret: stream(secret, "recalibration"),
         )
         till = Till(workdir, forget="run")  # all rounds share one secret
         try:
             kept = till.kept(what) or {}
             key = None if len(kept) == 2 * method.rounds else till.release(what)
-            return Conversation(method, records, scale, key, till, till.keeper(what), kept)
+            return Conversation(method, records, units, scale, key, till, till.keeper(what), kept)
         except BaseException:
             till.close(failed=True)
             raise
@@ -276,13 +310,14 @@ class Conversation:
         self,
         method: Method,
         records: Records,
+        units: tuple[np.ndarray, ...],
         scale: Scale | None,
         key: jax.Array | None,
         till: Till,
         keep: Callable[[dict[str, Any]], None],
         kept: Mapping[str, np.ndarray],
     ):
-        self._method, self._records, self._scale, self._key = method, records, scale, key
+        self._method, self._records, self._units, self._scale, self._key = method, records, units, scale, key
         self._till, self._keep, self._kept = till, keep, dict(kept)
         self._lock = threading.RLock()
         if self.answered == method.rounds:
@@ -322,7 +357,7 @@ class Conversation:
                 raise ValueError(f"round={k} cannot be answered before round {self.answered}. Ask in order.")
             if self._key is None:
                 raise RuntimeError("the conversation was closed. Begin it again with the same workdir to go on.")
-            found = _answer(self._method, k, self._records, asked, self._key, self._scale)
+            found = _answer(self._method, k, self._records, asked, self._key, self._scale, self._units)
             now = {**self._kept, f"question {k}": asked, f"answer {k}": found}
             self._keep(now)  # before the answer is returned
             self._kept = now
@@ -344,26 +379,33 @@ class Conversation:
 
 
 def _answer(
-    method: Method, k: int, records: Records, temperature: np.ndarray, key: jax.Array, scale: Scale | None
+    method: Method,
+    k: int,
+    records: Records,
+    temperature: np.ndarray,
+    key: jax.Array,
+    scale: Scale | None,
+    units: tuple[np.ndarray, ...],
 ) -> np.ndarray:
-    exact = _exact(method, k, records, temperature, scale)
+    exact = _exact(method, k, records, temperature, scale, *units)
     # Two questions in one round, as from a workdir that was restored from a copy, must not share noise.
     key = jax.random.fold_in(jax.random.fold_in(key, k), int(temperature.view(np.uint32)))
     return np.array(_noisy(key, exact, scale))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _exact(method: Method, k: int, records: Records, temperature: Any, scale: Scale | None) -> jax.Array:
-    added = summands(method, k, records, temperature)
-    return exact_sums(added, jnp.zeros(len(added), jnp.int32), 1, scale)[0]
+def _exact(
+    method: Method, k: int, records: Records, temperature: Any, scale: Scale | None, source: Any, owner: Any = None
+) -> jax.Array:
+    return exact_sums(summands(method, k, records, temperature), source, 1, scale, owner)[0]
 
 
 _noisy = jax.jit(with_noise)  # a separate program is compiled once for all rounds
 
 
-def _programs(method: Method, records: Records, scale: Scale | None) -> list[str]:
+def _programs(method: Method, records: Records, scale: Scale | None, *units: np.ndarray) -> list[str]:
     """Returns the texts of all programs that `_answer` runs in any round."""
-    rounds = [(method, k, records, jnp.float32(1), scale) for k in range(method.rounds)]
+    rounds = [(method, k, records, jnp.float32(1), scale, *units) for k in range(method.rounds)]
     sums = {(x.shape, x.dtype): x for x in (_exact.eval_shape(*one) for one in rounds)}.values()
     key = jax.random.key(0, impl="rbg")
     return [program(_exact, *one) for one in rounds] + [program(_noisy, key, exact, scale) for exact in sums]

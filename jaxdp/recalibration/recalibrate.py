@@ -52,7 +52,7 @@ class Recalibration:
     Attributes:
       method: The algorithm with its public constants.
       parameters: The result of `method.finish`, a pytree of NumPy arrays.
-      event: The charge of every source, for one of its records.
+      event: The charge of every source, for one of its records, or of its owners of records.
     """
 
     method: Method
@@ -102,9 +102,10 @@ def recalibrate(
     Args:
       method: A method of `jaxdp.recalibration.METHODS`, or one of your own.
       sources: For each source a pair (logits floating point [n_i, m], labels integer [n_i]) or a `Party`. Sources may
-        differ in size, be empty or miss classes. A record with a logit that is not finite, or a label outside [0, m),
-        adds zero to every answer. Either no source has an account and nothing is recorded, or all have accounts of one
-        ledger. Then all sources pay, or none pays and nothing is computed.
+        differ in size, be empty or miss classes. A `Party` with `group=` protects owners of several records. A record
+        with a logit that is not finite, or a label outside [0, m), adds zero to every answer. Either no source has an
+        account and nothing is recorded, or all have accounts of one ledger. Then all sources pay, or none pays and
+        nothing is computed.
       epsilon: epsilon of each source, pure. `math.inf` runs the algorithm without noise.
       key: Typed key of the noise, for tests and for your own secrets, by default operating-system entropy. Anyone who
         knows it can subtract the noise. The same call under the same key is the same release and is charged once.
@@ -113,9 +114,10 @@ def recalibrate(
         An interrupted call is not charged again. None keeps nothing.
 
     Formal guarantees:
-      A source's answers together are epsilon-DP for one of its records. That holds for every observer and for every way
-      in which the calibrator chooses its questions. The calibrator and the other sources may collude. Sources with
-      disjoint people compose in parallel: each person loses epsilon, not epsilon times the number of sources. Sums are
+      A source's answers together are epsilon-DP for one of its records, or with `group=` for one owner. That holds for
+      every observer and for every way in which the calibrator chooses its questions. The calibrator and the other
+      sources may collude. Sources with disjoint people compose in parallel: each person loses epsilon, not epsilon
+      times the number of sources. Sums are
       exact integers with discrete Laplace noise, so the guarantee holds in floating point. Noise is repeated only if
       everything that determines the answers is the same: records, settings, the method's compiled program and the
       machine. A method that calls back to Python is not repeated. Without accounts nothing is recorded. The running
@@ -142,7 +144,7 @@ def recalibrate(
     what = Release(
         label=type(method).__name__,
         charges=_charges(parties, paid),
-        facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ())],
+        facts=lambda: [*inputs[1:3], epsilon, adjacency, list(scale or ()), *inputs[6:]],
         programs=lambda: [program(_play, *inputs)],  # a result depends on the method only through this
         compute=compute,
     )
@@ -187,8 +189,13 @@ def _inputs(method: Method, parties: Sequence[Party], key: jax.Array, scale: Sca
     """Returns the arguments of `_play`."""
     logits, labels = (np.concatenate([getattr(p, name) for p in parties]) for name in ("logits", "labels"))
     records = Records(jnp.asarray(logits), jnp.asarray(labels))
-    owner = np.repeat(np.arange(len(parties), dtype=np.int32), [len(p.labels) for p in parties])
-    return method, records, owner, len(parties), key, scale
+    source = np.repeat(np.arange(len(parties), dtype=np.int32), [party.units for party in parties])
+    inputs = method, records, source, len(parties), key, scale
+    if all(party.group is None for party in parties):
+        return inputs
+    starts = np.cumsum([0, *(party.units for party in parties)], dtype=np.int32)
+    mine = [np.arange(party.units, dtype=np.int32) if party.group is None else party.group for party in parties]
+    return *inputs, np.concatenate([start + owners for start, owners in zip(starts, mine, strict=False)])
 
 
 def converse(method: Method, parties: Sequence[Party], key: jax.Array, *, epsilon: float, adjacency: Adjacency) -> Any:
@@ -199,9 +206,17 @@ def converse(method: Method, parties: Sequence[Party], key: jax.Array, *, epsilo
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _play(method: Method, records: Records, owner: jax.Array, sources: int, key: jax.Array, scale: Scale | None) -> Any:
+def _play(
+    method: Method,
+    records: Records,
+    source: jax.Array,
+    sources: int,
+    key: jax.Array,
+    scale: Scale | None,
+    owner: jax.Array | None = None,
+) -> Any:
     def ask(k: int, temperature: jax.Array) -> jax.Array:
-        exact = exact_sums(summands(method, k, records, temperature), owner, sources, scale)
+        exact = exact_sums(summands(method, k, records, temperature), source, sources, scale, owner)
         return with_noise(jax.random.fold_in(key, k), exact, scale).sum(0)
 
     return play(method, ask, 0.0 if scale is None else scale.variance * sources)

@@ -10,7 +10,7 @@ from jaxdp.report.plots import (
     plot_reliability,
     plot_training,
 )
-from jaxdp.report.progress import progress_bar
+from jaxdp.report.progress import counting, progress_bar
 from jaxdp.report.tables import format_table
 from jaxdp.report.writers import Callback, TensorBoardWriter, WandbWriter
 
@@ -20,6 +20,7 @@ __all__ = [
     "TensorBoardWriter",
     "WandbWriter",
     "check_figures",
+    "counting",
     "format_table",
     "plot_curves",
     "plot_images",

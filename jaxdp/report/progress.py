@@ -5,9 +5,10 @@ neither a terminal nor a notebook, as in a batch job. The environment variable J
 always shows bars, 0 never.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -51,3 +52,15 @@ def progress_bar(
         # A file keeps every refresh, a terminal only the last.
         mininterval=0.1 if watched else 10,
     )
+
+
+@contextlib.contextmanager
+def counting(function: Callable[[float], Any], *, label: str, unit: str) -> Iterator[Callable[[float], Any]]:
+    """Yields `function` with a bar that counts its calls, for a search whose length nobody knows."""
+    with progress_bar(label=label, unit=unit) as bar:
+
+        def counted(value: float) -> Any:
+            bar.update()
+            return function(value)
+
+        yield counted

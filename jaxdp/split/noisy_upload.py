@@ -32,6 +32,7 @@ import scipy.linalg
 
 from jaxdp import privacy
 from jaxdp.release import Release, Till, program, stream
+from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
 from jaxdp.transforms import noise
 
@@ -283,7 +284,8 @@ class PrivateRelease:
             if mechanism == "gaussian" and delta == 0:
                 raise ValueError("delta=0 needs mechanism='laplace'. Gaussian noise needs a positive delta.")
             make_event = functools.partial(event, label_epsilon=label_epsilon, mechanism=mechanism)
-            multiplier = privacy.calibrate_noise(make_event, epsilon=epsilon, delta=delta, adjacency="replace_one")
+            with counting(make_event, label="noise", unit="trial") as tried:
+                multiplier = privacy.calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency="replace_one")
         return cls(
             clip_norm=clip_norm,
             noise_multiplier=multiplier,

@@ -81,7 +81,9 @@ def calibrate_frontends(
     parts = [order, *(np.array_split(order, frontends) if frontends else [])]
     front, _ = backbone.divide(params)
     found = []
-    for part, part_key in zip(parts, keys, strict=True):
+    for part, part_key in progress_bar(
+        list(zip(parts, keys, strict=True)), label="scales of the frontend", unit="search"
+    ):
         rows = part[np.asarray(jax.random.permutation(part_key, len(part)))[:samples]]
         scales = search_scales(backbone, params, images[rows], labels[rows], bits=bits, metric=metric)
         found.append(quantize_frontend(front, scales, bits=bits))

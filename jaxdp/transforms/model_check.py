@@ -98,6 +98,7 @@ def check(
     trainable: Callable[[str, Any], bool] | None = None,
     has_aux: bool = False,
     stochastic: bool = False,
+    group: bool = False,
 ) -> ModelCheck:
     """Says what will go wrong in private training, before it starts.
 
@@ -111,8 +112,10 @@ def check(
       loss_fn, engine, trainable, has_aux: As in `clipped_grad`.
       params: Pytree of arrays.
       example: ONE example, without a batch axis: a pytree of arrays or of `jax.ShapeDtypeStruct`. Only its shapes and
-        dtypes are read.
+        dtypes are read. With `group` the records of ONE group, [k, ...], such as `patients[0].records` of
+        `jaxdp.data.by_group`.
       stochastic: Whether `loss_fn` takes `key=`.
+      group: As in `clipped_grad`: groups of k records are clipped, and `loss_fn` is the loss of one record.
 
     Returns:
       The findings and the plan of every leaf. A problem of the loss is a finding and raises nothing.
@@ -124,8 +127,8 @@ def check(
     found: list[Finding] = []
     try:
         check_params(params)
-        shapes = jax.tree.map(_shape, example)
-    except TypeError as error:
+        shapes, members = _one_record(jax.tree.map(_shape, example), group)
+    except (TypeError, ValueError) as error:
         return ModelCheck((Finding("error", str(error)),), ())
     if _requires_key(loss_fn) and not stochastic:
         found.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
@@ -151,7 +154,9 @@ def check(
         if any(finding.severity == "error" for finding in for_batches):
             f = dataclasses.replace(f, loss_fn=_per_example(loss_fn, has_aux))
         batch = _made_up(shapes)
-        leaves = f.plan(params, batch, key=key)
+        whole = dataclasses.replace(f, group=group)
+        groups = jax.tree.map(lambda x: jnp.stack([x] * members, axis=1), batch) if group else batch
+        leaves = whole.plan(params, groups, key=key)
         found += _check_plan(f, params, batch, key, leaves)
         found += _check_values(f, params, batch, key)
     except Exception as error:  # the loss is the caller's, and may fail in any way
@@ -181,6 +186,20 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
             "Encode it as numbers, or leave it out."
         )
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(kind))
+
+
+def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
+    """Returns the shapes of one record of an example, and the number of its records."""
+    if not group:
+        return shapes, 1
+    counts = {x.shape[:1] for x in jax.tree.leaves(shapes)}
+    if len(counts) != 1 or () in counts or (0,) in counts:
+        raise ValueError(
+            "example must have leaves [k, ...] of the k records of ONE group with group=True, got the lengths "
+            f"{sorted(counts)}. Pass the records of one owner, such as patients[0].records."
+        )
+    ((members,),) = counts
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes), members
 
 
 def _made_up(shapes: Any) -> Any:
@@ -282,7 +301,8 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
     if not scalar(f.loss_fn) and not scalar(one):
         return []
     if scalar(f.loss_fn):
-        return _looks_like_a_batch(shapes, lambda shapes: scalar(f.loss_fn, shapes))
+        mixes = lambda rows: key is None and _mixes(f, one, params, _made_up(rows))  # noqa: E731
+        return _looks_like_a_batch(shapes, lambda shapes: scalar(f.loss_fn, shapes), mixes)
     message = (
         "loss_fn is written for a batch, not for ONE example without a batch axis. Pass a function that adds the axis: "
         "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example)), followed by [0] if it "
@@ -290,26 +310,35 @@ def _written_for_batches(f: ClippedGrad, params: Any, shapes: Any, key: Any) -> 
     )
     found = [Finding("error", message)]
     if key is None and _mixes(f, one, params, _made_up(shapes)):
-        message = (
-            "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of single "
-            "examples. Then no per-example gradient exists, and clipping bounds nothing. Remove BatchNorm, contrastive "
-            "terms, and weights or statistics that are computed from the batch."
-        )
-        found.append(Finding("error", message))
+        found.append(Finding("error", _MIXED))
     return found
 
 
-def _looks_like_a_batch(shapes: Any, accepts: Callable[[Any], bool]) -> list[Finding]:
+_MIXED = (
+    "loss_fn mixes the examples of a batch: the loss of a batch is not a mean or sum of losses of single examples. "
+    "Then no per-example gradient exists, and clipping bounds nothing. Remove BatchNorm, contrastive terms, and "
+    "weights or statistics that are computed from the batch."
+)
+
+
+def _looks_like_a_batch(shapes: Any, accepts: Callable[[Any], bool], mixes: Callable[[Any], bool]) -> list[Finding]:
     leaves = jax.tree.leaves(shapes)
     sizes = {x.shape[:1] for x in leaves}
     if len(leaves) < 2 or len(sizes) > 1 or sizes == {()}:
         return []
-    if not accepts(jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] + 1, *x.shape[1:]), x.dtype), shapes)):
+    length = leaves[0].shape[0]
+
+    def of(*rows: int) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), x.dtype), shapes)
+
+    if not accepts(of(length + 1)):
         return []
     message = (
-        f"All leaves of example have a leading axis of {leaves[0].shape[0]}, and loss_fn accepts any length of it. If "
-        "it is the axis of a batch, pass ONE example, and a loss_fn for one example."
+        f"All leaves of example have a leading axis of {length}, and loss_fn accepts any length of it. If it is the "
+        "axis of a batch, pass ONE example, and a loss_fn for one example."
     )
+    if accepts(of(1)) and accepts(of(3)) and mixes(of()):
+        message += f" In that case, {_MIXED}"
     return [Finding("note", message)]
 
 

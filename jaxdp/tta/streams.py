@@ -86,8 +86,9 @@ class Stream:
       remainder: The treatment of the last n mod B records of a domain (of the stream, if mixed). "drop" drops them, as
         in the papers. "pad" fills the batch with masked rows.
       imbalance: The odds >= 1 of a "label_shifted" stream.
-      units: [n], the public unit of position i in every domain, for example the patient of a scan. The default is the
-        position. If domains hold different photographs, protect the unit "sample" instead.
+      units: The public units, for example the patients of scans: [n], of position i in every domain, or {domain: [n]}
+        if domains hold different photographs. The default is the position. If domains hold different photographs, each
+        of another unit, protect the unit "sample" instead.
 
     Raises:
       ValueError: On construction, if a value is out of range or a domain yields no batch.
@@ -113,7 +114,7 @@ class Stream:
     seed: int
     remainder: Remainder = "drop"
     imbalance: float = math.inf
-    units: Sequence[Hashable] | None = dataclasses.field(default=None, repr=False)
+    units: Sequence[Hashable] | Mapping[str, Sequence[Hashable]] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, choices in (("order", Order), ("reset", Reset), ("remainder", Remainder)):
@@ -137,9 +138,12 @@ class Stream:
             )
         if self.order == "label_shifted" and not classes[0]:
             raise ValueError("order='label_shifted' needs domains with a column 'label' and num_classes.")
-        longest = max(len(source) for source in self.domains.values())
-        if self.units is not None and len(self.units) != longest:
-            raise ValueError(f"units must name each of the {longest} positions, got {len(self.units)}.")
+        sizes = {name: len(source) for name, source in self.domains.items()}
+        if isinstance(self.units, Mapping):
+            if sizes != (given := {name: len(units) for name, units in self.units.items()}):
+                raise ValueError(f"units must name each position of each domain, {sizes}, got {given}.")
+        elif self.units is not None and len(self.units) != max(sizes.values()):
+            raise ValueError(f"units must name each of the {max(sizes.values())} positions, got {len(self.units)}.")
         sections = ["the stream"] if self.order == "mixed" else self.domains
         for name, batches in zip(sections, self._sections, strict=True):
             if not batches:
@@ -179,8 +183,10 @@ class Stream:
     def _named(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray, tuple[Hashable, ...]]:
         owner, positions = rows.T
         names, numbers = list(self.domains), positions.tolist()
-        units = numbers if self.units is None else [self.units[i] for i in numbers]
-        return tuple(names[i] for i in owner), positions, tuple(units)
+        domains = tuple(names[i] for i in owner)
+        if isinstance(self.units, Mapping):
+            return domains, positions, tuple(self.units[name][i] for name, i in zip(domains, numbers, strict=True))
+        return domains, positions, tuple(numbers if self.units is None else [self.units[i] for i in numbers])
 
     @functools.cached_property
     def _shapes(self) -> list[tuple[int, ...]]:

@@ -15,12 +15,14 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jaxdp.files import read_json, write_json
 from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.release import notes
 from jaxdp.release import settle as settle_notes
+from jaxdp.report import Callback
 from jaxdp.version import __version__
 
 from .parts import Parts
@@ -54,6 +56,7 @@ class Job:
       before: The stages that it builds on, by name.
       folder: The folder of the stage.
       account: `account(name)` of a private data set, labelled with the stage's name. Its spends were held before.
+      watching: `launch.frame.watching` for the folder of the stage.
     """
 
     config: Any
@@ -61,6 +64,7 @@ class Job:
     before: Mapping[str, Done]
     folder: pathlib.Path
     account: Callable[[str], Account]
+    watching: Callable[[], AbstractContextManager[list[Callback]]]
 
 
 @dataclasses.dataclass(frozen=True)

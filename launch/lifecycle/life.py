@@ -21,7 +21,7 @@ from jaxdp.release import alone
 from jaxdp.report import check_figures
 from jaxdp.version import __version__
 
-from .. import plans
+from .. import frame, plans
 from ..settings import check_numbers
 from . import cache, document, parts
 from .stages import STAGES, accounts, computations
@@ -68,6 +68,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     root = pathlib.Path(workdir)
     check_numbers(config)
+    frame.check_watch(config)
     check_figures()
     cache.check_release(root / "lifecycle.json")
     data = parts.load(config.data)
@@ -197,7 +198,8 @@ def _advance(
     try:
         before = {name: done[name] for name in stage.after}
         account = functools.partial(hold.account, label=stage.name)
-        result = stage.run(cache.Job(config, plan.data, before, folder, account))
+        watching = functools.partial(frame.watching, plan.config, folder)
+        result = stage.run(cache.Job(config, plan.data, before, folder, account, watching))
         done[stage.name] = cache.keep(folder, result)
     except Exception as error:
         with contextlib.suppress(OSError):  # the disk may be what failed

@@ -16,11 +16,13 @@ class Parts(NamedTuple):
 
     Attributes:
       public: Public images for pre-training.
-      private: The training set, "<name>/private" in the ledger. Where owners of several images are protected, this and
-        the other private parts have the first image of each.
-      sources: The hospitals that recalibrate, "hospital 0", ... in the ledger. Their images may be under one shift.
-      stream: Images that arrive while the model is in use, by their shift or part. "stream" in the ledger.
-      client: Images whose owner uploads noisy representations of them. "clinic" in the ledger.
+      private: The images of the training set, "<name>/private" in the ledger.
+      sources: The hospitals that recalibrate, "hospital 0", ... in the ledger, by unit of privacy. Their images may be
+        under one shift.
+      stream: Images that arrive while the model is in use, by their shift or part, each by unit of privacy. "stream" in
+        the ledger.
+      client: Images whose owner uploads noisy representations of them. "clinic" in the ledger. Where owners of several
+        images are protected, it has the first image of each.
       test: Held-out public images, on which all quality is measured.
       source_test: The test images by the shift of the sources.
       stream_test: The test images by each shift of the stream, or by its parts.
@@ -30,8 +32,8 @@ class Parts(NamedTuple):
 
     public: Examples
     private: Examples
-    sources: tuple[Examples, ...]
-    stream: dict[str, Examples]
+    sources: tuple[Examples | Groups, ...]
+    stream: dict[str, Examples | Groups]
     client: Examples
     test: Examples
     source_test: dict[str, Examples]
@@ -43,7 +45,7 @@ class Parts(NamedTuple):
         """Returns the public number of units behind an account of the ledger."""
         if account == "stream":
             return sum(len(images) for images in self.stream.values())
-        return {source.name: len(source) for source in (self.private, self.client, *self.sources)}[account]
+        return {source.name: len(source) for source in (self.units, self.client, *self.sources)}[account]
 
     def fingerprints(self, name: str) -> list[str]:
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data are private."""
@@ -82,10 +84,9 @@ def load(config: Any) -> Parts:
             )
 
     training = dataclasses.replace(found["private"], name=f"{config.name}/private")
-    found |= {name: data.one_each(config, found[name]) for name in found if name.split()[0] not in ("public", "test")}
 
     def several(role: str, count: int) -> Sequence[Examples]:
-        return data.cut(found[role], count) if role in found else [found[f"{role} {k}"] for k in range(count)]
+        return data.cut(config, found[role], count) if role in found else [found[f"{role} {k}"] for k in range(count)]
 
     def shifted(source: Examples, shift: str, name: str = "") -> Examples:
         name = name or source.name
@@ -93,14 +94,17 @@ def load(config: Any) -> Parts:
             return dataclasses.replace(source, name=name)
         return data.in_memory(data.under(source, config, shift), name)
 
+    def by_unit(source: Examples, shift: str, name: str) -> Examples | Groups:
+        return data.units(config, source, shifted(source, shift, name))
+
     held = several("sources", hospitals(config))
     stream = zip(shifts.items(), several("stream", len(shifts)), strict=True)
     return Parts(
         public=sources.resize_images(found["public"], side, channels),
-        private=data.one_each(config, training),
-        sources=tuple(shifted(images, source_shift, f"hospital {k}") for k, images in enumerate(held)),
-        stream={domain: shifted(images, shift, "stream") for (domain, shift), images in stream},
-        client=dataclasses.replace(found["client"], name="clinic"),
+        private=training,
+        sources=tuple(by_unit(images, source_shift, f"hospital {k}") for k, images in enumerate(held)),
+        stream={domain: by_unit(images, shift, "stream") for (domain, shift), images in stream},
+        client=dataclasses.replace(data.one_each(config, found["client"]), name="clinic"),
         test=test,
         source_test={source_shift: shifted(test, source_shift)},
         stream_test={domain: shifted(test, shift) for domain, shift in shifts.items()},

@@ -18,6 +18,7 @@ is measured on the public held-out test images with released parameters, which c
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +33,12 @@ from jaxdp.audit import prediction as prediction_canaries
 from jaxdp.audit import recalibration as recalibration_canaries
 from jaxdp.audit import split as split_canaries
 from jaxdp.audit import tta as tta_canaries
-from jaxdp.data import Examples, Groups, Source, augmentation, by_group, from_arrays, take
+from jaxdp.data import Examples, Groups, Records, Source, augmentation, by_group, from_arrays, take
 from jaxdp.models import Pretrained, load_params, merge_pretrained, save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
+from jaxdp.privacy.events import composition
 from jaxdp.recalibration.methods import Logistic
 from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
 from jaxdp.transforms import losses
@@ -89,18 +91,20 @@ def pretrain_public(job: Job) -> dict[str, Any]:
         optax.sgd(optax.cosine_decay_schedule(how.learning_rate, how.steps), momentum=0.9),
         gamma=how.gamma,
     )
-    params = pretrain.fit(
-        trainer,
-        models.fresh(network, how.seed),
-        public,
-        steps=how.steps,
-        perturbation_batch_size=how.perturbation_batch_size,
-        update_batch_size=how.batch_size,
-        seed=how.seed.to_bytes(16, "little"),
-        augment=augmentation(job.config.augmentation),
-        workdir=job.folder,
-        checkpoint_every=how.checkpoint_every,
-    ).params
+    with job.watching() as writers:
+        params = pretrain.fit(
+            trainer,
+            models.fresh(network, how.seed),
+            public,
+            steps=how.steps,
+            perturbation_batch_size=how.perturbation_batch_size,
+            update_batch_size=how.batch_size,
+            seed=how.seed.to_bytes(16, "little"),
+            augment=augmentation(job.config.augmentation),
+            workdir=job.folder,
+            checkpoint_every=how.checkpoint_every,
+            callbacks=writers,
+        ).params
     save_params(job.folder / "backbone.safetensors", params)
 
     # If the test images have other classes, the accuracy is measured on the public images.
@@ -132,16 +136,18 @@ def finetune_private(job: Job) -> dict[str, Any]:
     made = _trainer(job.config, network, job.data)
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     account = job.account(private.name)
-    state = finetune.fit(
-        made,
-        start,
-        job.data.units,
-        steps=how.steps,
-        account=account,
-        workdir=job.folder,
-        checkpoint_every=how.checkpoint_every,
-        evaluate=lambda params: {"accuracy": judge(params, test)},
-    )
+    with job.watching() as writers:
+        state = finetune.fit(
+            made,
+            start,
+            job.data.units,
+            steps=how.steps,
+            account=account,
+            workdir=job.folder,
+            checkpoint_every=how.checkpoint_every,
+            evaluate=lambda params: {"accuracy": judge(params, test)},
+            callbacks=writers,
+        )
     params = trainers.released(state)
     save_params(job.folder / "model.safetensors", params)
     rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
@@ -203,8 +209,10 @@ def recalibrate(job: Job) -> dict[str, Any]:
     network, params = _model(job)
     sources = []
     for source in job.data.sources:
-        logits, labels = models.logits(network, params, source), data.labels(source)
-        sources.append(recalibration.Party(logits, labels, account=job.account(source.name)))
+        images, owners = data.held(source)
+        group = owners if isinstance(source, Groups) else None
+        logits, labels = models.logits(network, params, images), data.labels(images)
+        sources.append(recalibration.Party(logits, labels, account=job.account(source.name), group=group))
     found = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
     save_params(job.folder / "confidence.safetensors", found.parameters._asdict())
 
@@ -249,17 +257,21 @@ def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
 
 
 def adapt(job: Job) -> dict[str, Any]:
-    """Adapts the model's normalisation layers to a stream, batch by batch. Every image comes once."""
+    """Adapts the model's normalisation layers to a stream, batch by batch. Every image comes once.
+
+    The noise is for all images of an owner together.
+    """
     how = job.config.adapt
     network, params = _model(job)
-    method = _private(how)
-    adapter = tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
     batches = _batches(job.config, job.data)
+    visits = _visits(batches)
+    method = _private(how, visits)
+    adapter = tta.Adapter(network.apply_fn, params, method, optax.sgd(how.learning_rate, momentum=0.9))
     judge = functools.partial(finetune.accuracy, network.apply_fn)
     served = tta.serve(
         adapter,
         batches,
-        account=tta.StreamAccount(job.account("stream"), event=method.event, unit="sample"),
+        account=tta.StreamAccount(job.account("stream"), event=method.event),
         workdir=job.folder,
         evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
     )
@@ -281,24 +293,37 @@ def adapt(job: Job) -> dict[str, Any]:
     )
     return {
         "images": len(batches) * how.batch_size,
-        "epsilon": method.epsilon(delta=how.delta),
+        "epsilon": method.epsilon(visits=visits, delta=how.delta),
         "delta": how.delta,
         "noise_multiplier": method.noise_multiplier,
+        "visits": visits,
         "method": method.describe(),
         "accuracy": {shift: {"before": source[shift], "after": value} for shift, value in dict(adapted).items()},
     }
 
 
 def _adapt_charges(config: Any, parts: Parts) -> Charges:
-    return {"stream": tta.event(_private(config.adapt).event, _batches(config, parts), unit="sample")}
+    batches = _batches(config, parts)
+    return {"stream": tta.event(_private(config.adapt, _visits(batches)).event, batches)}
 
 
 def _batches(config: Any, parts: Parts) -> tta.Stream:
-    return tta.Stream(parts.stream, batch_size=config.adapt.batch_size, seed=config.adapt.seed)
+    domains, units = {}, {}
+    for domain, source in parts.stream.items():  # no owner has images in two domains
+        domains[domain], owners = data.held(source)
+        units[domain] = [(domain, owner) for owner in owners.tolist()]
+    return tta.Stream(domains, batch_size=config.adapt.batch_size, seed=config.adapt.seed, units=units)
 
 
-def _private(how: Any) -> tta.Private:
-    sigma = privacy.calibrate_noise(GaussianDpEvent, epsilon=how.epsilon, delta=how.delta, adjacency="replace_one")
+def _visits(batches: tta.Stream) -> int:
+    """Returns the visits of the unit that comes most often, as `tta.StreamAccount` counts them."""
+    found = composition(tta.event(GaussianDpEvent(1.0), batches))
+    return round(sum(count / event.noise_multiplier**2 for event, count in found.items()))
+
+
+def _private(how: Any, visits: int) -> tta.Private:
+    terms = {"epsilon": how.epsilon, "delta": how.delta, "adjacency": "replace_one"}
+    sigma = privacy.calibrate_noise(GaussianDpEvent, **terms) * math.sqrt(visits)
     return tta.private(tta.Tent(), clip_norm=how.clip_norm, noise_multiplier=sigma)
 
 
@@ -308,8 +333,11 @@ def _private(how: Any) -> tta.Private:
 def upload(job: Job) -> dict[str, Any]:
     """Uploads bounded, noisy outputs of the public backbone on a client's images and noisy labels, once.
 
-    Post-processing by the server, for example `split.adapt`, costs nothing more.
+    Post-processing by the server, for example `split.adapt`, costs nothing more. Every row is about one image, so only
+    the first image of each owner is uploaded.
     """
+    if isinstance(job.data.units, Groups):
+        print(f"split: only the first image of each {job.data.unit} is uploaded", flush=True)
     how, client = job.config.split, job.data.client
     represent, projection, release = _client_release(job)
     released = split.release_privately(
@@ -390,7 +418,7 @@ def predict(job: Job) -> dict[str, Any]:
     records = _featurise(job)
     asked = records(test.take(np.arange(how.queries)))  # the test images are in random order
     each = prediction.query_epsilon(how.epsilon, how.delta, how.queries)
-    bounds = _certified(how, len(private), private.num_classes, records(private))
+    bounds = _certified(how, len(job.data.units), private.num_classes, _owned(job, records(private)))
     account = job.account(private.name)
     answers = prediction.private_predict(bounds, _linear, asked["x"], account=account, epsilon=each, workdir=job.folder)
     event = prediction.event(how.queries, epsilon=each)
@@ -419,7 +447,7 @@ def certificates(job: Job) -> dict[str, Any]:
         return {}
     how, private, test = job.config.predict, job.data.private, job.data.test
     records = _featurise(job)
-    bounds = _certified(how, len(private), private.num_classes, records(private))
+    bounds = _certified(how, len(job.data.units), private.num_classes, _owned(job, records(private)))
     certificates = prediction.certify(bounds, _linear, records(test)["x"])
     distance = np.asarray(certificates.distance)
     shares = [(k, float(np.mean(distance >= k))) for k in range(how.max_distance + 1)]
@@ -428,7 +456,7 @@ def certificates(job: Job) -> dict[str, Any]:
         {"certified": shares},
         title="Answers that k records cannot change",
         subtitle=f"{len(distance)} test images. For evaluation only: this curve is not private.",
-        xlabel="training images added or removed, k",
+        xlabel=f"training {job.data.unit}s added or removed, k",
         ylabel="share of answers that no such change alters",
     )
     return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
@@ -444,17 +472,27 @@ def _featurise(job: Job) -> Callable[[Examples], dict[str, np.ndarray]]:
     return lambda source: {"x": features(models.logits(network, backbone, source)), "y": data.labels(source)}
 
 
-def _certified(how: Any, images: int, num_classes: int, records: dict[str, np.ndarray]) -> prediction.Bounds:
-    """Trains with bounds in one step of a full batch. `images` is the public number of records."""
+def _owned(job: Job, records: dict[str, Any]) -> Any:
+    """Returns the records of the training set by unit of privacy."""
+    if not isinstance(job.data.units, Groups):
+        return records
+    return dataclasses.replace(job.data.units, source=from_arrays(**records)).gather(np.arange(len(job.data.units)))
+
+
+def _certified(how: Any, units: int, num_classes: int, records: Any) -> prediction.Bounds:
+    """Trains with bounds in one step of a full batch. `units` is the public number of images, or of their owners."""
+    group = isinstance(records, Records)
+    x = records.records["x"] if group else records["x"]
     return prediction.train_with_bounds(
         _linear_loss,
-        jnp.zeros((records["x"].shape[1], num_classes)),
+        jnp.zeros((x.shape[-1], num_classes)),
         records,
-        ks=min(how.max_distance, images),
+        ks=min(how.max_distance, units),
         clip=how.clip,
         learning_rate=how.learning_rate,
-        batch_size=images,
+        batch_size=units,
         epochs=1,
+        group=group,
     )
 
 
@@ -516,7 +554,8 @@ def audit_adapt(job: Job) -> dict[str, Any]:
     size = job.config.adapt.batch_size
     rows = [np.arange(size) % len(test), np.arange(size, size + how.candidates) % len(test)]
     images, candidates = (test.gather(part)["image"] for part in rows)
-    adapter = tta.Adapter(network.apply_fn, params, _private(job.config.adapt), optax.sgd(1.0))
+    method = _private(job.config.adapt, job.before["adapt"].result["visits"])
+    adapter = tta.Adapter(network.apply_fn, params, method, optax.sgd(1.0))
     terms = {"trials": how.trials, "delta": job.config.adapt.delta, "confidence": _CONFIDENCE}
     found = tta_canaries.audit_stream(adapter, images, candidates, **terms)
     return _audited([(found, "adaptation")], ["stream"])

@@ -196,6 +196,8 @@ def test_groups_that_are_not_there_are_refused_before_anything_is_spent():
     single = data.from_arrays(features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS])
     with pytest.raises(ValueError, match=r"source must be of jaxdp.data.by_group, because the trainer has group=True"):
         fit(compiled("dp_sgd"), single, "patient")
+    with pytest.raises(ValueError, match=r"source is of jaxdp.data.by_group, but the trainer protects one 'example'"):
+        fit(trainer_of(group=False, unit="example"), users(), "example")
 
 
 def test_a_loss_over_all_records_of_a_user_needs_no_group():

@@ -1,5 +1,6 @@
 """Tables of cells: each is computed once, and means, deviations and differences are written."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     config, root = tiny.dpadapter(), tmp_path_factory.mktemp("table")
+    config.watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
     return config, root, frame.run(dpadapter.STUDY, config, root)
 
 
@@ -42,6 +44,8 @@ def test_every_cell_is_computed_once_and_pays_what_it_says(finished):
         # Calibrated by RDP, as the paper does: the ledger's tighter account stays below the target.
         assert 0.7 * 2.0 < row["epsilon_spent"] < 2.0
         assert 0 <= row["accuracy"] <= 1 and row["steps"] == math.ceil(359 / 120)
+    watched = len(rows) + len(result["upstreams"])  # every training has a run of its own
+    assert len(list(root.rglob("tensorboard"))) == (watched if importlib.util.find_spec("tensorboardX") else 0)
     assert not list(root.rglob("secret_seed")) and not list(root.rglob("scratch"))
     for name in ("tables.md", "tables.tex", "small_robustness.png", "small_transfer.png", "small_gamma.png"):
         assert (root / name).stat().st_size > 0

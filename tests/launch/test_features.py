@@ -22,7 +22,7 @@ def rows(source):
 
 
 def load(config, network="nowhere.safetensors"):
-    return features.load(config, pathlib.Path(network))
+    return features.read(config).compute(pathlib.Path(network))
 
 
 # --- Blobs -----------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def text_config(tmp_path, monkeypatch):
         )
         apart = []
         monkeypatch.setattr(data, "check_disjoint", lambda parts: apart.append(list(parts)))
-        found = rows(features.load(ConfigDict(config), tmp_path / "none").train)["features"]
+        found = rows(features.read(ConfigDict(config)).compute(tmp_path / "none").train)["features"]
         assert apart == [["config.data.parts.private", "config.data.parts.test"]]
         return found
 

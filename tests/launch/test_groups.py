@@ -1,14 +1,16 @@
 """Studies that protect patients with several images: the config's group, the ledger, and the words of the report."""
 
 import csv
+import importlib.util
+import json
 
 import numpy as np
 import PIL.Image
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp.data import bundled
-from jaxdp.privacy import Ledger
+from jaxdp.data import bundled, read_column
+from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from launch import data, finetune, frame
 from launch.lifecycle import life, parts
@@ -65,27 +67,36 @@ def test_the_patients_of_a_folder(folder, in_memory):
     assert data.units(given, found["private"]) is data.one_each(given, found["private"]) is found["private"]
 
 
-def test_the_patients_of_hugging_face_and_of_numpy(folder, tmp_path):
-    datasets = pytest.importorskip("datasets")
+def read_again(folder, source, path, end):
+    """Asserts that a copy of the folder has the same patients."""
     found = data.parts(config(folder), "private", "test", grouped=True)
-    expected = data.units(config(folder), found["private"]).rows
-    splits, numbers = {}, {}
-    for name, source in found.items():
+    parts = {role: role + end for role in found}
+    given = config(folder, source=source, path=str(path), parts=ConfigDict(parts))
+    again = data.parts(given, "private", "test", grouped=True)["private"]
+    np.testing.assert_array_equal(data.units(given, again).rows, data.units(config(folder), found["private"]).rows)
+
+
+def test_the_patients_of_numpy(folder, tmp_path):
+    codes = {owner: k for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])}
+    for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
         columns, owners = source.load().arrays, patients(folder, name)
-        image, label = columns["image"], columns["label"]
-        splits[name] = datasets.Dataset.from_dict({"image": image.tolist(), "label": label, "patient": owners})
-        codes = {owner: k for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])}
-        numbers[name] = [codes[owner] for owner in owners]
-        np.savez(tmp_path / f"{name}.npz", image=image, label=label, patient=numbers[name])
+        numbers = [codes[owner] for owner in owners]
+        np.savez(tmp_path / f"{name}.npz", image=columns["image"], label=columns["label"], patient=numbers)
+    read_again(folder, "npz", tmp_path, ".npz")
+
+
+@pytest.mark.parity
+def test_the_patients_of_hugging_face(folder, tmp_path):
+    """Patients, named by a column of a data set of Hugging Face."""
+    import datasets
+
+    splits = {}
+    for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
+        columns, owners = source.load().arrays, patients(folder, name)
+        columns = {"image": columns["image"].tolist(), "label": columns["label"], "patient": owners}
+        splits[name] = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    saved, files = (
-        config(folder, source="hf", path=str(tmp_path / "saved")),
-        config(folder, source="npz", path=str(tmp_path)),
-    )
-    saved.parts, files.parts = [ConfigDict({r: r + end for r in ("private", "test")}) for end in ("", ".npz")]
-    for given in (saved, files):
-        again = data.parts(given, "private", "test", grouped=True)["private"]
-        np.testing.assert_array_equal(data.units(given, again).rows, expected)
+    read_again(folder, "hf", tmp_path / "saved", "")
 
 
 def test_bad_groups_of_a_config_are_refused(folder, tmp_path):
@@ -124,27 +135,55 @@ def test_fine_tuning_protects_patients(folder, tmp_path):
     assert finetune.STUDY.summary(result).count("(adding or removing one patient)") == 1
 
 
-def test_stages_that_protect_one_image_read_one_of_each_patient(folder):
-    """Broken twin: parts with all images, of which a patient has two, under an account of patients."""
+def lifecycle(folder, **fields):
     study = tiny.lifecycle_own(folder)
-    study.data.update(GROUP)
-    loaded = parts.load(study.data)
-    private = {"private": loaded.private, "client": loaded.client, "site_0": loaded.sources[0]}
-    private |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
-    for name, source in private.items():
+    study.data.update(GROUP | fields)
+    return study
+
+
+def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
+    """Broken twin: an upload with all images, of which a patient has two, under an account of patients."""
+    loaded = parts.load(lifecycle(folder).data)
+    held = {"private": loaded.units, "site_0": loaded.sources[0]}
+    held |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
+    for name, source in held.items():
+        images, numbers = data.held(source)
         owners = patients(folder, name)
+        count = [k for k, owner in enumerate(owners) if owners[:k].count(owner) < 2]
+        known = list(dict.fromkeys(owners))
+        assert numbers.tolist() == [known.index(owners[k]) for k in count]
         whole = data.parts(config(folder, parts={"private": f"{name}.csv"}), "private", grouped=True)["private"]
-        first = [owners.index(owner) for owner in dict.fromkeys(owners)]
-        np.testing.assert_array_equal(data.labels(source), data.labels(whole)[first])
+        np.testing.assert_array_equal(data.labels(images), data.labels(whole)[count])
+    assert len(loaded.client) == loaded.records("clinic") == len(set(patients(folder, "client"))) < 24
     assert loaded.fingerprints("private") == [f"xrays/private {loaded.units.fingerprint}"]
+
+
+def test_parties_of_one_part_share_no_patient(folder):
+    whole = data.parts(config(folder, parts={"sources": "private.csv"}), "sources", grouped=True)["sources"]
+    pieces = [set(read_column(piece, "patient").tolist()) for piece in data.cut(config(folder), whole, 4)]
+    assert [len(piece) for piece in pieces] == [12, 11, 11, 11] and len(set.union(*pieces)) == 45
+
+
+def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
+    """Broken twin: the noise of one visit, for which a patient with two images would owe more than epsilon."""
+    study = lifecycle(folder)
+    (adapt,) = (stage for stage in life.STAGES if stage.name == "adapt")
+    charge, how = adapt.charges(study, parts.load(study.data))["stream"], study.adapt
+    assert 0.99 * how.epsilon < epsilon(charge, delta=how.delta, adjacency="replace_one") <= how.epsilon
 
 
 @pytest.mark.slow
 def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path, capsys):
-    study = tiny.lifecycle_own(folder)
-    study.data.update(GROUP)
+    study = lifecycle(folder)
+    study.watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
     states = life.run(study, tmp_path / "life")
-    assert {state["status"] for state in states.values()} == {"done"}, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert {state["status"] for state in states.values()} == {"done"}, said
+    assert "split: only the first image of each patient is uploaded" in said
+    watched = {path.parent.parent.parent.name for path in (tmp_path / "life").glob("*/*/tensorboard/events*")}
+    assert watched == ({"pretrain", "finetune"} if study.watch else set())
+    (adapted,) = (tmp_path / "life" / "adapt").glob("*/stage.json")
+    assert json.loads(adapted.read_text())["result"]["visits"] in (2, 4)  # two images, in two batches or in one
     with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
         entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
     assert set(entries) == {"xrays/private", "stream", "clinic", *(f"hospital {k}" for k in range(5))}
@@ -164,6 +203,9 @@ def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path
         "which patients are in a batch of fine-tuning",
         "5 sources answered with noise",
         "<td>stream 1</td>",
+        "so it has the first image of each patient only.",
+        "with noise for all images of a patient together",
+        "any change of k training patients",
     ):
         assert words in text
     assert "The unit is one image" not in text and "under clean" not in text

@@ -58,6 +58,16 @@ def test_a_plan_refuses_what_a_run_refuses(capsys):
     config.private.batch_size = 5000
     with pytest.raises(ValueError, match=r"config\.private\.batch_size must be at most 1168"):
         told(capsys, finetune.STUDY, config)
+    for field, value, message in [
+        ("prediction.queries", 5000, r"config\.prediction\.queries=5000 must lie in \[1, "),
+        ("data.name", "letters", r"config\.data\.name must be one of 'digits', .* got 'letters'"),
+        ("data.group", "patient", r"config\.data\.group must be '' for this study"),
+    ]:
+        config = tiny.predict()
+        with config.unlocked():
+            config.update_from_flattened_dict({field: value})
+        with pytest.raises(ValueError, match=message):
+            told(capsys, predict.STUDY, config)
 
 
 def test_charges_without_training(capsys):

@@ -997,3 +997,59 @@ def test_ten_classes():
     accuracy, distance = float((answer.label == y[1500:]).mean()), np.asarray(answer.distance)
     assert accuracy > 0.75
     assert (distance >= 1).mean() > 0.6 and distance.mean() > 2
+
+
+# ------------------------------------------------------------------------------------------------ owners of records
+
+
+def retrained(x, y, rows, present, users, *, clip, learning_rate, divisor, epochs):
+    """Trains a linear model in float64 on the owners `users`: [P] of weights [d, C]. Their mean gradient is clipped."""
+    w = np.zeros((x.shape[1], y.max() + 1))
+    for _ in range(epochs):
+        z = x @ w
+        p = np.exp(z - z.max(1, keepdims=True))
+        each = x[:, :, None] * (p / p.sum(1, keepdims=True) - np.eye(w.shape[1])[y])[:, None, :]
+        mean = [each[rows[u][present[u]]].mean(0) for u in users]
+        w = w - learning_rate / divisor * sum(np.clip(g, -clip, clip) for g in mean)
+    return w
+
+
+@pytest.mark.slow
+def test_bounds_of_owners_contain_training_without_some_of_them():
+    """The broken twin bounds a change of k records. Without k owners, who have four each, training leaves its box."""
+    rng = np.random.default_rng(5)
+    owner = np.repeat(np.arange(24), rng.integers(2, 5, 24))
+    x = (rng.normal(size=(24, 5))[owner] + 0.3 * rng.normal(size=(len(owner), 5))).astype(np.float32)
+    y = rng.integers(0, 3, 24)[owner]
+    source = jaxdp.data.from_arrays(x=x, y=y)
+    patients = jaxdp.data.by_group(source, owner, max_records=4)
+    owned, how = patients.gather(np.arange(24)), {"clip": 0.2, "learning_rate": 1.0, "epochs": 2}
+
+    def loss_fn(w, record):
+        return jaxdp.losses.softmax_cross_entropy(w.T @ record["x"], record["y"])
+
+    start = jnp.zeros((5, 3))
+    bounds = train_with_bounds(loss_fn, start, owned, ks=3, batch_size=24, group=True, **how)
+    everything = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+    twin = train_with_bounds(loss_fn, start, everything, ks=3, batch_size=len(x), **how)
+    train = functools.partial(retrained, x.astype(np.float64), y, patients.rows, owned.present, divisor=24, **how)
+    np.testing.assert_allclose(bounds.params, train(range(24)), atol=1e-5)
+    assert_nested(bounds)
+    escaped = 0
+    for k in range(1, 4):
+        for _ in range(5):
+            without = rng.choice(24, k, replace=False)
+            rest = [u for u in range(24) if u not in without]
+            assert outside([train(rest)], row(bounds.lower, k), row(bounds.upper, k)) == 0
+            stay = np.isin(owner, rest)
+            single = np.arange(len(x))[:, None], np.ones((len(x), 1), bool)
+            changed = retrained(
+                x.astype(np.float64), y, *single, np.flatnonzero(stay), divisor=len(x), **how
+            )  # what the twin trains, without the same owners
+            escaped += outside([changed], row(twin.lower, k), row(twin.upper, k)) > 0
+    assert escaped > 0
+    part = jaxdp.prediction.partition_by_hash(owned, 4, salt=b"owners")
+    fewer = patients.gather(np.arange(1, 24))
+    np.testing.assert_array_equal(jaxdp.prediction.partition_by_hash(fewer, 4, salt=b"owners"), part[1:])
+    with pytest.raises(TypeError, match=r"data must be jaxdp.data.Records with group=True, got dict"):
+        train_with_bounds(loss_fn, start, everything, ks=3, batch_size=24, group=True, **how)

@@ -521,3 +521,65 @@ def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
             assert np.isfinite(answers).all() and (epsilon < math.inf or np.abs(answers).max() <= 60)
             with pytest.raises(RuntimeError, match="all 3 rounds are answered"):
                 talk.answer(1.0)
+
+
+# --- Owners of several records ----------------------------------------------------------------------------------------
+
+OWNERS = ["a", "b", "a", "c", "b", "a"]
+
+
+def in_steps(method, logits, labels, scale, owners=None):
+    """The exact sum of a source's first round by hand, int [s], of the mean of each owner's records in whole steps."""
+    records = Records(jnp.asarray(logits), jnp.asarray(labels, jnp.int32))
+    added = np.asarray(summands(method, 0, records, jnp.float32(1.0)), np.float64)
+    steps = np.rint(added / scale.step).astype(int)
+    owners = np.arange(len(labels)) if owners is None else np.asarray(owners)
+    return sum(np.trunc(steps[owners == one].mean(0)).astype(int) for one in set(owners.tolist()))
+
+
+def first_sum(method, logits, labels, scale, owners=None):
+    party = Party(logits, labels, group=owners)
+    records, source = Records(jnp.asarray(party.logits), jnp.asarray(party.labels)), jnp.zeros(party.units, jnp.int32)
+    return np.asarray(exact_sums(summands(method, 0, records, jnp.float32(1.0)), source, 1, scale, party.group))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [AccT(), NllT(), EceT(), HistogramBinning()], ids=repr)
+def test_an_owner_adds_the_mean_of_its_records_and_moves_the_sum_by_no_more_than_one(method):
+    """The broken twin sums an owner's records: its sum moves by the number of the records."""
+    logits, labels = people(6)
+    scale = scale_of(method, 1.0)
+    limit = method.sensitivity(0, "add_remove", logits.shape[1]) / scale.step
+    assert (first_sum(method, logits, labels, scale, OWNERS) == in_steps(method, logits, labels, scale, OWNERS)).all()
+    for kinds in (1, 9):  # one owner more, with nine wrong records, equal or different
+        more = np.repeat(people(kinds, seed=7)[0], 9 // kinds, axis=0)
+        both = np.vstack([logits, more]), np.append(labels, (more.argmax(1) + 1) % 6)
+        one, twin = (
+            np.abs(first_sum(method, *both, scale, owners) - first_sum(method, logits, labels, scale, owners[:6])).sum()
+            for owners in ([*OWNERS, *["d"] * 9], list(range(15)))
+        )
+        assert one <= limit < twin
+
+
+@pytest.mark.slow
+def test_owners_play_and_answer_alike():
+    logits, labels = people(6)
+    owned, plain = Party(logits, labels, group=OWNERS), Party(*people(4, seed=3))
+    twice = Party(np.repeat(logits, 2, 0), np.repeat(labels, 2), group=np.repeat(np.arange(6), 2))
+    exact = {"epsilon": math.inf}
+    for one, other in ([owned, plain], [twice, Party(logits, labels)]):
+        answer = one.begin(HistogramBinning(), **exact).answer(1.0) + other.begin(HistogramBinning(), **exact).answer(
+            1.0
+        )
+        assert answer.sum() == pytest.approx(one.units + other.units)
+        found = recalibrate(HistogramBinning(), [one, other], **exact).parameters
+        right, wrong = np.split(answer, 2)
+        total = right + wrong
+        np.testing.assert_allclose(found[total > 0], (right / np.maximum(total, 1e-9))[total > 0], rtol=1e-5)
+    assert (owned.units, twice.units, plain.units, Party(*people(0), group=[]).units) == (3, 6, 4, 0)
+    with pytest.raises(ValueError, match=r"group needs the adjacency 'add_remove' or 'zero_out', got 'replace_one'"):
+        recalibrate(HistogramBinning(), [owned], epsilon=1.0, adjacency="replace_one")
+    with pytest.raises(ValueError, match="group lacks a value"):
+        Party(logits, labels, group=[*OWNERS[:5], None])
+    with pytest.raises(ValueError, match="group must have one value for each of the 6 records, got 5"):
+        Party(logits, labels, group=OWNERS[:5])

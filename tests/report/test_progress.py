@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxdp.report import TensorBoardWriter, WandbWriter, progress_bar
+from jaxdp.report import TensorBoardWriter, WandbWriter, counting, progress_bar
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,10 @@ def test_a_bar_has_the_time_that_is_left_and_short_work_has_no_bar(monkeypatch, 
         time.sleep(1.1)
         bar.update()
     assert "long:  50%" in (shown := capsys.readouterr().err) and "2/4 [00:01<00:02" in shown
+    with counting(lambda x: 2 * x, label="noise", unit="trial") as tried:
+        time.sleep(1.1)
+        assert [tried(x) for x in (1.0, 3.0)] == [2.0, 6.0]
+    assert "noise: 2trial" in capsys.readouterr().err
 
 
 @pytest.mark.slow

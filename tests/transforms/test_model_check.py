@@ -87,8 +87,25 @@ def test_losses_of_batches() -> None:
             jaxdp.check(on_a_batch, PARAMS, batch),
             "note: All leaves of example have a leading axis of 8.*pass ONE example",
         )
+        only(jaxdp.check(mixing, PARAMS, batch), "note: .*pass ONE example.* In that case, loss_fn mixes the examples")
         mean = lambda p, e: (on_a_batch(p, e), e["y"])  # noqa: E731
         only(jaxdp.check(mean, PARAMS, EXAMPLE, has_aux=True), "written for a batch")
+
+
+@pytest.mark.slow
+def test_groups_of_records() -> None:
+    """A leaf used by three records has the gradient of a group. The twin without group= takes the group for a batch."""
+    records = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), EXAMPLE)
+    report = jaxdp.check(cross_entropy, PARAMS, records, group=True)
+    alone = jaxdp.check(cross_entropy, PARAMS, EXAMPLE)
+    assert report.ok and not report.findings
+    assert [leaf.path for leaf in report.leaves] == [leaf.path for leaf in alone.leaves]
+    assert sum(leaf.work for leaf in report.leaves) > sum(leaf.work for leaf in alone.leaves)
+    assert not jaxdp.check(cross_entropy, PARAMS, records).ok
+    with jax.numpy_rank_promotion("allow"):
+        only(jaxdp.check(on_a_batch, PARAMS, records, group=True), "error: loss_fn is written for a batch")
+    ragged = {**records, "y": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    only(jaxdp.check(cross_entropy, PARAMS, ragged, group=True), "error: example must have leaves .* of ONE group")
 
 
 def linen_batch_norm(**how: Any) -> Any:

@@ -161,6 +161,9 @@ def test_condition_8_units_tell_views_of_one_photograph_from_samples():
     shared = Stream(domains(10, 10), batch_size=5, seed=0, units=patients)
     for batch in shared:
         assert list(batch.units) == [patients[i] for i in batch.positions]
+    named = {"d0": [f"p{i}" for i in range(10)], "d1": [f"p{i // 3}" for i in range(10)]}
+    for batch in Stream(domains(10, 10), batch_size=5, seed=0, units=named):
+        assert list(batch.units) == [named[d][i] for d, i in zip(batch.domains, batch.positions, strict=True)]
 
 
 def test_images_are_read_with_their_batch_only():
@@ -201,6 +204,7 @@ def test_a_part_of_a_source_is_a_domain():
         ({"imbalance": 2.0}, "imbalance=2.0 needs order='label_shifted'"),
         ({"order": "mixed", "reset": "domain"}, "reset='domain' has no meaning"),
         ({"units": range(10)}, "units must name each of the 20 positions, got 10"),
+        ({"units": {"d0": range(20)}}, "units must name each position of each domain, .*got {'d0': 20}"),
         ({"domains": {}}, "at least one source"),
         ({"domains": {"a": source(20), "b": source(20, classes=3)}}, "one image shape and number of classes"),
         (
