@@ -223,15 +223,17 @@ class PhysicalSizes:
             made = cls(tuple(sorted(set(sizes), reverse=True)), overhead)
             return float(weights @ (made._counts(batches).T @ (np.array(made.sizes) + overhead)))
 
+        def best_with(kept: tuple[int, ...]) -> tuple[int, ...]:
+            return (*kept, min(candidates, key=lambda size: cost((*kept, size))))
+
         chosen: tuple[int, ...] = ()
         for _ in range(_MOST_SIZES):  # add the best size, then exchange each for a better one
-            chosen = (*chosen, min(candidates, key=lambda m, kept=chosen: cost((*kept, m))))
+            chosen = best_with(chosen)
             for old in chosen:
-                kept = tuple(m for m in chosen if m != old)
-                chosen = (*kept, min(candidates, key=lambda m, kept=kept: cost((*kept, m))))
+                chosen = best_with(tuple(size for size in chosen if size != old))
         made = cls(tuple(sorted(set(chosen), reverse=True)), overhead)
-        used = made._counts(batches).any(axis=1)
-        return cls(tuple(m for m, use in zip(made.sizes, used, strict=True) if use) or made.sizes[-1:], overhead)
+        used = made._counts(batches).sum(axis=1).tolist()
+        return cls(tuple(m for m, calls in zip(made.sizes, used, strict=True) if calls) or made.sizes[-1:], overhead)
 
     def counts(self, size: int) -> dict[int, int]:
         """Returns the number of physical batches of each size for `size` examples, in all at least one."""
@@ -241,7 +243,8 @@ class PhysicalSizes:
 
     def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask bool [m]) each."""
-        parts, start = [], 0
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        start = 0
         for size, count in self.counts(len(indices)).items():
             if count:
                 parts += zip(*pad_to_physical(indices[start : start + count * size], size), strict=True)
