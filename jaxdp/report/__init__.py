@@ -1,5 +1,6 @@
-"""Metrics in JSON lines, writers of metrics, progress bars, text tables and figures."""
+"""Metrics in JSON lines, writers of metrics, progress bars, text tables, figures and pages."""
 
+from jaxdp.report.html import Chart, render_page, round_down, round_up
 from jaxdp.report.metrics import MetricsWriter, read_metrics
 from jaxdp.report.plots import (
     check_figures,
@@ -16,6 +17,7 @@ from jaxdp.report.writers import Callback, TensorBoardWriter, WandbWriter
 
 __all__ = [
     "Callback",
+    "Chart",
     "MetricsWriter",
     "TensorBoardWriter",
     "WandbWriter",
@@ -29,4 +31,7 @@ __all__ = [
     "plot_training",
     "progress_bar",
     "read_metrics",
+    "render_page",
+    "round_down",
+    "round_up",
 ]

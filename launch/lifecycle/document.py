@@ -6,7 +6,6 @@ file.
 """
 
 import base64
-import hashlib
 import json
 import math
 import os
@@ -14,13 +13,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import markupsafe
-
 from jaxdp.files import read_json, understood, write_durably, write_json
 from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import from_json
-from jaxdp.report import format_table
+from jaxdp.report import format_table, render_page
 
 _FOLDER = pathlib.Path(__file__).parent / "pages"
 # The difference between neighbouring data sets, and the question of an attacker.
@@ -104,7 +100,9 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
         if found := life.result("certificates"):
             half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
             title = f"Certificates without noise: {data}"
-            write_durably(apart, _page("certificates", title=title, life=life, found=found, half=half))
+            write_durably(
+                apart, render_page(_FOLDER / "certificates.html.jinja", title=title, life=life, found=found, half=half)
+            )
         else:
             apart.unlink(missing_ok=True)
         facts = {
@@ -116,7 +114,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
             "unit": life.accounts[0]["unit"],
             "grouped": bool(life.config["data"].get("group")),
         }
-        write_durably(page, _page("report", life=life, **facts))
+        write_durably(page, render_page(_FOLDER / "report.html.jinja", life=life, **facts))
         return page
 
 
@@ -272,39 +270,10 @@ def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list
     ]
 
 
-def _pages() -> jinja2.Environment:
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters |= {"percent": _percent, "words": _words, "together": _together, "floor": _floor}
-    return pages
-
-
-def _page(name: str, **facts: Any) -> bytes:
-    """Returns a filled template. The policy of the page allows its style by a digest."""
-    style = (_FOLDER / "style.css").read_text()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    page = _pages().get_template(f"{name}.html.jinja")
-    return page.render(style=markupsafe.Markup(style), digest=digest, **facts).encode()
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
 def _ceil_percent(value: float) -> str:
     """Returns a percentage, rounded up. A report must not understate the risk."""
     digits = 1 if value < 0.99 else 3
     return f"{min(math.ceil(100 * value * 10**digits) / 10**digits, 100):g}"
-
-
-def _floor(value: float) -> str:
-    """Returns an audited bound, rounded down. A report must not show more than was proved."""
-    return f"{math.floor(100 * value) / 100:g}"
 
 
 def _words(name: str) -> str:
