@@ -13,6 +13,7 @@ from jaxdp.report.plots import (
 )
 from jaxdp.report.progress import progress_bar
 from jaxdp.report.tables import format_table
+from jaxdp.report.verdicts import Verdict, grade, guess_rate, verdict
 from jaxdp.report.writers import Callback, TensorBoardWriter, WandbWriter
 
 __all__ = [
@@ -20,9 +21,12 @@ __all__ = [
     "Chart",
     "MetricsWriter",
     "TensorBoardWriter",
+    "Verdict",
     "WandbWriter",
     "check_figures",
     "format_table",
+    "grade",
+    "guess_rate",
     "plot_curves",
     "plot_images",
     "plot_panels",
@@ -34,4 +38,5 @@ __all__ = [
     "render_page",
     "round_down",
     "round_up",
+    "verdict",
 ]
