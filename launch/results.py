@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxdp.files import write_durably
 from jaxdp.report import format_table
 
@@ -86,6 +88,35 @@ def paired_difference(
         raise ValueError(f"no cell has a partner in which {key} is {second!r} instead of {first!r}.")
     mean, _, error = over_seeds(gaps, "gap")
     return Difference(mean, error, sum(row["gap"] > 0 for row in gaps), len(gaps))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of the probability behind a share of `count` independent cases."""
+    z, count = statistics.NormalDist().inv_cdf(0.975), float(count)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Returns the two-sided p of McNemar's exact test: that so unequal numbers of changed answers arise by chance."""
+    changed = gained + lost
+    tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """Returns how many answers were right before and after, for the report.
+
+    Args:
+      before, after: Whether each answer is right, bool [n], of two models on the same inputs.
+
+    Returns:
+      The accuracies "before" and "after", and how many wrong answers became right ("gained") and the reverse ("lost").
+    """
+    found = {"gained": ~before & after, "lost": before & ~after}
+    counts = {name: int(np.sum(cases)) for name, cases in found.items()}
+    return {"before": float(before.mean()), "after": float(after.mean()), **counts}
 
 
 def best(rows: Iterable[Row], by: str = "accuracy") -> Row:

@@ -9,7 +9,6 @@ import dataclasses
 import decimal
 import functools
 import hashlib
-import itertools
 import math
 import os
 import pathlib
@@ -43,6 +42,7 @@ def render_page(template: str | os.PathLike[str], /, **facts: Any) -> bytes:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
     pages.filters |= {"up": round_up, "down": round_down, "percent": _percent}
     style = (_FOLDER / "style.css").read_text()
@@ -150,19 +150,15 @@ class Chart:
 
     @property
     def xmarks(self) -> list[tuple[float, str]]:
-        """The places and texts of the marks of the x axis."""
-        found = sorted({x for points in self.curves.values() for x, _ in points})
-        chosen = found if len(found) <= 5 else [found[round(k * (len(found) - 1) / 4)] for k in range(5)]
-        return [(self._x(x), self.text(x)) for x in chosen]
+        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is whole."""
+        low, high = self._ends
+        whole = all(float(x).is_integer() for points in self.curves.values() for x, _ in points)
+        return [(self._x(x), self.text(x)) for x in _marks(low, high, least=1.0 if whole else 0.0)]
 
     @property
     def ymarks(self) -> list[tuple[float, str]]:
         """The heights and texts of the marks of the y axis, from 0 in round steps."""
-        rough = self._high / 4
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= rough * 0.999)
-        values = itertools.takewhile(lambda y: y <= self._high * 1.001, (k * step for k in itertools.count()))
-        return [(self._y(y), f"{100 * y:g} %" if self.percent else f"{y:.6g}") for y in values]
+        return [(self._y(y), f"{100 * y:g} %" if self.percent else f"{y:.6g}") for y in _marks(0.0, self._high)]
 
     @property
     def paths(self) -> list[str]:
@@ -191,3 +187,12 @@ class Chart:
         values = [dict(points) for points in self.curves.values()]
         places = sorted({x for points in values for x in points})
         return [[self.text(x), *(self._value(points[x]) if x in points else "" for points in values)] for x in places]
+
+
+def _marks(low: float, high: float, least: float = 0.0) -> list[float]:
+    """Returns about five multiples of a round step from `low` to `high`."""
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = max(next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= 0.999 * rough), least)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]

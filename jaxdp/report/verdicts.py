@@ -60,7 +60,8 @@ class Verdict:
 
     Attributes:
         word: A word of `grade`, or "untouched" if nothing was released, or "no proof" if a release has none.
-        sentence: The verdict in one sentence.
+        protection: How much protection there is, in up to three words.
+        meaning: What that means for an attacker's guess.
         epsilon, delta: The headline and its delta. The epsilon of a release without a proof is
             "infinite / empirical only".
         rate: The largest share of right guesses in percent.
@@ -71,7 +72,8 @@ class Verdict:
     """
 
     word: str
-    sentence: str
+    protection: str
+    meaning: str
     epsilon: str
     delta: str
     rate: str
@@ -80,6 +82,11 @@ class Verdict:
     budget: str
     left: str
     used: float
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        return f"{self.protection}: {self.meaning}"
 
 
 def verdict(account: Mapping[str, Any]) -> Verdict:
@@ -91,27 +98,25 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
     epsilon = math.inf if unproven else proven
     rate = _percent(guess_rate(epsilon, delta))
     if unproven:
-        word = "no proof"
-        sentence = "There is no guarantee. What was released about it has no proof of privacy."
+        word, protection = "no proof", "No guarantee"
+        meaning = "a release about it has no proof of privacy."
     elif not account["rows"]:
-        word, sentence = "untouched", "Nothing was released about it."
+        word, protection, meaning = "untouched", "Untouched", "nothing was released about it."
     else:
         word = grade(epsilon, delta, records)
-        protection = "Practically no" if word == "practically none" else word.capitalize()
-        sentence = (
-            f"{protection} protection: a coin toss over {question} becomes a guess that is right in up to {rate} % of "
-            "cases."
-        )
+        protection = "Practically no protection" if word == "practically none" else f"{word.capitalize()} protection"
+        meaning = f"a coin toss over {question} becomes a guess that is right in up to {rate} % of cases."
     return Verdict(
         word=word,
-        sentence=sentence,
+        protection=protection,
+        meaning=meaning,
         epsilon="infinite / empirical only" if unproven else round_up(epsilon),
         delta=round_up(delta),
         rate=rate,
         exposed="unknown" if records is None else round_up(delta * records, 2),
         change=change,
         budget="none" if budget is None else f"{budget:g}",
-        left="none" if budget is None or left is None else round_down(left),
+        left="none" if budget is None or left is None else round_down(left) if left >= 0.001 else "0",
         used=0.0 if not budget or not account["rows"] else min(epsilon / budget, 1.0),
     )
 
