@@ -52,7 +52,7 @@ LAUNCHERS = {
     "split_server": "the server of Split Adaptation between two processes",
     "split_client": "its client",
     "audit": "attacks on every mechanism and its broken twins",
-    "report": "the report of a lifecycle, written again",
+    "report": "the report of any run, written again from its workdir",
 }
 
 

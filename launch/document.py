@@ -7,7 +7,7 @@ same bytes. It shows nothing that is computed from private records without a cha
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import read_json, understood, write_durably, write_json
@@ -21,7 +21,7 @@ PAGES = pathlib.Path(__file__).parent / "pages"
 _NUMBER = (float, type(None))
 _TEXT = (str, type(None))
 _ACCOUNTS = {
-    "head": {"spend": int, "link": str},
+    "head": (dict, type(None)),
     "datasets": [
         {
             **dict.fromkeys(("name", "adjacency", "unit", "headline"), str),
@@ -82,26 +82,45 @@ def check(value: Any, shape: Any, name: str) -> None:
 
 
 class Books:
-    """The accounts of a report, from a ledger or from the copy that the last report kept."""
+    """The accounts of a report, from ledgers or from the copy that the last report kept.
 
-    def __init__(self, root: pathlib.Path, ledger: pathlib.Path, names: Iterable[str] | None, *, remedy: str):
-        """Reads the accounts `names` of a ledger, or all of them. Keeps them in ledger.json.
+    Attributes:
+      entries: The accounts, as `Ledger.report` has them.
+      head: The number and link of the last spend, if there is one ledger.
+    """
+
+    def __init__(
+        self,
+        root: pathlib.Path,
+        ledgers: Mapping[str, pathlib.Path],
+        *,
+        remedy: str,
+        names: Sequence[str] | None = None,
+    ):
+        """Reads the accounts of ledgers, and keeps them in ledger.json. Without a ledger it reads that copy.
+
+        Args:
+          root: The workdir.
+          ledgers: The ledgers by the words that their accounts' names begin with.
+          remedy: What to do about a damaged copy.
+          names: The accounts to read, by default all.
 
         Raises:
-          ValueError: The ledger lacks an account, or the copy is damaged.
-          FileNotFoundError: There is neither a ledger nor a copy.
+          ValueError: A ledger lacks an account, or the copy is damaged.
         """
         copy = root / "ledger.json"
-        if ledger.exists():
-            with Ledger(ledger, read_only=True) as opened:
-                report = opened.report()
-            entries = {entry["name"]: entry for entry in report["datasets"]}
-            names = list(entries if names is None else names)
-            if missing := [name for name in names if name not in entries]:
-                raise ValueError(f"{ledger} has no {', '.join(missing)}. It is not the ledger of this run.")
-            write_json(copy, {"head": report["head"], "datasets": [entries[name] for name in names]})
-        found = checked(copy, _ACCOUNTS, "ledger", remedy=remedy)
+        found: dict[str, Any] = {"head": None, "datasets": []}
+        if reports := {prefix: _report(path, names) for prefix, path in ledgers.items() if path.exists()}:
+            heads = [report["head"] for report in reports.values()]
+            found["head"] = heads[0] if len(heads) == 1 else None
+            for prefix, report in reports.items():
+                found["datasets"] += [entry | {"name": prefix + entry["name"]} for entry in report["datasets"]]
+            write_json(copy, found)
+        if copy.exists():
+            found = checked(copy, _ACCOUNTS, "ledger", remedy=remedy)
         with understood(copy, remedy):
+            if found["head"] is not None:
+                check(found["head"], {"spend": int, "link": str}, "ledger.head")
             for entry in found["datasets"]:
                 verdict(entry)
                 for row in entry["spends"]:
@@ -109,14 +128,14 @@ class Books:
         self.head, self.entries = found["head"], found["datasets"]
 
     @property
-    def groups(self) -> list[tuple[str, dict[str, Any]]]:
-        """The (names, entry) pairs of the data sets. Equal accounts, for example of hospitals, form one group."""
+    def groups(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """The names and entries of the data sets. Equal accounts, for example of hospitals, form one group."""
         groups: dict[str, list[dict[str, Any]]] = {}
         for entry in self.entries:
-            spends = [{key: row[key] for key in row if key not in ("first_at", "last_at")} for row in entry["spends"]]
+            spends = [[row[key] for key in ("event", "spends", "open")] for row in entry["spends"]]
             alike = {key: entry[key] for key in ("adjacency", "unit", "records", "budget", "delta", "headline")}
             groups.setdefault(json.dumps([alike, spends]), []).append(entry)
-        return [(_together([entry["name"] for entry in group]), group[0]) for group in groups.values()]
+        return [(_together([entry["name"] for entry in group]), group) for group in groups.values()]
 
     @property
     def who(self) -> list[str]:
@@ -134,6 +153,16 @@ class Books:
         return [run for entry in self.entries for run in entry["runs"]]
 
 
+def _report(ledger: pathlib.Path, names: Sequence[str] | None) -> dict[str, Any]:
+    with Ledger(ledger, read_only=True) as opened:
+        report = opened.report()
+    entries = {entry["name"]: entry for entry in report["datasets"]}
+    names = list(entries) if names is None else names
+    if missing := [name for name in names if name not in entries]:
+        raise ValueError(f"{ledger} has no {', '.join(missing)}. It is not the ledger of this run.")
+    return report | {"datasets": [entries[name] for name in names]}
+
+
 def _together(names: Sequence[str]) -> str:
     if len(names) < 3:
         return " and ".join(names) + (", each" if len(names) > 1 else "")
@@ -144,18 +173,21 @@ def _minute(time: str) -> str:
     return time[:16].replace("T", " ")
 
 
-def _spend(names: str, entry: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
-    alone = epsilon(event, delta=entry["delta"], adjacency=entry["adjacency"])
-    labels = dict.fromkeys(label for label in (row["first_label"], row["last_label"]) if label)
-    return [
-        names,
-        " … ".join(labels),
-        f"{row['spends']} × {row['description']}",
-        round_up(alone),
-        f"{_minute(row['first_at'])} UTC",
-        str(row["open"] or "none"),
-    ]
+def _spends(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yields a row for each kind of release. The labels are those of all accounts of the group."""
+    for row, *others in zip(*(entry["spends"] for entry in group), strict=True):
+        event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
+        alone = epsilon(event, delta=group[0]["delta"], adjacency=group[0]["adjacency"])
+        labels = [same[key] for same in (row, *others) for key in ("first_label", "last_label") if same[key]]
+        ends = dict.fromkeys((labels[0], labels[-1])) if labels else ()
+        yield [
+            names,
+            " … ".join(ends),
+            f"{row['spends']} × {row['description']}",
+            round_up(alone),
+            f"{_minute(row['first_at'])} UTC",
+            str(row["open"] or "none"),
+        ]
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -185,8 +217,8 @@ def write(
       **facts: What the template shows besides.
     """
     accounts = [
-        {"names": names, "entry": entry, "verdict": verdict(entry), "audited": audited(audits, entry["name"])}
-        for names, entry in books.groups
+        {"names": names, "entry": group[0], "verdict": verdict(group[0]), "audited": audited(audits, group[0]["name"])}
+        for names, group in books.groups
     ]
     units = list(dict.fromkeys(entry["unit"] for entry in books.entries))
     page = render_page(
@@ -195,7 +227,7 @@ def write(
         books=books,
         accounts=accounts,
         audits=audits,
-        spends=[_spend(names, entry, row) for names, entry in books.groups for row in entry["spends"]],
+        spends=[row for names, group in books.groups for row in _spends(names, group)],
         unfinished=sum(len(entry["open"]) for entry in books.entries),
         unit=units[0] if len(units) == 1 else "record",
         released=[_file(root, path, what) for path, what in released.items() if path.exists()],

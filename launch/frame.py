@@ -209,7 +209,10 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> An
     if done:
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
-    hidden = (".lock", ".head")
+    from . import report
+
+    report.write(root)
+    hidden = (".lock", ".head", ".sqlite-shm", ".sqlite-wal")
     names = sorted(path.name for path in root.iterdir() if path.suffix not in hidden)
     print(f"\n{study.summary(result)}\n\nIn {root}: {', '.join(names)}.")
     return result

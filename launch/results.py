@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdp.files import write_durably
+from jaxdp.files import write_durably, write_json
 from jaxdp.report import format_table
 
 Row = Mapping[str, Any]
@@ -167,9 +167,10 @@ def markdown(tables: Mapping[str, Any]) -> str:
 
 
 def write_tables(root: pathlib.Path, tables: Mapping[str, Any]) -> None:
-    """Writes tables.md, and tables.tex with a `tabular` per table. Writes nothing if there are no tables."""
+    """Writes tables.md, tables.json, and tables.tex with a `tabular` per table. Writes nothing without tables."""
     if not tables:
         return
+    write_json(root / "tables.json", tables)
     write_durably(root / "tables.md", markdown(tables).encode())
     latex = [f"% {title}\n{_tabular(rows)}\n" for title, rows in tables.items() if not isinstance(rows, str)]
     write_durably(root / "tables.tex", "\n".join(latex).encode())

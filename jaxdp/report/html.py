@@ -32,12 +32,22 @@ def render_page(template: str | os.PathLike[str], /, **facts: Any) -> bytes:
     Raises:
         jinja2.UndefinedError: The template uses a fact that is not given.
     """
-    import jinja2
     import markupsafe
 
     path = pathlib.Path(template)
+    style = (_FOLDER / "style.css").read_text()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    page = _templates(path.parent).get_template(path.name)
+    return page.render(style=markupsafe.Markup(style), digest=digest, **facts).encode()
+
+
+@functools.cache
+def _templates(folder: pathlib.Path) -> Any:
+    """Returns the environment of the templates in a folder, which compiles each once."""
+    import jinja2
+
     pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([path.parent, _FOLDER]),
+        loader=jinja2.FileSystemLoader([folder, _FOLDER]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -45,9 +55,7 @@ def render_page(template: str | os.PathLike[str], /, **facts: Any) -> bytes:
         extensions=["jinja2.ext.do"],
     )
     pages.filters |= {"up": round_up, "down": round_down, "percent": _percent}
-    style = (_FOLDER / "style.css").read_text()
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return pages.get_template(path.name).render(style=markupsafe.Markup(style), digest=digest, **facts).encode()
+    return pages
 
 
 def round_up(value: float, digits: int = 3) -> str:

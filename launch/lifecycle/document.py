@@ -61,11 +61,11 @@ _SHAPES: Mapping[str, Any] = {
 }
 # What each stage releases.
 _RELEASED = {
-    "pretrain": {"backbone.safetensors": "backbone, from public images only"},
+    "pretrain": {"backbone.safetensors": "public backbone"},
     "finetune": {"model.safetensors": "fine-tuned model"},
-    "recalibrate": {"confidence.safetensors": "confidence of the model"},
+    "recalibrate": {"confidence.safetensors": "its confidence"},
     "adapt": {"adapted.safetensors": "adapted model"},
-    "split": {"upload.safetensors": "upload of the clinic"},
+    "split": {"upload.safetensors": "the clinic's upload"},
     "deploy": {"deployed.safetensors": "model in use"},
     "predict": {"released.safetensors": "certified answers"},
 }
@@ -108,7 +108,7 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
             life=life,
             nothing="No private data set was registered.",
             grouped=bool(life.config["data"].get("group")),
-            percentage="{:.0%}".format,
+            percentage=lambda share: f"{100 * share:.0f} %",
         )
 
 
@@ -151,7 +151,7 @@ class Life:
         found = _read(path, "lifecycle")
         self.root, self.config, self.stages, self.versions = root, found["config"], found["stages"], found["versions"]
         ledger = pathlib.Path(self.config["ledger"] or root / "ledger.sqlite")
-        self.books = document.Books(root, ledger, found["accounts"], remedy=_REMEDY)
+        self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=found["accounts"])
 
     def done(self, stage: str) -> bool:
         """Returns whether a stage is done."""

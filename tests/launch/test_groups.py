@@ -159,6 +159,7 @@ def test_a_life_protects_patients(folder, tmp_path, capsys, monkeypatch):
         "reveal about any single patient.",
         "adding or removing one patient",
         "They hold for one patient with all of its images in one data set.",
+        "A patient with images in several data sets.",
         "A patient counts once, with up to 2 images.",
         "one step of fine-tuning, if the patient is in its batch",
         "which patients are in a batch of fine-tuning",

@@ -142,4 +142,4 @@ def test_a_whole_life_on_images_of_five_sites(folder, tmp_path, capsys):
     assert {entry["unit"] for entry in entries.values()} == {"scan"}
     assert all(entry["spends"] for entry in entries.values())
     text = (tmp_path / "life" / "report.html").read_text()
-    assert "5 sources answered with noise" in text and "<td>stream 1</td>" in text and "under clean" not in text
+    assert "5 sources answered with noise" in text and "Accuracy under stream 1: " in text and "under clean" not in text
