@@ -41,7 +41,7 @@ from . import catalogue, plans, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
-_FORMAT = 2  # of workdirs, which had no number in the first releases
+_FORMAT = 3  # of workdirs, which had no number in the first releases
 _WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
     "tensorboard": lambda folder: TensorBoardWriter(folder / "tensorboard"),
     "wandb": lambda folder: WandbWriter(dir=folder),

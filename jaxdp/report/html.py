@@ -117,12 +117,12 @@ class Chart:
     @property
     def left(self) -> int:
         """The left end of the x axis."""
-        return 48
+        return 54
 
     @property
     def right(self) -> int:
         """The right end of the x axis."""
-        return self.width - 18
+        return self.width - 26
 
     @property
     def bottom(self) -> int:

@@ -237,7 +237,7 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
     text = (second / "report.html").read_bytes()
     assert document.write(second).read_bytes() == text
     Ledger(shared).close()
-    with pytest.raises(ValueError, match="is not the ledger of this lifecycle"):
+    with pytest.raises(ValueError, match="is not the ledger of this run"):
         document.write(second)
 
 
@@ -421,7 +421,7 @@ def pays(job):
     what = Release(label="test", charges=charges, facts=lambda: [], compute=lambda secret: {"x": np.zeros(1)})
     with Till(job.folder) as till:
         till.once(what)
-    return {"ece": {}}
+    return {"tested": {}, "models": {}}
 
 
 def paying(monkeypatch):

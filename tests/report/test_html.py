@@ -80,7 +80,7 @@ def test_a_chart_begins_at_zero_and_shows_its_numbers():
     )
     assert [text for _, text in drawn.ymarks] == ["0", "1", "2", "3", "4"] and drawn.ymarks[0][0] == drawn.bottom
     assert list(drawn.lines) == ["budget"]
-    assert drawn.paths[0].startswith(f"M{drawn.left}.0 " if "." in drawn.paths[0][:4] else f"M{drawn.left} ")
+    assert drawn.paths[0].startswith(f"M{drawn.left:.1f} ")
     assert drawn.paths[1] == ""  # an infinite value has no place
     assert drawn.headings == ["step", "a", "b"]
     assert drawn.rows == [["0", "2", ""], ["10", "3.01", "infinite"]]
