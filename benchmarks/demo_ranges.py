@@ -25,8 +25,21 @@ def main() -> None:
     runs = [one() for _ in range(options.runs)]
     ranges = {name: [f(run[name] for run in runs) for f in (min, max)] for name in runs[0]}
     found = {"runs": options.runs, "test_images": get_config().data.parts.test, "ranges": ranges}
-    print(json.dumps(found, indent=1))
     write_json(pathlib.Path(options.output), found)
+    print(table(found))
+
+
+def span(ends: list[float], percent: bool) -> str:
+    """Returns a range as the documentation states it."""
+    low, high = (f"{100 * end:.1f}" if percent else f"{end:.3f}" for end in ends)
+    return (low if low == high else f"{low} to {high}") + (" %" if percent else "")
+
+
+def table(found: Any) -> str:
+    """Returns the table of docs/howto/whole_life.md."""
+    rows = [f"| {name} | {span(ends, not name.endswith('ECE'))} |" for name, ends in found["ranges"].items()]
+    head = f"| result | range over {found['runs']} runs |"
+    return "\n".join([head, "|---|---|", *rows])
 
 
 def one() -> dict[str, float]:
@@ -40,13 +53,13 @@ def one() -> dict[str, float]:
 
         tuned, ((_, models),) = result("finetune"), result("deploy")["models"].items()
         return {
-            "public accuracy": result("pretrain")["accuracy"],
-            "private accuracy": tuned["after"],
-            "certified answers right": result("predict")["accuracy"],
+            "accuracy after public pre-training": result("pretrain")["accuracy"],
+            "accuracy after private fine-tuning": tuned["after"],
+            "certified answers that are right": result("predict")["accuracy"],
             **{
-                f"{name}, brightened: {measure}": row[measure]
+                f"brightened images, {name}: {what}": row[key]
                 for name, row in models.items()
-                for measure in ("accuracy", "ece")
+                for key, what in (("accuracy", "accuracy"), ("ece", "ECE"))
             },
         }
 

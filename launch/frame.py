@@ -37,7 +37,7 @@ from jaxdp.release import locked
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter, check_figures, progress_bar
 from jaxdp.version import __version__
 
-from . import catalogue, plans, results
+from . import catalogue, plans, report, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
@@ -209,8 +209,6 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> An
     if done:
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
-    from . import report
-
     report.write(root)
     hidden = (".lock", ".head", ".sqlite-shm", ".sqlite-wal")
     names = sorted(path.name for path in root.iterdir() if path.suffix not in hidden)

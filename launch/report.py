@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp.files import read_json
+from jaxdp.files import read_json, understood
 
 from . import document
 
@@ -120,25 +120,26 @@ def write(workdir: str | os.PathLike[str], *, ledger: str | os.PathLike[str] | N
             raise FileNotFoundError(
                 f"{root / name} does not exist. Give the workdir of a lifecycle, or of a run that is finished."
             )
-    bound = document.checked(
-        root / "config.json", {"study": str, "config": dict, "versions": {str: str}}, "config", remedy=_REMEDY
-    )
+    shape = {"study": str, "config": dict, "versions": {str: str}}
+    bound = document.checked(root / "config.json", shape, "config", remedy=_REMEDY)
     config, kind = bound["config"], _KINDS.get(bound["study"], _Kind(bound["study"]))
-    return document.write(
-        root,
-        "run.html.jinja",
-        title=f"Privacy report: {kind.title}",
-        books=document.Books(root, _ledgers(root, kind, ledger), remedy=_REMEDY),
-        released={path: what for pattern, what in kind.released.items() for path in sorted(root.glob(pattern))},
-        config=config,
-        versions=bound["versions"],
-        bought=kind.bought,
-        nothing=kind.nothing,
-        found=document.checked(root / "result.json", dict(kind.shape), "result", remedy=_REMEDY) if kind.shape else {},
-        tables=_tables(root) if kind.bought == "tables" else {},
-        benchmark=bool(config.get("public_benchmark")),
-        references=bool(config.get("references")),
-    )
+    with understood(root, _REMEDY):
+        found = document.checked(root / "result.json", dict(kind.shape), "result", remedy=_REMEDY) if kind.shape else {}
+        return document.write(
+            root,
+            "run.html.jinja",
+            title=f"Privacy report: {kind.title}",
+            books=document.Books(root, _ledgers(root, kind, ledger), remedy=_REMEDY),
+            released={path: what for pattern, what in kind.released.items() for path in sorted(root.glob(pattern))},
+            config=config,
+            versions=bound["versions"],
+            bought=kind.bought,
+            nothing=kind.nothing,
+            found=found,
+            tables=_tables(root) if kind.bought == "tables" else {},
+            benchmark=bool(config.get("public_benchmark")),
+            references=bool(config.get("references")),
+        )
 
 
 def _ledgers(root: pathlib.Path, kind: _Kind, ledger: str | os.PathLike[str] | None) -> dict[str, pathlib.Path]:

@@ -92,7 +92,7 @@ def paired_difference(
 
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Returns Wilson's 95 % interval of the probability behind a share of `count` independent cases."""
-    z, count = statistics.NormalDist().inv_cdf(0.975), float(count)
+    z = statistics.NormalDist().inv_cdf(0.975)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(middle - half, 0.0), min(middle + half, 1.0)

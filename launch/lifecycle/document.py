@@ -118,8 +118,13 @@ def _write_certificates(life: "Life", data: str) -> None:
         return apart.unlink(missing_ok=True)
     half = max((k for k, share in found["shares"] if share >= 0.5), default=None)
     title, shares = f"Certificates without noise: {data}", {"certified": found["shares"]}
-    labels = {"xlabel": "training images added or removed, k", "ylabel": "share of answers that no such change alters"}
-    chart = Chart(curves=shares, top=1.0, percent=True, **labels)
+    chart = Chart(
+        curves=shares,
+        xlabel="training images added or removed, k",
+        ylabel="share of answers that no such change alters",
+        top=1.0,
+        percent=True,
+    )
     template = document.PAGES / "certificates.html.jinja"
     write_durably(apart, render_page(template, title=title, found=found, half=half, chart=chart))
 

@@ -376,7 +376,7 @@ def _ece_change(first: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, n
 
     Each is the confidences of a model, and whether it is right, on the same images.
     """
-    sides = [(np.asarray(equal_width_bin(c, 10)), right - c) for c, right in (first, other)]
+    sides = [(np.asarray(equal_width_bin(jnp.asarray(c), 10)), right - c) for c, right in (first, other)]
     draw, size, found = np.random.default_rng(0), len(other[1]), []
     for _ in range(1000):
         rows = draw.integers(size, size=size)

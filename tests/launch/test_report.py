@@ -234,6 +234,9 @@ def test_a_workdir_without_a_finished_run_is_named(tmp_path):
     (tmp_path / "result.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"result\.json does not exist"):
         report.write(tmp_path)
+    write_json(tmp_path / "result.json", RESULTS["finetune"] | {"tested": 0})
+    with pytest.raises(ValueError, match="is damaged: ZeroDivisionError"):
+        report.write(tmp_path)
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(ValueError, match=r"result\.json is damaged"):
         report.write(tmp_path)
