@@ -676,3 +676,4 @@ def test_a_refuted_claim_is_said_first(copied):
     path.write_text(re.sub('"verdict": "[^"]*"', '"verdict": "VIOLATED"', path.read_text()))
     plain, _, rest = document.write(copied).read_text().partition("<h2>What was bought</h2>")
     assert "An attack on adaptation told more than it should" in plain and "VIOLATED" in rest
+    assert '<strong>stream.</strong> <strong class="word no-proof">No guarantee</strong>: an attack refuted' in plain
