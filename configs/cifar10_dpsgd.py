@@ -55,7 +55,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "epsilon": 1.0,
                 "delta": 1e-5,
                 "batch_size": 4096,
-                "physical_batch_size": 64,
+                "physical_batch_size": 0,  # the library chooses
                 "steps": 875,
                 "clip_norm": 1.0,
                 "learning_rate": 2.0,
@@ -75,7 +75,7 @@ def get_config(size: str = "paper") -> ConfigDict:
             {
                 "epsilon": 4.0,
                 "batch_size": 512,
-                "physical_batch_size": 64,
+                "physical_batch_size": 0,  # the library chooses
                 "steps": 60,
                 "augmult": 1,
                 "checkpoint_every": 10,

@@ -54,7 +54,7 @@ def get_config() -> ConfigDict:
         {
             "epsilon": 4.0,
             "batch_size": 2048,
-            "physical_batch_size": 512,
+            "physical_batch_size": 0,  # the library chooses
             "steps": 400,
             "learning_rate": 0.5,
             "augmult": 4,

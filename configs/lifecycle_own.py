@@ -41,5 +41,5 @@ def get_config() -> ConfigDict:
         config.model.preprocessing = ConfigDict({"size": 28, "mean": (0.5,), "std": (0.25,)})  # change: public numbers
     config.augmentation.crop_padding = 2
     config.split.directions = 2  # at most the number of classes
-    config.finetune.batch_size, config.finetune.physical_batch_size = 512, 600
+    config.finetune.batch_size, config.finetune.physical_batch_size = 512, 0
     return config

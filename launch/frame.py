@@ -31,6 +31,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from jaxdp import memory
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
@@ -440,6 +441,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
         tell(program, argv)
 
+    memory.keep_freed_memory()
     try:
         app.run(run_program, flags_parser=parse)
     except KeyboardInterrupt as error:

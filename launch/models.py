@@ -100,8 +100,12 @@ def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
 
 def logits(network: Pretrained, params: Params, source: Examples, *, batch_size: int = 500) -> np.ndarray:
     """Returns the logits of all images of a source, float32 [n, C]."""
-    predict = functools.partial(jax.jit(network.apply_fn), params)
-    return outputs(predict, source, batch_size=batch_size, label="logits")
+    return outputs(functools.partial(_logits, network, params), source, batch_size=batch_size, label="logits")
+
+
+@functools.partial(jax.jit, static_argnums=0)  # sources of one size share a program
+def _logits(network: Pretrained, params: Params, images: jax.Array) -> jax.Array:
+    return network.apply_fn(params, images)
 
 
 def right(network: Pretrained, params: Params, source: Any) -> np.ndarray:

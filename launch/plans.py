@@ -79,10 +79,12 @@ def training(
         delta=terms["delta"],
         adjacency=terms.get("adjacency", "add_remove"),
     )
-    parts = np.mean([max(1, -(-len(sampler.batch(k)) // trainer.physical_batch_size)) for k in range(_DRAWS)])
     refreshes = steps / trainer.query.refresh_every if trainer.query.refresh_every else 0
-    calls = {"refresh": refreshes, "accumulate": steps * parts, "update": steps}
-    programs = trainer.programs(trainer.init(params), source)
+    state = trainer.init(params)
+    programs, sizes = trainer.programs(state, source), trainer.physical(state, source)
+    drawn = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
+    calls = {f"accumulate {m}": steps * np.mean([counts[m] for counts in drawn]) for m in sizes.sizes}
+    calls |= {"refresh": refreshes, "update": steps}
     computed = [(*program, float(calls[name])) for name, program in programs.items()]
     return Item(what, source.name, trainer.event(0, steps), terms, rows, programs=computed, **where)
 

@@ -38,15 +38,15 @@ _NAMES: Mapping[_Rule, str] = {
         "parts.upstream parts.public parts.private parts.sources parts.stream parts.client parts.test"
     ),
     _COUNT: (
-        "steps epochs batch_size physical_batch_size perturbation_batch_size checkpoint_every accumulate every period "
+        "steps epochs batch_size perturbation_batch_size checkpoint_every accumulate every period "
         "trials runs repetitions draws inputs candidates queries members samples sources records shots max_distance "
         "max_records client_images fisher_images anchors basis_size basis_every groups ascent_steps devices bins "
         "num_classes depth width widths hidden num_heads patch_size mlp_width protocol.seeds noise.seeds "
         "data.images tuning.images"
     ),
     _COUNT_OR_NONE: (
-        "data.tuning.images pretrain.steps augmult copies n_patches directions microbatch_size warmup_steps "
-        "evaluate_every crop_padding images "
+        "data.tuning.images pretrain.steps physical_batch_size augmult copies n_patches directions microbatch_size "
+        "warmup_steps evaluate_every crop_padding images "
         "server_images frontends size channels dimensions cut dense head_hidden seed seeds init_seed split_seed "
         "data_seed query_seed"
     ),

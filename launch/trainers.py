@@ -36,7 +36,8 @@ def make(
       config: The `private` part of a study's config:
         method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
-        batch_size, physical_batch_size, steps
+        batch_size, steps
+        physical_batch_size          the number of examples per compiled call; 0 lets the library choose
         clip_norm
         learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
         augmult                      augmented views per example; 0 does not augment
@@ -77,7 +78,7 @@ def make(
             clip_rule=config.get("clip_rule", "global"),
             **{name: config[name] for name in ("epsilon", "delta", "steps", "accountant")},
             adjacency=data.terms(images)["adjacency"],
-            physical_batch_size=config.physical_batch_size,
+            physical_batch_size=config.physical_batch_size or None,
             augment=augmentation(images) if config.augmult else None,
             augmult=config.augmult or 1,
             ema_decay=config.ema_decay or None,

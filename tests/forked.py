@@ -2,8 +2,9 @@
 
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
-Two interpreters import the modules once. Each forks a process for every second program, before JAX has started. So two
-programs in succession, such as one that is killed and the one that goes on, share neither memory nor a hash seed.
+Two interpreters import modules once, and two more do without JAX. Each forks a process for every second program, before
+JAX has started. So two programs in succession, such as one that is killed and the one that goes on, share neither
+memory nor a hash seed.
 """
 
 import atexit
@@ -22,17 +23,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")  # One set of modules shares its interpreters.
+STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 
 class _Interpreter:
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         # A fork copies no threads, so nothing may start one.
         alone = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.forked", *modules],
+            [sys.executable, "-W", "error", "-m", "tests.forked"],
             env={**os.environ, **alone, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -41,11 +42,13 @@ class _Interpreter:
         )
         atexit.register(self.close)
 
-    def run(self, code: str, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, code: str, *arguments: str, modules: tuple[str, ...], env: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory() as folder:
             files = [os.path.join(folder, name) for name in ("stdout", "stderr")]
-            self._process.stdin.write(json.dumps([code, arguments, files, dict(env)]) + "\n")
+            self._process.stdin.write(json.dumps([modules, code, arguments, files, dict(env)]) + "\n")
             self._process.stdin.flush()
             status = int(self._process.stdout.readline())
             return subprocess.CompletedProcess([*arguments], status, *(Path(file).read_text() for file in files))
@@ -55,8 +58,8 @@ class _Interpreter:
 
 
 @functools.cache
-def _interpreters(modules: tuple[str, ...]) -> itertools.cycle:
-    return itertools.cycle([_Interpreter(modules) for _ in range(2)])
+def _interpreters(without_jax: bool) -> itertools.cycle:
+    return itertools.cycle([_Interpreter() for _ in range(2)])
 
 
 def run(
@@ -66,15 +69,15 @@ def run(
 
     XLA reads its part of `env` when it starts. What a module reads when it is imported stays as it is.
     """
-    return next(_interpreters(modules)).run(code, *map(str, arguments), env=env)
+    return next(_interpreters(modules == LEDGERS)).run(code, *map(str, arguments), modules=modules, env=env)
 
 
 def _serve() -> None:
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
-    gc.freeze()
     for line in sys.stdin:
-        code, arguments, files, env = json.loads(line)
+        modules, code, arguments, files, env = json.loads(line)
+        for name in modules:
+            importlib.import_module(name)
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
             os.environ.update(env)

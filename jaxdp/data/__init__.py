@@ -17,7 +17,7 @@ from jaxdp.data.corruptions import (
 from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.images import resize_images
 from jaxdp.data.protocol import Source, check_source
-from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler, pad_to_physical
+from jaxdp.data.sampling import FixedBatchSampler, PhysicalSizes, PoissonSampler, pad_to_physical
 from jaxdp.data.sources import (
     ExampleReader,
     Examples,
@@ -36,6 +36,7 @@ __all__ = [
     "Examples",
     "FixedBatchSampler",
     "Groups",
+    "PhysicalSizes",
     "PoissonSampler",
     "Records",
     "Source",

@@ -6,7 +6,9 @@ The streams of different steps are therefore disjoint.
 """
 
 import dataclasses
+import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 _SEED_BYTES = 16
 # The upper-most counter word of each sampler separates the streams of one seed.
 _POISSON, _SHUFFLE = 1, 2
+_MOST_SIZES = 3  # each is a compiled program
+_CANDIDATES = 60
 
 
 def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
@@ -174,6 +178,87 @@ class FixedBatchSampler:
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
         return order[position * self.batch_size : (position + 1) * self.batch_size].astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhysicalSizes:
+    """How a sampled batch of any size is cut into physical batches of a few sizes, each of which compiles once.
+
+    The cut has the smallest sum of rows, padding included, and `overhead` rows for every call, among those that take
+    as many whole physical batches of each size as fit, from the largest size on, and pad the last one.
+
+    Attributes:
+      sizes: The sizes, descending, at least one.
+      overhead: The cost of a call in rows.
+    """
+
+    sizes: tuple[int, ...]
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            _check_count("physical_batch_size", size, 1)
+
+    @classmethod
+    def choose(cls, sampler: PoissonSampler, *, largest: int) -> "PhysicalSizes":
+        """Returns up to three sizes, none above `largest`, whose expected cost is small for the sampler's batches.
+
+        Expected padding is below 3 % of the expected batch size where that is 32 or more. The choice depends on public
+        numbers alone.
+        """
+        _check_count("largest", largest, 1)
+        n, q = sampler.num_examples, sampler.sampling_probability
+        most = min(n, sampler.truncated_batch_size or n)
+        mean, std = sampler.expected_batch_size, math.sqrt(sampler.expected_batch_size * (1 - q))
+        batches = np.arange(max(0, math.floor(mean - 5 * std)), math.ceil(mean + 5 * std) + 1)
+        weights = np.exp(-0.5 * np.square((batches - mean) / max(std, 0.1)))  # the normal limit of the binomial
+        batches, weights = np.minimum(batches, most), weights / weights.sum()
+        overhead = max(1.0, mean / 64)
+        top = min(largest, int(batches[-1]))
+        near = mean + std * np.linspace(-4, 4, 2 * _CANDIDATES // 3)
+        found = np.concatenate([np.geomspace(1, max(top, 1), _CANDIDATES), near, [largest]])
+        candidates = sorted({int(x) for x in np.clip(np.rint(found), 1, max(top, 1))})
+
+        def cost(sizes: Sequence[int]) -> float:
+            made = cls(tuple(sorted(set(sizes), reverse=True)), overhead)
+            return float(weights @ (made._counts(batches).T @ (np.array(made.sizes) + overhead)))
+
+        chosen: tuple[int, ...] = ()
+        for _ in range(_MOST_SIZES):  # add the best size, then exchange each for a better one
+            chosen = (*chosen, min(candidates, key=lambda m, kept=chosen: cost((*kept, m))))
+            for old in chosen:
+                kept = tuple(m for m in chosen if m != old)
+                chosen = (*kept, min(candidates, key=lambda m, kept=kept: cost((*kept, m))))
+        made = cls(tuple(sorted(set(chosen), reverse=True)), overhead)
+        used = made._counts(batches).any(axis=1)
+        return cls(tuple(m for m, use in zip(made.sizes, used, strict=True) if use) or made.sizes[-1:], overhead)
+
+    def counts(self, size: int) -> dict[int, int]:
+        """Returns the number of physical batches of each size for `size` examples, in all at least one."""
+        found = self._counts(np.array([size]))[:, 0]
+        found[-1] += not found.any()
+        return dict(zip(self.sizes, found.tolist(), strict=True))
+
+    def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the physical batches of a batch as in `pad_to_physical`: (indices int64 [m], mask bool [m]) each."""
+        parts, start = [], 0
+        for size, count in self.counts(len(indices)).items():
+            if count:
+                parts += zip(*pad_to_physical(indices[start : start + count * size], size), strict=True)
+                start += count * size
+        return parts
+
+    def _counts(self, batches: np.ndarray) -> np.ndarray:
+        """Returns the number of calls of each size, [sizes, n], for the batch sizes [n]."""
+        size, smaller = self.sizes[0], self.sizes[1:]
+        padded = np.zeros((len(self.sizes), len(batches)), np.int64)
+        padded[0] = -(-batches // size)
+        if not smaller:
+            return padded
+        rest = PhysicalSizes(smaller, self.overhead)._counts(batches % size)
+        exact = np.concatenate([batches[None] // size, rest])
+        price = np.array(self.sizes) + self.overhead
+        return np.where(price @ padded <= price @ exact, padded, exact)
 
 
 def pad_to_physical(indices: np.ndarray, physical_batch_size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -153,7 +153,7 @@ def adp_alloc(
 
         schedule = jaxdp.finetune.exponential_noise(0.01)
         trainer = jaxdp.finetune.adp_alloc(loss_fn, optax.sgd(0.5), sampler=sampler, clip_norm=1.0, schedule=schedule,
-                                           epsilon=4.0, delta=1e-6, steps=1000, physical_batch_size=256)
+                                           epsilon=4.0, delta=1e-6, steps=1000)
 
     Args:
       loss_fn, optimizer, clip_norm, sampler, options: As in `dp_sgd`.

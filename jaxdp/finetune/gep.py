@@ -44,6 +44,7 @@ from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad, paths_of
 
 _PUBLIC_KEY = 0  # The random start of the power iteration is public.
+_ANCHORS_AT_ONCE = 256  # where the caller gives no physical batch size
 _PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -352,12 +353,13 @@ def gep(
         raise ValueError(f"residual_share must be in [0, 1), got {residual_share}. 0 drops the residual.")
 
     def make_query(gradient: ClippedGrad) -> GradientEmbedding:
-        size = options.get("physical_batch_size", 1)
+        size = options.get("physical_batch_size") or _ANCHORS_AT_ONCE
         starts = range(0, len(leaves[0]), size)
         return GradientEmbedding(
             gradient=gradient,
             public=[jax.tree.map(lambda x, i=i: jnp.asarray(x[i : i + size]), anchors) for i in starts],
             refresh_every=basis_every,
+            copies=2,
             basis_size=basis_size,
             residual_clip_norm=residual_clip_norm,
             residual_share=residual_share,

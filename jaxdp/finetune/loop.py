@@ -177,10 +177,20 @@ def _run(
         noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
         key=stream(secret, "augmentation", impl="threefry2x32"),
     )
-    for left in reversed(range(steps)):
-        state, row = trainer.step(state, source)
-        finished(state, {name: float(value) for name, value in jax.device_get(row).items()}, not left)
+    done: tuple[TrainState, Any] | None = None
+    with trainer.batches(state, source, steps) as batches:
+        for batch in batches:
+            state, row = trainer.step(state, source, batch)
+            if done is not None:  # The device computes this step while the row of the step before is written.
+                finished(*_fetched(*done), False)
+            done = state, row
+    if done is not None:
+        finished(*_fetched(*done), True)
     return state
+
+
+def _fetched(state: TrainState, row: dict[str, jax.Array]) -> tuple[TrainState, dict[str, float]]:
+    return state, {name: float(value) for name, value in jax.device_get(row).items()}
 
 
 class _Files:

@@ -13,17 +13,19 @@ A step is the event PoissonSampled(q, Gaussian(sigma)) for every query.
 
 import abc
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import PoissonSampler, Records, Source, pad_to_physical
+from jaxdp.data import PhysicalSizes, PoissonSampler, Records, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -32,8 +34,11 @@ from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
+from jaxdp.transforms.walker import forward_bytes
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+# What a physical batch may take, by the rough count of `PrivateTrainer.physical`, where a device does not tell its own.
+_MEMORY = 2**31
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,11 +53,13 @@ class Query(abc.ABC):
       gradient: The clipped gradient function of the query.
       public: The pytree of public arrays that `refresh` reads, or None.
       refresh_every: The number of steps between calls of `refresh`, which begin with step 0. 0 is never. Public.
+      copies: The number of per-example gradients that `sums` holds for each example.
     """
 
     gradient: ClippedGrad
     public: Any = None
     refresh_every: int = 0
+    copies: int = 0
 
     @abc.abstractmethod
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
@@ -111,7 +118,7 @@ class PrivateTrainer:
     privatizer: Privatizer
     optimizer: optax.GradientTransformation
     sampler: PoissonSampler
-    physical_batch_size: int
+    physical_batch_size: int | None = None
     augment: Callable[[jax.Array, Any], Any] | None = None
     augmult: int = 1
     ema_decay: float | None = None
@@ -122,6 +129,7 @@ class PrivateTrainer:
     zeros: Any = dataclasses.field(init=False)  # compiled `Query.zeros`, `_accumulate` and `_update`
     accumulate: Any = dataclasses.field(init=False)
     update: Any = dataclasses.field(init=False)
+    _sizes: dict[Any, PhysicalSizes] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.augmult < 1 or (self.augment is None and self.augmult != 1):
@@ -183,20 +191,52 @@ class PrivateTrainer:
         batches cost more than the ledger's composition of independently sampled steps.
         """
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
-        seed = derive(words.tobytes(), "jaxdp sampling")
-        return dataclasses.replace(self.sampler, seed=seed).batch(int(step))
+        return self._drawn(words.tobytes(), int(step))
 
-    def step(self, state: TrainState, source: Source) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _drawn(self, key: bytes, step: int) -> np.ndarray:
+        return dataclasses.replace(self.sampler, seed=derive(key, "jaxdp sampling")).batch(step)
+
+    def step(
+        self, state: TrainState, source: Source, batch: list[Any] | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step on a batch of `source`.
 
         The metrics are functions of the released values and cost nothing beyond the step's event.
+
+        Args:
+          state: The state, whose buffers stay valid.
+          source: The private examples.
+          batch: The batch of this step from `batches`. None, the default, draws and reads it now.
 
         Raises:
           TypeError, ValueError: As in `check`.
         """
         self.check(source)
         state = self.refreshed(state)
-        return self.update(state, self.sums(state, source, self.drawn(state)))
+        parts = self.load(state, source, self.drawn(state)) if batch is None else batch
+        return self.update(state, self._sums(state, parts))
+
+    @contextlib.contextmanager
+    def batches(self, state: TrainState, source: Source, steps: int) -> Iterator[Iterator[list[Any]]]:
+        """Yields the iterator of the batches of the next `steps` steps, for `step`.
+
+        A thread draws and reads the next batch while the device computes. The batches are those of `drawn`.
+        """
+        first, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
+
+        def load(step: int) -> list[Any]:
+            return self.load(state, source, self._drawn(words.tobytes(), step))
+
+        with concurrent.futures.ThreadPoolExecutor(1, "jaxdp batches") as reader:
+
+            def ahead() -> Iterator[list[Any]]:
+                coming = collections.deque([reader.submit(load, int(first))] if steps else [])
+                for step in range(int(first) + 1, int(first) + steps + 1):
+                    if step < int(first) + steps:
+                        coming.append(reader.submit(load, step))
+                    yield coming.popleft().result()
+
+            yield ahead()
 
     def refreshed(self, state: TrainState) -> TrainState:
         """Returns the state with a refreshed `carried` if that is due."""
@@ -205,13 +245,47 @@ class PrivateTrainer:
             return state
         return state._replace(carried=self.query.refresh(state.params, state.carried, state.step, self.query.public))
 
+    def physical(self, state: TrainState, source: Source) -> PhysicalSizes:
+        """Returns the sizes of the physical batches into which the batches of `source` are cut.
+
+        They are `physical_batch_size`, if that is given. Otherwise they suit the sampler (`PhysicalSizes.choose`), and
+        the largest takes about 2 GiB, or a quarter of the memory of a device that tells its own. The memory of an
+        example is counted as twice the values of its forward pass, and the per-example gradients that the method holds.
+        """
+        if self.physical_batch_size is not None:
+            return PhysicalSizes((self.physical_batch_size,))
+        kinds = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state.params)
+        known = str(jax.tree.leaves(kinds))
+        if known not in self._sizes:
+            memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
+            largest = int(memory / max(1, self._row_bytes(state, source)))
+            self._sizes[known] = PhysicalSizes.choose(self.sampler, largest=max(1, largest))
+        return self._sizes[known]
+
+    def _row_bytes(self, state: TrainState, source: Source) -> int:
+        gradient, row = self.query.gradient, source.gather(np.zeros(1, np.int64))
+        records = jax.tree.map(lambda x: x[0], row.records if isinstance(row, Records) else row)
+        views = self.augmult * (len(row.present[0]) if isinstance(row, Records) else 1)
+        example = jax.tree.map(lambda x: x[0], records) if isinstance(row, Records) else records
+        key = {"key": state.key} if self.stochastic else {}
+        held = self.query.copies + (gradient.engine == "vmap")
+        moving = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(moving_params(gradient, state.params)))
+        forward = forward_bytes(jax.make_jaxpr(gradient.loss_fn)(state.params, example, **key).jaxpr)
+        return 2 * views * forward + held * moving
+
+    def load(self, state: TrainState, source: Source, rows: np.ndarray) -> list[Any]:
+        """Reads the examples at `rows`, [B >= 0] indices into `source`, and cuts them into physical batches."""
+        parts = enumerate(self.physical(state, source).cut(rows))
+        return [jax.device_put((source.gather(rows), mask, np.uint32(part))) for part, (rows, mask) in parts]
+
     def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:
         """Sums the contributions of the examples at `rows`, [B >= 0] indices into `source`. Private, without noise."""
-        indices, masks = pad_to_physical(rows, self.physical_batch_size)
+        return self._sums(state, self.load(state, source, rows))
+
+    def _sums(self, state: TrainState, parts: list[Any]) -> Any:
         sums = self.zeros(state.params)
-        for part, (physical, mask) in enumerate(zip(indices, masks, strict=True)):
-            batch = jax.device_put((source.gather(physical), mask, np.uint32(part)))
-            sums = self.accumulate(state, sums, *batch)
+        for part in parts:
+            sums = self.accumulate(state, sums, *part)
         return sums
 
     def event(self, first: int, last: int) -> DpEvent:
@@ -231,18 +305,19 @@ class PrivateTrainer:
     def programs(self, state: TrainState, source: Source) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Returns the compiled functions of a step by name, each with arguments for its `lower`.
 
-        "refresh" is called every `query.refresh_every` steps, "accumulate" for each physical batch, and "update" once
-        per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
+        "refresh" is called every `query.refresh_every` steps, "accumulate M" for each physical batch of M examples, and
+        "update" once per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
         """
-        rows, masks = pad_to_physical(np.zeros(0, np.int64), self.physical_batch_size)
-        batch = (source.gather(rows[0]), masks[0], np.uint32(0))
         sums = jax.eval_shape(self.zeros, state.params)
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         if self.query.refresh_every:
             args = (state.params, state.carried, state.step, self.query.public)
             found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
-        return found | {"accumulate": (self.accumulate, (state, sums, *batch)), "update": (self.update, (state, sums))}
+        for size in self.physical(state, source).sizes:
+            batch = (source.gather(np.zeros(size, np.int64)), np.zeros(size, bool), np.uint32(0))
+            found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
+        return found | {"update": (self.update, (state, sums))}
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -309,7 +384,7 @@ class Target(TypedDict, total=False):
 class Options(Target, total=False):
     """The keyword arguments that every method passes on. `dp_sgd` documents them."""
 
-    physical_batch_size: Required[int]
+    physical_batch_size: int | None
     augment: Callable[[jax.Array, Any], Any] | None
     augmult: int
     ema_decay: float | None
@@ -370,8 +445,10 @@ def make_trainer(
     """Returns a trainer for the query that a method makes from a clipped gradient. Arguments as in `dp_sgd`."""
     check_clip_norm("clip_norm", clip_norm)
     noise_multiplier, rest = noise_and_options(noise_multiplier, options, sampler)
-    if rest.get("physical_batch_size", 1) < 1:
-        raise ValueError(f"physical_batch_size must be at least 1, got {rest['physical_batch_size']}.")
+    if (size := rest.get("physical_batch_size")) is not None and size < 1:
+        raise ValueError(
+            f"physical_batch_size must be at least 1, got {size}. Leave it out, and the library chooses sizes."
+        )
     how = {name: rest.pop(name) for name in ("engine", "clip_rule", "trainable") if name in rest}
     grouped = rest.get("augment") is not None or rest.get("group", False)
     query = make_query(clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **how))

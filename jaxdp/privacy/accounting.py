@@ -140,6 +140,14 @@ def delta(event: DpEvent, *, epsilon: float, adjacency: Adjacency = "add_remove"
 
 def epsilon_of_counts(counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method) -> float:
     """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
+    return _epsilon_of_leaves(tuple(counts.items()), delta, adjacency, method)
+
+
+@functools.lru_cache(maxsize=128)  # Plans, holds and reports ask for the same epsilon several times.
+def _epsilon_of_leaves(
+    leaves: tuple[tuple[DpEvent, int], ...], delta: float, adjacency: Adjacency, method: Method
+) -> float:
+    counts: Mapping[DpEvent, int] = dict(leaves)
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     rules = check_rules(counts, adjacency=adjacency, method=method)

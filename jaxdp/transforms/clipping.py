@@ -656,8 +656,10 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
     records, cotangents = jax.tree.map(sites.settled, (records, cotangents))
 
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
+    program = plan.weights_program(wide)
+    columns = list(zip(plan.sites, records, cotangents, strict=True))
     components = [
-        _Component(plan, wide, indices, [records[j] for j in indices], [cotangents[j] for j in indices], choose)
+        _Component([columns[j] for j in indices], walker.restricted(program, indices), wide, choose)
         for indices in _connected(plan.sites)
     ]
     squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
@@ -696,16 +698,16 @@ class _Component:
       kept: The gradients [B, ...] by leaf, or None if they are not kept.
     """
 
-    def __init__(self, plan: walker.Plan, leaves: list[Any], indices: list[int], records: Any, gs: Any, choose: Choice):
-        self._plan, self._leaves, self._indices = plan, leaves, indices
-        self._columns = list(zip([plan.sites[j] for j in indices], records, gs, strict=True))
+    def __init__(self, columns: list[tuple[sites.Site, Any, Any]], program: Any, leaves: list[Any], choose: Choice):
+        self._columns = columns  # site, record and cotangent
         self._members = sorted(frozenset[int]().union(*(site.leaves for site, _, _ in self._columns)))
         self.kept: dict[int, jax.Array] | None = None
+        self._pull = pull = _pull_back(program, leaves, self._members)
         method = choose([site for site, _, _ in self._columns], sum(leaves[i].size for i in self._members))
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
-        dvs, pull = [site.per_example(r, g) for site, r, g in self._columns], self._pull_back()
+        dvs = [site.per_example(r, g) for site, r, g in self._columns]
         grads = jax.vmap(pull)(dvs)
         self.squared_norms = _sum_of_squares(grads)
         # No single example bounds the rounding of the sum to bfloat16. So J^T is applied before the clipping there.
@@ -724,19 +726,6 @@ class _Component:
         axes = [_axes(site) for site, _, _ in self._columns]
         return [(parts, w) if own == axes[0] else ((w,), parts[0]) for own, (parts, w) in zip(axes, pairs, strict=True)]
 
-    def _pull_back(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """Returns J^T, the map from the gradients of V_j to the gradients of the leaves."""
-
-        def weights(members: list[Any]) -> list[Any]:
-            args: list[Any] = list(self._leaves)
-            for i, value in zip(self._members, members, strict=True):
-                args[i] = value
-            found, _ = self._plan.weights(args + [None] * (len(self._plan.jaxpr.invars) - len(args)))
-            return [found[j] for j in self._indices]
-
-        values, pull = jax.vjp(weights, [self._leaves[i] for i in self._members])
-        return lambda dvs: pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
-
     def weighted_sum(self, factors: jax.Array, keep: jax.Array | None) -> dict[int, jax.Array]:
         if self.kept is not None:
             sums = _contract_rows(list(self.kept.values()), factors, keep)
@@ -747,8 +736,25 @@ class _Component:
                 scaled = _keep_rows(g.astype(kind) * factors.astype(kind).reshape(rows), keep)
                 clean = jax.tree.map(functools.partial(_keep_rows, keep=keep), record)
                 dvs.append(site.contract(clean, scaled))
-            sums = self._pull_back()(dvs)
+            sums = self._pull(dvs)
         return dict(zip(self._members, sums, strict=True))
+
+
+def _pull_back(program: Any, leaves: list[Any], members: list[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """Returns J^T, the map from the gradients of the V_j of `program` to the gradients of the leaves `members`."""
+
+    def weights(values: list[Any]) -> list[jax.Array]:
+        given = dict(zip(members, values, strict=True))
+        found: list[jax.Array] = jax.extend.core.jaxpr_as_fun(program)(*(given.get(i, x) for i, x in enumerate(leaves)))
+        return found
+
+    values, pull = jax.vjp(weights, [leaves[i] for i in members])
+
+    def pulled(dvs: list[jax.Array]) -> list[jax.Array]:
+        grads: list[jax.Array] = pull([dv.astype(v.dtype) for dv, v in zip(dvs, values, strict=True)])[0]
+        return grads
+
+    return pulled
 
 
 def _has_low_precision(jaxpr: Any) -> bool:

@@ -75,6 +75,17 @@ def every_equation(jaxpr: Any) -> Iterator[Any]:
             yield from every_equation(inner)
 
 
+def forward_bytes(jaxpr: Any) -> int:
+    """Returns the bytes of all values that a jaxpr computes, those of a `scan` once for each iteration."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if inner := list(jex.jaxprs_in_params(eqn.params)):
+            total += eqn.params.get("length", 1) * sum(map(forward_bytes, inner))
+        else:
+            total += sum(v.aval.size * getattr(v.aval.dtype, "itemsize", 0) for v in eqn.outvars)
+    return total
+
+
 def scan_starts(body: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
     """Returns the positions of the first carry and of the first scanned array among the operands of a `scan`.
 
@@ -182,6 +193,11 @@ class Plan:
             records.append(())
         return outputs, jax.tree.map(lax.stop_gradient, records)
 
+    def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
+        """Returns the program from the trainable leaves, the first arguments, to the values V_j of all sites."""
+        rest = [None] * (len(self.jaxpr.invars) - len(leaves))
+        return jax.make_jaxpr(lambda leaves: self.weights([*leaves, *rest])[0])(leaves)
+
     def weights(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Computes (values V_j of all sites, outputs) in float32 or wider. Entries of `args` that are data are ignored.
 
@@ -209,6 +225,17 @@ class Plan:
 def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
     """Reads variables. An unbound variable reads as None, which means data while weights are evaluated."""
     return [v.val if isinstance(v, jex.Literal) else env.get(v) for v in variables]
+
+
+def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJaxpr:
+    """Returns the program of some results, without the equations that they do not need."""
+    outvars, eqns = [program.jaxpr.outvars[j] for j in results], list[Any]()
+    needed = set(map(id, outvars))
+    for eqn in reversed(program.jaxpr.eqns):
+        if not needed.isdisjoint(map(id, eqn.outvars)):
+            eqns.append(eqn)
+            needed.update(map(id, eqn.invars))
+    return jex.ClosedJaxpr(program.jaxpr.replace(outvars=outvars, eqns=eqns[::-1]), program.consts)
 
 
 def bind_equation(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -132,6 +132,7 @@ def two_tensors(params, example):
     return params["one"] @ example["features"][:1] + params["two"] @ example["features"][1:]
 
 
+STEP = trainer_of(100, probability=0.1, loss=two_tensors)  # tests share what it compiles
 PARAMS = {"one": np.zeros(1, np.float32), "two": np.zeros(3, np.float32)}
 
 
@@ -161,18 +162,16 @@ SMALL, LARGE, OTHER = (0.0, 0.01, 0.0, 0.0), (0.0, 0.0, 5.0, 0.0), (0.01, 0.0, 0
 
 @pytest.mark.slow
 def test_a_step_shows_the_canary_that_changes_it_most():
-    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
-    audit = audit_step(trainer, SMALL, LARGE)
+    audit = audit_step(STEP, SMALL, LARGE)
     assert audit.verdict == "consistent" and audit.trials == 1000
     assert audit.upper == pytest.approx(FULL) and audit.ceiling > 2 * FULL
     assert 0.35 * FULL < audit.lower <= FULL
-    assert audit_step(trainer, SMALL).lower < 0.1 * FULL
+    assert audit_step(STEP, SMALL).lower < 0.1 * FULL
 
 
 @pytest.mark.slow
 def test_a_step_under_replace_one_is_charged_for_both_records():
-    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
-    audit = audit_step(trainer, LARGE, SMALL, [-x for x in LARGE], adjacency="replace_one")
+    audit = audit_step(STEP, LARGE, SMALL, [-x for x in LARGE], adjacency="replace_one")
     assert audit.upper == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=1e-5))
     assert audit.verdict == "consistent" and audit.lower > FULL
 
@@ -180,7 +179,7 @@ def test_a_step_under_replace_one_is_charged_for_both_records():
 @pytest.mark.slow
 def test_a_tensor_without_noise_is_found_by_the_canary_that_hits_it():
     """The two candidates change the sum by the same norm; one of them in the tensor that has no noise as well."""
-    audit = audit_step(silent_in(trainer_of(100, probability=0.1, loss=two_tensors), "one"), LARGE, OTHER)
+    audit = audit_step(silent_in(STEP, "one"), LARGE, OTHER)
     assert audit.verdict == "VIOLATED" and audit.lower > 0.9 * audit.ceiling
 
 
@@ -193,24 +192,22 @@ def test_others_in_the_batch_and_steps_before_change_nothing():
 
 @pytest.mark.slow
 def test_runs_of_a_step_have_noise_of_their_own_and_repeat_from_a_seed():
-    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
-    found = [audit_step(trainer, LARGE, seed=seed) for seed in (SEED, SEED, SEED[::-1])]
+    found = [audit_step(STEP, LARGE, seed=seed) for seed in (SEED, SEED, SEED[::-1])]
     assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.slow
 def test_bad_arguments_of_a_step_are_refused():
-    trainer = trainer_of(100, probability=0.1, loss=two_tensors)
     with pytest.raises(ValueError, match="rows must name at least 2 examples under 'replace_one', got 1"):
-        audit_step(trainer, LARGE, adjacency="replace_one")
+        audit_step(STEP, LARGE, adjacency="replace_one")
     with pytest.raises(ValueError, match="adjacency must be 'add_remove' or 'replace_one', got 'zero_out'"):
-        audit_step(trainer, LARGE, adjacency="zero_out")
+        audit_step(STEP, LARGE, adjacency="zero_out")
     with pytest.raises(ValueError, match="step must be at least 1, got 0"):
-        audit_step(trainer, LARGE, step=0)
+        audit_step(STEP, LARGE, step=0)
     with pytest.raises(ValueError, match="claim='gaussian' needs delta > 0"):
-        audit_step(trainer, LARGE, delta=0.0)
+        audit_step(STEP, LARGE, delta=0.0)
     with pytest.raises(ValueError, match="rows must name an example that changes the sum"):
-        audit_step(trainer, (0.0, 0.0, 0.0, 0.0))
+        audit_step(STEP, (0.0, 0.0, 0.0, 0.0))
 
 
 # --- The batches ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""Runs `fit` in processes that are killed with SIGKILL at chosen or random instants, and resumed until they finish.
+"""Runs `fit` in processes that are killed with SIGKILL at chosen instants, and resumed until they finish.
 
     python tests/finetune/killed_runs.py FOLDER < scenarios.json
 
 A scenario is {"name": ..., "kills": [kill, ...]}: attempt i of the run in FOLDER/name dies by kills[i], which is
-
-    {"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}   the k-th time it gets there, or
-    {"after": seconds}                                                           so long after its first step.
+{"at": "reserved" | "step" | "kept" | "checkpoint" | "saved", "time": k}, the k-th time it gets there.
 
 This process imports everything once and forks the runs before JAX has started. Every released step is appended to
 FOLDER/name/released.jsonl, with digests of what determines its noise, of the clipped sum, and of the result.
@@ -19,7 +17,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 import traceback
 
 import jax
@@ -56,7 +53,6 @@ class Recorded:
             "sum": digest(jax.tree.leaves(sums)),
             "result": digest(jax.tree.leaves((after.params, after.opt_state))),
         }
-        time.sleep(0.05)
         os.write(self.file, json.dumps(record).encode() + b"\n")
         return after, metrics
 
@@ -169,20 +165,11 @@ def attempt(folder, source, kill):
     """Runs until the end or until killed; returns whether it reached the end."""
 
     def work():
-        if kill and "at" in kill:
+        if kill:
             arm(kill)
         run(folder, source)
 
-    released = folder / "released.jsonl"
-    size = released.stat().st_size if released.exists() else 0
-    pid = forked(work)
-    if kill and "after" in kill:
-        while not (released.exists() and released.stat().st_size > size):
-            assert os.waitpid(pid, os.WNOHANG)[0] == 0, f"{folder.name} ended before its first step"
-            time.sleep(0.001)
-        time.sleep(kill["after"])
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitpid(pid, 0)[1]
+    status = os.waitpid(forked(work), 0)[1]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
     assert os.waitstatus_to_exitcode(status) == 0, f"{folder.name} failed"

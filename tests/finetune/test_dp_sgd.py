@@ -473,6 +473,57 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     assert traces["accumulate"] == 1
 
 
+@pytest.mark.slow
+def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
+    def run(ahead, **options):
+        trainer, source = trainer_of(data.PoissonSampler(N, 0.35), **options), source_of()
+        state = trainer.init(params_of())
+        state = state._replace(noise=state.noise._replace(key=noise.stream(bytes(16), "test")))
+        if not ahead:
+            for _ in range(4):
+                state, _ = trainer.step(state, source)
+            return trainer, state
+        with trainer.batches(state, source, 4) as batches:
+            for batch in batches:
+                state, _ = trainer.step(state, source, batch)
+        return trainer, state
+
+    _, fixed = run(False)
+    chosen, now = run(False, physical_batch_size=None)
+    _, later = run(True, physical_batch_size=None)
+    assert len(chosen.physical(now, source_of()).sizes) > 1
+    assert_close(now.params, float64(fixed.params))
+    for name in fixed.params:  # the same physical batches give the same bits
+        np.testing.assert_array_equal(now.params[name], later.params[name])
+    names = [f"accumulate {size}" for size in chosen.physical(now, source_of()).sizes]
+    assert [*chosen.programs(now, source_of())] == [*names, "update"]
+
+
+def test_memory_bounds_the_chosen_sizes():
+    def sizes(width):
+        def wide(params, example):
+            return jnp.sum(jnp.outer(params["w"], jnp.ones(width)) * example["features"][0])
+
+        trainer = trainer_of(data.PoissonSampler(N, 1.0), loss_fn=wide, physical_batch_size=None)
+        return trainer.physical(trainer.init({"w": jnp.ones(1000)}), source_of()).sizes
+
+    assert max(sizes(10)) == N
+    # Some arrays of 1000 x 30,000 float32 values per example, each counted twice, fit into 2 GiB.
+    assert 2 <= max(sizes(30_000)) <= 2**31 // (2 * 4 * 30_000_000)
+    assert max(sizes(60_000)) == max(sizes(30_000)) // 2
+
+
+def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
+    class Failing(data.Examples):
+        def gather(self, indices):
+            raise OSError("the disk is gone")
+
+    trainer, source = trainer_of(data.PoissonSampler(N, 0.35)), source_of()
+    state, failing = trainer.init(params_of()), Failing(source.arrays)
+    with pytest.raises(OSError, match="the disk is gone"), trainer.batches(state, failing, 2) as batches:
+        next(batches)
+
+
 # --- Errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -261,14 +261,5 @@ def test_unknown_and_missing_arguments_are_refused(name):
     with pytest.raises(TypeError, match="learning_rat"):
         trainer_of(name, learning_rat=0.1)
     method, options = METHODS[name]
-    with pytest.raises(TypeError, match="physical_batch_size"):
-        method(
-            loss,
-            optax.sgd(0.1),
-            sampler=data.PoissonSampler(N, Q),
-            clip_norm=1.0,
-            noise_multiplier=Z,
-            **options,
-        )
     with pytest.raises(TypeError, match="sampler"):
         method(loss, optax.sgd(0.1), physical_batch_size=4, clip_norm=1.0, noise_multiplier=Z, **options)

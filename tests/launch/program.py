@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-import os
 import pathlib
 import runpy
 import subprocess
@@ -17,8 +16,11 @@ from absl import flags
 from absl.testing import flagsaver
 
 from launch import frame
+from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# What the launchers import, some of it when they run.
+MODULES = ("launch.lifecycle", "launch.parties", "matplotlib.figure", "orbax.checkpoint", "sklearn.datasets")
 # ml_collections loads config files by a deprecated function. All other warnings are errors.
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
 
@@ -29,22 +31,19 @@ def command(module, config, workdir, overrides):
     return [*PYTHON, "-m", f"launch.{module}", "--config", config, "--workdir", str(workdir), *fields]
 
 
-def environment(**additions):
-    """Returns the environment of a launcher."""
-    return {**os.environ, "JAX_PLATFORMS": "cpu", **additions}
+# These warnings are no errors: that of `PYTHON`, and one of runpy about modules that the interpreter has imported.
+FORKED = """
+import runpy, sys, warnings
+warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
+warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
-def run(arguments, **additions):
-    """Runs a command at the root of the repository, with additions to the environment."""
-    return subprocess.run(
-        arguments,
-        cwd=ROOT,
-        env=environment(**additions),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run(arguments, first=""):
+    """Runs a command in a process of its own. The code `first` runs before the launcher."""
+    return forked.run(first + FORKED, *arguments[len(PYTHON) + 1 :], modules=MODULES)
 
 
 # Under other settings of JAX than those of this process, a release would be another one. A process in the background of

@@ -15,7 +15,8 @@ NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 
 
 # The noise and the accounting of these are those of DP-SGD and of private Tent, by the same lines. Their sums are not.
-SAME_NOISE = {"DP-SAT", *(f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO"))}
+SAME_NOISE = {f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")}
+SAME_NOISE |= {"DP-SAT", "DP-SGD of patients"}
 OF_THE_NOISE = {"half the noise", "a reused key", "add/remove charged for replace-one", "the noise of the step before"}
 
 

@@ -140,16 +140,16 @@ def test_stages_that_protect_one_image_read_one_of_each_patient(folder):
 
 
 @pytest.mark.slow
-def test_a_life_protects_patients(folder, tmp_path, capsys, monkeypatch):
-    wanted = {"pretrain", "finetune", "audit_finetune"}
-    monkeypatch.setattr(life, "STAGES", [stage for stage in life.STAGES if stage.name in wanted])
+def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path, capsys):
     study = tiny.lifecycle_own(folder)
     study.data.update(GROUP)
     states = life.run(study, tmp_path / "life")
-    assert [state["status"] for state in states.values()] == ["done"] * 3, capsys.readouterr().out
+    assert {state["status"] for state in states.values()} == {"done"}, capsys.readouterr().out
     with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
         entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
+    assert set(entries) == {"xrays/private", "stream", "clinic", *(f"hospital {k}" for k in range(5))}
     assert {entry["unit"] for entry in entries.values()} == {"patient"}
+    assert all(entry["spends"] for entry in entries.values())
     count = {part: len(set(patients(folder, part))) for part in SIZES}
     assert entries["xrays/private"]["records"] == count["private"] == 45
     assert entries["hospital 0"]["records"] == count["site_0"] < 10
@@ -163,6 +163,8 @@ def test_a_life_protects_patients(folder, tmp_path, capsys, monkeypatch):
         "A patient counts once, with up to 2 images.",
         "one step of fine-tuning, if the patient is in its batch",
         "which patients are in a batch of fine-tuning",
+        "5 sources answered with noise",
+        "Accuracy under stream 1: ",
     ):
         assert words in text
-    assert "The unit is one image" not in text
+    assert "The unit is one image" not in text and "under clean" not in text

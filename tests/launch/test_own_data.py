@@ -1,4 +1,4 @@
-"""Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger, and a whole life."""
+"""Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger."""
 
 import csv
 import sys
@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 from jaxdp.data import bundled
 from jaxdp.privacy import Ledger
 from launch import data, finetune, frame
-from launch.lifecycle import life
 from tests.launch import tiny
 
 SIZES = {
@@ -129,17 +128,3 @@ def test_unit_and_adjacency_of_the_config_reach_the_ledger(tmp_path):
         assert (entry["unit"], entry["adjacency"]) == ("scan", "replace_one")
     assert 0.9 * study.private.epsilon < result["epsilon"] <= study.private.epsilon
     assert finetune.STUDY.summary(result).count("(replacing one scan)") == 1
-
-
-@pytest.mark.slow
-def test_a_whole_life_on_images_of_five_sites(folder, tmp_path, capsys):
-    study = tiny.lifecycle_own(folder)
-    states = life.run(study, tmp_path / "life")
-    assert {state["status"] for state in states.values()} == {"done"}, capsys.readouterr().out
-    with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
-        entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
-    assert set(entries) == {"xrays/private", "stream", "clinic", *(f"hospital {k}" for k in range(5))}
-    assert {entry["unit"] for entry in entries.values()} == {"scan"}
-    assert all(entry["spends"] for entry in entries.values())
-    text = (tmp_path / "life" / "report.html").read_text()
-    assert "5 sources answered with noise" in text and "Accuracy under stream 1: " in text and "under clean" not in text

@@ -3,11 +3,7 @@
 import concurrent.futures
 import json
 import math
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,23 +11,20 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.privacy import Ledger
 from jaxdp.split.package import read_package
+from tests import forked
 from tests.launch import program
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-# A launcher in a process for which some folders are as if they were on another machine.
-JAILED = """
-import os, runpy, sys
-module, forbidden = sys.argv[1], tuple(os.path.realpath(path) for path in sys.argv[2].split(os.pathsep))
+# For a process, the folders of the other party are as if they were on another machine.
+JAIL = """
+import os, sys
+forbidden = tuple(os.path.realpath(path) for path in {!r})
 def hook(event, args):
     if event in ("open", "os.listdir", "os.scandir", "sqlite3.connect") and isinstance(args[0], (str, bytes)):
         if os.path.realpath(os.fsdecode(args[0])).startswith(forbidden):
-            raise PermissionError(f"{event} of {args[0]!r}")
+            raise PermissionError(f"{{event}} of {{args[0]!r}}")
 sys.addaudithook(hook)
-sys.argv = [module, *sys.argv[3:]]
-runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 SERVER = {
     "model.options.depth": 2,
@@ -55,33 +48,24 @@ def arguments(party, root, *flags, **overrides):
         f"{party}.{name}": value for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
     }
     config |= POISON[party]
-    places = ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "600"]
+    places = ["--workdir", str(root / party), "--exchange", str(root / "exchange"), "--timeout", "200"]
     fields = [f"--config.{name}={value}" for name, value in config.items()]
     return ["--config", "configs/split/two_parties.py", *places, *flags, *fields]
 
 
 def start(party, root, *flags, forbidden):
-    """Starts a party in a process for which some folders do not exist."""
-    command = [*program.PYTHON, "-c", JAILED, f"launch.split_{party}", os.pathsep.join(map(str, forbidden))]
-    command += arguments(party, root, *flags)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=program.environment(), stdout=pipe, stderr=pipe, text=True)
+    """Returns a function that runs a party in a process for which some folders do not exist."""
+    command = [*program.PYTHON, "-m", f"launch.split_{party}", *arguments(party, root, *flags)]
+    return lambda: program.run(command, JAIL.format(list(map(str, forbidden))))
 
 
-def finish(*processes):
-    """Returns the standard output of each process. If one fails, the others are killed."""
-
-    def end(process):
-        out, err = process.communicate()
-        if process.returncode:
-            for other in processes:
-                other.kill()
-        return process.returncode, out, err
-
+def finish(*parties):
+    """Runs parties at the same time. Returns the standard output of each."""
+    forked.run("", modules=program.MODULES)  # starts the interpreters, before two threads ask for them
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        ended = list(pool.map(end, processes))
-    assert [code for code, _, _ in ended] == [0] * len(processes), "\n".join(err for _, _, err in ended)
-    return [out for _, out, _ in ended]
+        ended = [run.result() for run in list(map(pool.submit, parties))]
+    assert [process.returncode for process in ended] == [0] * len(parties), [process.stderr for process in ended]
+    return [process.stdout for process in ended]
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +156,8 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
 
 def test_the_jail_is_one(tmp_path):
     Ledger(tmp_path / "ledger.sqlite").close()
-    command = [sys.executable, "-c", JAILED, "launch.ledger", str(tmp_path), str(tmp_path / "ledger.sqlite")]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [*program.PYTHON, "-m", "launch.ledger", str(tmp_path / "ledger.sqlite")]
+    process = program.run(command, JAIL.format([str(tmp_path)]))
     assert process.returncode == 2 and "open of " in process.stderr, process.stderr
 
 

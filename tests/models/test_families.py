@@ -1,5 +1,7 @@
 """Each family against an independent NumPy float64 forward pass, and as a function of one example at a time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,7 @@ TINY = {
 IMAGES = np.random.default_rng(0).random((3, 8, 8, 2), np.float32)
 
 
+@functools.cache
 def build(kind: str, dtype=None):
     """The tiny model of a kind and variables whose every leaf is moved off its initial value."""
     name, attributes = TINY[kind]

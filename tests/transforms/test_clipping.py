@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import clipping
+from jaxdp.transforms import clipping, walker
 
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -1104,3 +1104,19 @@ def test_loss_that_is_no_scalar(engine: str, bad: Any) -> None:
 def test_loss_with_has_aux_returns_a_pair() -> None:
     with pytest.raises(ValueError, match="floating scalar and aux"):
         jaxdp.clipped_grad(lambda p, e: loss(p, e), clip_norm=1.0, has_aux=True)(PARAMS, batch_of(5))
+
+
+@pytest.mark.slow
+def test_the_program_grows_in_proportion_to_the_depth() -> None:
+    """Checks that what one layer computes of its weight is not computed for each of the others too."""
+
+    def equations(depth: int) -> int:
+        def deep(weights: Any, x: Any) -> Any:
+            return functools.reduce(lambda h, w: jnp.tanh(h @ jnp.tanh(w)), weights, x).sum()
+
+        shapes = [jax.ShapeDtypeStruct((4, 4), jnp.float32)] * depth, jax.ShapeDtypeStruct((3, 4), jnp.float32)
+        program = jax.make_jaxpr(jaxdp.clipped_grad(deep, clip_norm=1.0))(*shapes)
+        return sum(1 for _ in walker.every_equation(program.jaxpr))
+
+    few, more, many = map(equations, (2, 4, 6))
+    assert many - more == more - few

@@ -580,7 +580,6 @@ def task(model, shape):
 
 MODELS = [
     (Perceptron(), (4,), (1e-4, 0.1)),
-    (jaxdp.models.create("cnn", num_classes=3, widths=(4, 4), dense=0), (8, 8, 1), (1e-4, 0.02)),
     (Residual(), (4, 4, 2), (1e-5, 0.02)),
     (Transformer(), (3, 4), (1e-6, 0.01)),
 ]

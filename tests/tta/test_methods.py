@@ -20,6 +20,7 @@ import pytest
 
 from jaxdp import Ledger, tta
 from jaxdp.data import from_arrays
+from jaxdp.transforms import noise
 from jaxdp.tta.come import opinion_entropy
 from jaxdp.tta.method import Method, entropy
 
@@ -89,8 +90,10 @@ def conforms(name):
     assert isinstance(method, tta.Method)
     hooks_are_functions_of_one_image(method)
     published_steps_keep_the_state_s_form(method)
-    private_form_bounds_what_a_record_can_do(method)
-    served_streams_are_paid_for_once(method)
+    form = tta.private(method, clip_norm=CLIP, noise_multiplier=2.0)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, optax.sgd(1.0))  # one program for both
+    private_form_bounds_what_a_record_can_do(method, adapter)
+    served_streams_are_paid_for_once(adapter)
 
 
 def hooks_are_functions_of_one_image(method):
@@ -149,14 +152,14 @@ FROZEN = (tiny.PARAMS["embed"], tiny.PARAMS["head"])
 CLIP = 0.03
 
 
-def private_form_bounds_what_a_record_can_do(method):
-    form = tta.private(method, clip_norm=CLIP, noise_multiplier=0.0)
+def private_form_bounds_what_a_record_can_do(method, adapter):
+    form = adapter.method
     said = form.describe()
     assert all(method.explain(hook) in said for hook in HOOKS if hook == "uncertainty" or method.overrides(hook))
-    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, optax.sgd(1.0))
-    start, batch, everybody = adapter.init(jax.random.key(0)), tiny.stream(20)[0], np.ones(6, bool)
+    key = noise.stream(bytes(16), "conformance")  # a key like those of `serve`
+    start, batch, everybody = adapter.init(key), tiny.stream(20)[0], np.ones(6, bool)
 
-    def clipped_sum(images, mask=everybody):
+    def clipped_sum(images, mask=everybody):  # plus the noise of `start`, which is the same for all
         state, _ = adapter.step(start, images, None, mask)
         assert state.memory == ()
         return 6 * (tiny.THETA - tiny.theta_of(state.params))
@@ -170,18 +173,16 @@ def private_form_bounds_what_a_record_can_do(method):
     np.testing.assert_array_equal(clipped_sum(np.where(np.arange(6)[:, None, None, None] == 2, np.nan, batch)), without)
 
 
-def served_streams_are_paid_for_once(method):
-    rng = np.random.default_rng(0)
-    image = rng.uniform(size=(12, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
-    source = from_arrays(image=image, label=rng.integers(0, tiny.CLASSES, 12), num_classes=tiny.CLASSES)
-    stream = tta.Stream({"site": source}, batch_size=4, seed=0)
-    form = tta.private(method, clip_norm=CLIP, noise_multiplier=2.0)
-    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form, sgd())
+def served_streams_are_paid_for_once(adapter):
+    rng, form = np.random.default_rng(0), adapter.method
+    image = rng.uniform(size=(18, tiny.SIDE, tiny.SIDE, 3)).astype(np.float32)
+    source = from_arrays(image=image, label=rng.integers(0, tiny.CLASSES, 18), num_classes=tiny.CLASSES)
+    stream = tta.Stream({"site": source}, batch_size=6, seed=0)
     ledger = Ledger.in_memory()
     ledger.register("site", adjacency="replace_one", unit="image")
     served = tta.serve(adapter, stream, account=tta.StreamAccount(ledger.account("site"), event=form.event))
     assert ledger.events("site")[None] == tta.event(form.event, stream) == form.event
-    assert served.count.tolist() == [4, 4, 4] and served.state.step == 3
+    assert served.count.tolist() == [6, 6, 6] and served.state.step == 3
     assert np.abs(tiny.theta_of(served.state.params) - tiny.THETA).max() > 0
 
 

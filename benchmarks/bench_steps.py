@@ -1,0 +1,256 @@
+"""Times the whole private step against the plain step: sample, read, clip, noise and update.
+
+    python -m benchmarks.bench_steps --cases mlp,cnn,resnet20,vit,lm --rounds 15 --peers
+
+"private" is `trainer.step` with the sizes of physical batches that the library chooses. Its batches vary in size, as
+Poisson sampling demands, and its ratios compare sums over all rounds. "clipped" is the clipped gradient of one batch
+alone, and "noise" the step of an empty batch. "plain" reads a batch of the expected size and takes an ordinary step.
+"first" is the time from a new trainer to the end of its first step, with all compiling and without a cache.
+
+With --peers, jax_privacy clips, adds noise and updates on a batch of the expected size. Opacus does so with hooks,
+ghost clipping and functorch. Its ratios are over a plain step in PyTorch. Neither samples here. Install torch and
+opacus for this. A step of more than ten seconds is timed once.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+
+import jaxdp
+from benchmarks import timing
+from jaxdp import finetune, models
+from jaxdp.data import PoissonSampler, from_arrays
+from jaxdp.memory import keep_freed_memory
+from jaxdp.report import format_table
+
+RECORDS, CLIP, NOISE, CLASSES = 8192, 1.0, 1.0, 10
+VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 4096, 128, 256, 4, 4
+
+
+class Digits(nn.Module):
+    """The network of the MNIST examples of Opacus and TensorFlow Privacy."""
+
+    pooling: str = "flax"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        pool = functools.partial(nn.max_pool, window_shape=(2, 2), strides=(1, 1))
+        x = pool(nn.relu(nn.Conv(16, (8, 8), 2, padding=((2, 3), (2, 3)))(x)))
+        x = pool(nn.relu(nn.Conv(32, (4, 4), 2, padding="VALID")(x)))
+        x = nn.relu(nn.Dense(32)(x.reshape(*x.shape[:-3], -1)))
+        return nn.Dense(CLASSES)(x)
+
+
+class Language(nn.Module):
+    """A causal transformer whose input and output embeddings are one array."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embedding = nn.Embed(VOCABULARY, WIDTH)
+        places = self.param("places", nn.initializers.normal(0.02), (LENGTH, WIDTH))
+        x, mask = embedding(tokens) + places, nn.make_causal_mask(tokens)
+        for _ in range(DEPTH):
+            x += nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
+            x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+        return embedding.attend(nn.LayerNorm()(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A network, the shape of its inputs, and the expected batch size."""
+
+    network: Any
+    shape: tuple[int, ...]
+    batch_size: int
+    tokens: bool = False
+
+
+def cases() -> dict[str, Case]:
+    vit = {"patch_size": 4, "width": 192, "depth": 6, "num_heads": 3, "mlp_width": 768, "pool": "mean"}
+    return {
+        "mlp": Case(models.create("mlp", num_classes=CLASSES, hidden=(512, 512)), (28, 28, 1), 256),
+        "cnn": Case(Digits(), (28, 28, 1), 256),
+        "resnet20": Case(models.create("resnet20", num_classes=CLASSES), (32, 32, 3), 64),
+        "vit": Case(models.create("vit_tiny", num_classes=CLASSES, **vit), (32, 32, 3), 32),
+        "lm": Case(Language(), (LENGTH + 1,), 16, tokens=True),
+    }
+
+
+def source_of(case: Case) -> Any:
+    generator = np.random.default_rng(0)
+    if case.tokens:
+        return from_arrays(tokens=generator.integers(VOCABULARY, size=(RECORDS // 8, *case.shape), dtype=np.int32))
+    images = generator.random((RECORDS // 8, *case.shape), np.float32)
+    return from_arrays(x=images, label=np.arange(len(images)) % CLASSES)
+
+
+def losses_of(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the loss of one example, and the mean loss of a batch in its usual form."""
+
+    def batch_losses(params: Any, batch: Any) -> jax.Array:
+        if case.tokens:
+            logits = case.network.apply(params, batch["tokens"][..., :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][..., 1:]).mean(-1)
+        logits = case.network.apply(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        return batch_losses(params, jax.tree.map(lambda x: x[None], example))[0]
+
+    return loss, lambda params, batch: batch_losses(params, batch).mean()
+
+
+def our_steps(case: Case, peers: bool) -> dict[str, Callable[[], Any]]:
+    """Returns steps that keep their own state."""
+    loss, mean_loss = losses_of(case)
+    source, size = source_of(case), case.batch_size
+    example = jax.tree.map(lambda x: x[:1], source.gather(np.arange(1)))
+    inputs = example["tokens"][:, :-1] if case.tokens else example["x"]
+    params, optimizer = case.network.init(jax.random.key(0), inputs), optax.sgd(0.01, momentum=0.9)
+    options: dict[str, Any] = {
+        "sampler": PoissonSampler(len(source), size / len(source)),
+        "clip_norm": CLIP,
+        "noise_multiplier": NOISE,
+    }
+    generator = np.random.default_rng(1)
+
+    def read() -> Any:
+        return jax.device_put(source.gather(generator.choice(len(source), size, replace=False)))
+
+    @jax.jit
+    def updated(params: Any, state: Any, batch: Any) -> Any:
+        updates, state = optimizer.update(jax.grad(mean_loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def plain() -> Callable[[], Any]:
+        now = [params, optimizer.init(params)]
+
+        def step() -> Any:
+            now[:] = updated(*now, read())
+            return now
+
+        return step
+
+    def private(rows: np.ndarray | None = None, **more: Any) -> Callable[[], Any]:
+        trainer = finetune.dp_sgd(loss, optimizer, **options, **more)
+        now = [trainer.init(params)]
+
+        def step() -> Any:
+            if rows is None:
+                now[0], _ = trainer.step(now[0], source)
+            else:
+                now[0], _ = trainer.update(now[0], trainer.zeros(params))
+            return now
+
+        return step
+
+    clipped, batch = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads), read()
+    steps = {
+        "plain": plain(),
+        "clipped": lambda: clipped(params, batch),
+        "noise": private(np.zeros(0, np.int64)),
+        "private": private(),
+    }
+    if peers:
+        steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, read, size)
+    return steps
+
+
+def jax_privacy_step(loss: Any, params: Any, optimizer: Any, read: Any, size: int) -> Callable[[], Any]:
+    from jax_privacy import clipping, noise_addition
+
+    clipped = clipping.clipped_grad(loss, l2_clip_norm=CLIP, batch_argnums=(1,), keep_batch_dim=False)
+    privatizer = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=jax.random.key(2))
+
+    @jax.jit
+    def updated(params: Any, state: Any, noise: Any, batch: Any) -> Any:
+        noisy, noise = privatizer.update(clipped(params, batch), noise)
+        updates, state = optimizer.update(jax.tree.map(lambda x: x / size, noisy), state, params)
+        return optax.apply_updates(params, updates), state, noise
+
+    now = [params, optimizer.init(params), privatizer.init(params)]
+
+    def step() -> Any:
+        now[:] = updated(*now, read())
+        return now
+
+    return step
+
+
+def first_of(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Returns the seconds of one call of every step."""
+    found = {}
+    for name, step in steps.items():
+        started = time.perf_counter()
+        jax.block_until_ready(step())
+        found[name] = time.perf_counter() - started
+    return found
+
+
+def row_of(name: str, base: str, wall: timing.Seconds, cpu: timing.Seconds) -> dict[str, Any]:
+    ratios = [a / b for a, b in zip(wall[name], wall[base], strict=True)]
+    return {
+        "wall_ms": timing.median_ms(wall[name]),
+        "cpu_ms": timing.median_ms(cpu[name]),
+        "over_plain": sum(wall[name]) / sum(wall[base]) if name == "private" else float(np.median(ratios)),
+        "cpu_over_plain": sum(cpu[name]) / sum(cpu[base]),
+        "spread": [float(x) for x in np.quantile(ratios, (0.25, 0.75))],
+    }
+
+
+def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict[str, Any]]:
+    """Returns the rows of a case."""
+    steps = our_steps(cases()[name], peers)
+    if torch:
+        from benchmarks import torch_steps
+
+        steps |= torch_steps.steps(name, cases()[name].batch_size, CLIP, NOISE)
+    first = first_of(steps)
+    again = first_of(steps)
+    wall, cpu = timing.interleaved({step: call for step, call in steps.items() if again[step] < 10}, rounds)
+    rows: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        base = "torch plain" if step.startswith(("torch", "Opacus")) else "plain"
+        if step in wall:
+            rows[step] = row_of(step, base, wall, cpu)
+        else:
+            rows[step] = {"wall_ms": 1e3 * again[step], "over_plain": 1e3 * again[step] / timing.median_ms(wall[base])}
+        rows[step]["first_s"] = first[step]
+    best = min((rows[step]["wall_ms"] for step in rows if step.startswith("Opacus")), default=None)
+    if best is not None:
+        rows["private"]["over_best_opacus"] = rows["private"]["wall_ms"] / best
+    return rows
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output=".bench/steps.json")
+    parser.add_argument("--cases", default=",".join(cases()))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--peers", action="store_true")
+    flags = parser.parse_args()
+    missing = timing.missing("torch", "opacus") if flags.peers else []
+    keep_freed_memory()
+    report: dict[str, Any] = {
+        **timing.machine(),
+        "rounds": flags.rounds,
+        "peers": f"not installed: {', '.join(missing)}" if missing else flags.peers,
+        "cases": {},
+    }
+    for name in flags.cases.split(","):
+        rows = measured(name, flags.rounds, flags.peers, flags.peers and not missing)
+        report["cases"][name] = rows
+        columns = ("wall_ms", "cpu_ms", "over_plain", "cpu_over_plain", "over_best_opacus", "first_s")
+        table = [{"step": step, **{c: row.get(c) for c in columns}} for step, row in rows.items()]
+        print(f"\n{name}, batch {cases()[name].batch_size}\n{format_table(table, digits=3)}", flush=True)
+    timing.write(report, flags.output)
+
+
+if __name__ == "__main__":
+    main()
