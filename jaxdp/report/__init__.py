@@ -1,6 +1,7 @@
 """Metrics in JSON lines, writers of metrics, progress bars, text tables, figures and pages."""
 
 from jaxdp.report.html import Chart, render_page, round_down, round_up
+from jaxdp.report.ledger import write_ledger_page
 from jaxdp.report.metrics import MetricsWriter, read_metrics
 from jaxdp.report.plots import (
     check_figures,
@@ -39,4 +40,5 @@ __all__ = [
     "round_down",
     "round_up",
     "verdict",
+    "write_ledger_page",
 ]

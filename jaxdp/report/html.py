@@ -77,7 +77,7 @@ def round_down(value: float, digits: int = 3) -> str:
 def _rounded(value: float, digits: int, direction: str) -> str:
     if math.isinf(value):
         return "infinite"
-    exact = decimal.Decimal(repr(float(value)))  # the shortest decimal, so that 1e-5 stays itself
+    exact = decimal.Decimal(f"{value:.12g}")  # as exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves
     # Whole numbers keep all their digits.
     place = min(exact.adjusted() + 1 - digits, 0)
     found = float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction)) if exact else 0.0
@@ -98,6 +98,7 @@ class Chart:
         top: The end of the y axis. None takes the largest value.
         limits: Name to y of horizontal lines, such as a budget. Infinite ones are left out.
         text: Returns the text of an x, for example of a day.
+        mark: Returns a shorter text of an x, for the axis. None takes `text`.
         percent: Whether y is a share, shown as a percentage.
         steps: Whether y keeps its value until the next x.
         width, height: The size in units of which 13 are the height of the text.
@@ -109,6 +110,7 @@ class Chart:
     top: float | None = None
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     text: Callable[[float], str] = "{:g}".format
+    mark: Callable[[float], str] | None = None
     percent: bool = False
     steps: bool = False
     width: int = 480
@@ -158,8 +160,14 @@ class Chart:
 
     @property
     def xmarks(self) -> list[tuple[float, str]]:
-        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is whole."""
+        """The places and texts of the marks of the x axis, in round steps, whole ones if every x is whole.
+
+        With `mark` they are quarters of the axis.
+        """
         low, high = self._ends
+        if self.mark is not None:
+            marks = {self.mark(x): self._x(x) for x in (low + k * (high - low) / 4 for k in range(5))}
+            return [(min(x, self.width - 4.0 * len(text)), text) for text, x in marks.items()]  # ends inside
         whole = all(float(x).is_integer() for points in self.curves.values() for x, _ in points)
         return [(self._x(x), self.text(x)) for x in _marks(low, high, least=1.0 if whole else 0.0)]
 
