@@ -116,7 +116,8 @@ def make_pages(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     pages = {name: folder / name / "report.html" for name in ("lifecycle", "finetune")} | {
         "ledger": folder / "ledger.html"
     }
-    write_ledger_page(folder / "lifecycle" / "ledger.sqlite", pages["ledger"])
+    with contextlib.chdir(folder):  # the page shows the path as it is given
+        write_ledger_page("lifecycle/ledger.sqlite", pages["ledger"])
     return pages
 
 
@@ -142,7 +143,7 @@ def photograph(browser: Browser, pages: dict[str, pathlib.Path], folder: pathlib
                 tab.goto(page.as_uri())
                 tab.screenshot(path=path)
             with Image.open(path) as image:
-                image.convert("RGB").quantize(48).save(path, optimize=True)
+                image.convert("RGB").quantize(128).save(path, optimize=True)
 
 
 def main() -> int:
@@ -173,7 +174,11 @@ def main() -> int:
         HEAD.strip(),
         format_table([{"program": name, "version": version} for name, version in versions.items()], style="markdown"),
     ]
-    parts += ["## Pages", format_table(rows, style="markdown"), *[f"- {line}" for line in wrong]]
+    parts += [
+        "## Pages",
+        format_table(rows, style="markdown"),
+        *(["\n".join(f"- {line}" for line in wrong)] if wrong else []),
+    ]
     parts += ["## Broken twins", format_table(broken, style="markdown")]
     text = "\n\n".join(parts) + "\n"
     print(text)

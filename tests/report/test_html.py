@@ -63,6 +63,7 @@ def test_the_policy_allows_the_style_and_nothing_else(template):
         (1e-5, "1e-05", "1e-05"),
         (1.0001e-5, "1.01e-05", "1e-05"),
         (4.0, "4", "4"),
+        (3 * 0.1, "0.3", "0.3"),
         (0.0, "0", "0"),
         (9.9999, "10", "9.99"),
         (123.4, "124", "123"),
@@ -91,3 +92,14 @@ def test_a_chart_of_one_point_or_of_zeros_is_drawn():
     for points in ([(5, 1.0)], [(0, 0.0), (1, 0.0)], [(0, math.nan)]):
         drawn = chart(curves={"a": points})
         assert drawn.ymarks and drawn.xmarks
+
+
+def test_marks_of_an_axis_of_time_are_short_and_inside():
+    drawn = chart(
+        curves={"a": [(0, 0.0), (1, 1.0), (2, 1.5), (1000, 2.0)]},
+        text=lambda x: f"day {x}",
+        mark=lambda x: f"{x:09.0f}",
+    )
+    assert [text for _, text in drawn.xmarks] == ["000000000", "000000250", "000000500", "000000750", "000001000"]
+    assert max(x for x, _ in drawn.xmarks) + 4 * 9 <= drawn.width and drawn.rows[1][0] == "day 1"
+    assert [text for _, text in chart(mark=lambda x: "today").xmarks] == ["today"]  # each text once
