@@ -3,6 +3,7 @@
 It makes the reports of a lifecycle and of one fine-tuning run, and the page of a ledger. Headless Chromium opens each
 from the disk, on a wide screen and on a phone, in light, dark and print. axe must find no violation, nothing may be
 requested or wider than the screen, and broken twins must be found. `make accessibility` installs what it needs.
+`--screenshots docs/pages` also takes the pictures of the documentation.
 """
 
 import argparse

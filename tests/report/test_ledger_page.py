@@ -1,5 +1,6 @@
 """The page of a ledger: its numbers are the ledger's, on the safe side, of every account, and its texts stay text."""
 
+import decimal
 import json
 import re
 import sqlite3
@@ -128,17 +129,17 @@ def test_the_numbers_are_the_ledgers_and_on_the_safe_side(path):
 @pytest.mark.slow
 def test_the_check_of_numbers_can_fail(path, monkeypatch):
     """Twins: rounding down, rounding what is left up, and an account that is dropped."""
-    up, down = html.round_up, html.round_down
-    monkeypatch.setattr(html, "round_up", down)
+    up, down = decimal.ROUND_CEILING, decimal.ROUND_FLOOR
+    monkeypatch.setattr(decimal, "ROUND_CEILING", down)
     wrong = disagreements(Page(ledger_page(path)[0]), path)
     assert {(name, heading) for name, heading, _ in wrong} == {
         *(("train", heading) for heading in ("epsilon spent", "delta times records")),
         ("free", "epsilon spent"),
     }
-    monkeypatch.setattr(html, "round_up", up)
-    monkeypatch.setattr(html, "round_down", up)
+    monkeypatch.setattr(decimal, "ROUND_CEILING", up)
+    monkeypatch.setattr(decimal, "ROUND_FLOOR", up)
     assert ("train", "left") in {row[:2] for row in disagreements(Page(ledger_page(path)[0]), path)}
-    monkeypatch.setattr(html, "round_down", down)
+    monkeypatch.setattr(decimal, "ROUND_FLOOR", down)
     page = Page(ledger_page(path)[0])
     page.accounts.pop()
     assert len(disagreements(page, path)) == 1
