@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test parity docs lint format bench faults clean
+.PHONY: demo check test parity accessibility docs lint format bench faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -25,6 +25,10 @@ test: $(VENV)/.test
 # Torch, transformers and timm are large: they have an environment of their own.
 parity: .venv-parity/.parity
 	.venv-parity/bin/python -m tests.parity --output docs/results/parity.md
+
+# Checks the pages in a browser. Chromium or Chrome must be on PATH.
+accessibility: .venv-accessibility/.accessibility
+	.venv-accessibility/bin/python -m tests.accessibility --output docs/results/accessibility.md
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -69,6 +73,11 @@ $(VENV)/.docs: $(VENV)/.run
 	.venv-parity/bin/python -m pip install --quiet --group test --group parity
 	@touch $@
 
+.venv-accessibility/.accessibility: pyproject.toml
+	$(MAKE) VENV=.venv-accessibility .venv-accessibility/.run
+	.venv-accessibility/bin/python -m pip install --quiet --group accessibility
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-parity build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-parity .venv-accessibility build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

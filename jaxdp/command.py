@@ -10,6 +10,7 @@
 
     jaxdp ledger show PATH                            what every dataset has spent
     jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"     and what it would have spent after that
+    jaxdp ledger show PATH --html page.html           the same as a page, with the growth of every account
     jaxdp ledger history PATH --csv                   every spend
     jaxdp ledger history PATH --by-day                how epsilon grew
     jaxdp ledger verify PATH                          whether the file holds everything that was spent
@@ -52,7 +53,7 @@ LAUNCHERS = {
     "split_server": "the server of Split Adaptation between two processes",
     "split_client": "its client",
     "audit": "attacks on every mechanism and its broken twins",
-    "report": "the report of a lifecycle, written again",
+    "report": "the report of any run, written again from its workdir",
 }
 
 
@@ -70,9 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = ledger.add_subparsers(required=True, metavar="show | history | verify | backup | accept")
 
     show = _command(commands, "show", _show)
-    show.add_argument("--json", action="store_true", help="print JSON instead of text")
     show.add_argument("--delta", type=float, default=1e-5, help="for datasets that have none registered")
     show.add_argument("--if", dest="events", action="append", default=[], metavar="'DATASET: EVENT'", help="what if")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form.add_argument("--html", metavar="PAGE", help="write a page for a browser instead of text")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
@@ -226,6 +229,8 @@ def _timezone(name: str) -> datetime.tzinfo:
 
 def _show(given: argparse.Namespace) -> None:
     """Shows what every dataset has spent."""
+    if given.html is not None:
+        return _write_page(given)
     with Ledger(given.path, read_only=True) as ledger:
         asked = []
         for text in given.events:
@@ -244,6 +249,18 @@ def _show(given: argparse.Namespace) -> None:
                 f"\nIf {shown(answer['event'])} were spent on {shown(answer['dataset'])}: epsilon {after} at delta "
                 f"{answer['delta']:g}, after {before}; {verdicts[answer['allowed']]}"
             )
+
+
+def _write_page(given: argparse.Namespace) -> None:
+    target = pathlib.Path(given.html)
+    if given.events:
+        raise ValueError("--html shows what is spent, and --if what would be. Leave one of them out.")
+    if target.suffix != ".html" or target.resolve() == pathlib.Path(given.path).resolve():  # never over a ledger
+        raise ValueError(f"--html must name a new page that ends in .html, got {given.html!r}.")
+    from jaxdp.report import write_ledger_page  # other commands do without NumPy and Jinja
+
+    write_ledger_page(given.path, target, delta=given.delta, timezone=given.timezone)
+    print(f"{shown(given.html)}: the page of {shown(given.path)}")
 
 
 def _what_if(ledger: Ledger, name: str, text: str, default_delta: float) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
-    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")} | {"records": config.data.images}
     ledger = work.root / "ledger.sqlite"
     with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
         paid = tta.StreamAccount(account, event=getattr(adapter.method, "event", NonPrivateDpEvent()))

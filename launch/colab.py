@@ -126,8 +126,9 @@ def show(workdir: str | os.PathLike[str], *headings: str) -> None:
             states = json.loads((root / "lifecycle.json").read_text())["stages"]
             bad = [f"{name} {s['status']}, {s['message']}" for name, s in states.items() if s["message"]]
             raise ValueError(f"The report has no {heading!r}. Stages that are not done: {'; '.join(bad) or 'none'}.")
-        # The style is nested, so that it changes nothing else in the notebook.
-        display(HTML(f'<style>.jaxdp-report {{{style[1]}}}</style><div class="jaxdp-report">{found[0]}</div>'))
+        # The style is nested, so that it changes nothing else in the notebook. Its colours belong to the piece.
+        nested = f".jaxdp-report {{{style[1].replace(':root', '&')}}}"
+        display(HTML(f'<style>{nested}</style><div class="jaxdp-report">{found[0]}</div>'))
 
 
 def show_images(path: str | os.PathLike[str], rows: Mapping[str, Any], *, title: str, most: int = 10) -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from jaxdp import finetune
 from jaxdp.data import augmentation
 from jaxdp.models import load_params, merge_pretrained, save_params
-from jaxdp.report import format_table, plot_training, read_metrics
+from jaxdp.report import format_table, plot_training
 
-from . import curve, data, dpadapter, frame, models, plans, tasks, trainers
+from . import curve, data, dpadapter, frame, models, plans, results, tasks, trainers
 
 Params = Any
 
@@ -87,7 +87,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     params = trainers.released(state)
     if cell.model == "private":
         save_params(root / "params.safetensors", task.serving(params))
-    return {"before": judge(start, task.test), "accuracy": judge(params, task.test), "epsilon": spent}
+    changes = results.changes(*(models.right(task.network, model, task.test) for model in (start, params)))
+    return {**changes, "accuracy": changes["after"], "epsilon": spent}
 
 
 def _backbone(config: Any, task: tasks.Task, root: pathlib.Path) -> Params | None:
@@ -113,6 +114,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     names = {file: name for name, file in REFERENCES.items()}
     return {
         "private": private["accuracy"],
+        **{name: private[name] for name in ("before", "after", "gained", "lost")},
+        "tested": len(work.shared.task.test),
+        "curves": trainers.curves(work.folder(Model("private"))),
         **{names[row["model"]]: row["accuracy"] for row in references},
         "epsilon": private["epsilon"],
         "delta": work.config.private.delta,
@@ -125,12 +129,11 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    cell, private = Model("private"), work.config.private
-    rows = read_metrics(work.folder(cell) / "metrics.jsonl")
+    private, curves = work.config.private, result["curves"]
     plot_training(
         work.root / "training.png",
-        accuracy=[(0, work.row(cell)["before"])] + [(r["step"], r["accuracy"]) for r in rows if "accuracy" in r],
-        epsilon=[(0, 0.0)] + [(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
+        accuracy=[(0, result["before"]), *curves["accuracy"]],
+        epsilon=[(0, 0.0), *curves["epsilon"]],
         budget=private.epsilon,
         delta=private.delta,
         dataset=result["dataset"],

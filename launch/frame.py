@@ -16,8 +16,10 @@ loses its current cell. The same command then continues, and does not pay again 
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import pathlib
+import platform
 import shutil
 import sys
 import tempfile
@@ -34,12 +36,13 @@ from jaxdp.files import read_json, read_npz, understood, write_durably, write_js
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
 from jaxdp.release import locked
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter, check_figures, progress_bar
+from jaxdp.version import __version__
 
-from . import catalogue, plans, results
+from . import catalogue, plans, report, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
-_FORMAT = 2  # of workdirs, which had no number in the first releases
+_FORMAT = 3  # of workdirs, which had no number in the first releases
 _WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
     "tensorboard": lambda folder: TensorBoardWriter(folder / "tensorboard"),
     "wandb": lambda folder: WandbWriter(dir=folder),
@@ -212,7 +215,8 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> An
     if done:
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
-    hidden = (".lock", ".head")
+    report.write(root)
+    hidden = (".lock", ".head", ".sqlite-shm", ".sqlite-wal")
     names = sorted(path.name for path in root.iterdir() if path.suffix not in hidden)
     print(f"\n{study.summary(result)}\n\nIn {root}: {', '.join(names)}.")
     return result
@@ -329,7 +333,8 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
     """
     path = root / "config.json"
     fresh = not path.exists()
-    write_json(path, {"study": study, "format": _FORMAT, "config": json.loads(config.to_json())})
+    config = json.loads(config.to_json())
+    write_json(path, {"study": study, "format": _FORMAT, "versions": versions(), "config": config})
     try:
         yield
     except BaseException:
@@ -337,6 +342,12 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
         if fresh and not any(other != path for other in made):
             path.unlink()
         raise
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, this library, and those that it computes with."""
+    named = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "numpy")}
+    return {"jaxdp": __version__, "python": platform.python_version(), **named}
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

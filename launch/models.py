@@ -30,6 +30,7 @@ import optax
 
 from jaxdp import data
 from jaxdp.data import Examples
+from jaxdp.data.protocol import inputs_of
 from jaxdp.models import Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
@@ -107,11 +108,16 @@ def _logits(network: Pretrained, params: Params, images: jax.Array) -> jax.Array
     return network.apply_fn(params, images)
 
 
+def right(network: Pretrained, params: Params, source: Any) -> np.ndarray:
+    """Returns whether the largest logit of each record is at its label, bool [n]. Nothing is charged."""
+    return logits(network, params, source).argmax(1) == data.read_column(source, "label")
+
+
 def outputs(function: Callable[[Any], Any], source: Examples, *, batch_size: int, label: str) -> np.ndarray:
-    """Returns what a compiled function, images [B, H, W, C] -> [B, ...], makes of all images of a source, [n, ...]."""
+    """Returns what a compiled function, inputs [B, ...] -> [B, ...], makes of all records of a source, [n, ...]."""
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
     parts = progress_bar(rows, label=label, unit="batch")
-    return np.stack([np.asarray(function(source.gather(part)["image"])) for part in parts])[mask]
+    return np.stack([np.asarray(function(inputs_of(source.gather(part)))) for part in parts])[mask]
 
 
 def train(

@@ -220,8 +220,9 @@ def run_client(
         bound.enter_context(frame.bind("split client", config, root))
         # What a private upload costs is the budget of the images.
         terms = {"epsilon": config.epsilon} if private else {"allow_unproven": True}
-        images = _account(ledger, DATASET, delta=config.delta, **terms)
-        others = [_account(ledger, QUERIES, delta=config.delta, allow_unproven=True)] if asks else []
+        images = _account(ledger, DATASET, records=len(few["image"]), delta=config.delta, **terms)
+        unproven = {"records": count, "delta": config.delta, "allow_unproven": True}
+        others = [_account(ledger, QUERIES, **unproven)] if asks else []
         till.settle([images, *others])
         if missing:
             front = split.perturb_params(till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)

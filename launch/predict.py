@@ -210,6 +210,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "dataset": bench.task.train.name,
         "private_records": work.config.training.records,
         "queries": bench.plan.queries,
+        "tested": len(bench.test["label"]),
         "epsilon": released["epsilon"],
         "delta": bench.plan.delta,
         "epsilon_per_query": bench.epsilon,

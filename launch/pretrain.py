@@ -6,7 +6,6 @@ parameters. All its data is PUBLIC, so it needs no ledger.
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,8 @@ from jaxdp import pretrain
 from jaxdp.data import Examples, augmentation
 from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
-from jaxdp.version import __version__
 
 from . import data, frame, models, plans, settings
-
-_LIBRARIES = ("jax", "flax", "optax", "numpy")
 
 
 class Model(NamedTuple):
@@ -138,7 +134,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     provenance = {
         **{k: {"name": s.name, "fingerprint": s.fingerprint, "examples": len(s)} for k, s in sources.items()},
         "config": json.loads(work.config.to_json()),
-        "versions": {"jaxdp": __version__, **{name: importlib.metadata.version(name) for name in _LIBRARIES}},
+        "versions": frame.versions(),
     }
     return {**rows[0], "provenance": provenance}
 

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxdp.files import write_durably
+import numpy as np
+
+from jaxdp.files import write_durably, write_json
 from jaxdp.report import format_table
 
 Row = Mapping[str, Any]
@@ -88,6 +90,35 @@ def paired_difference(
     return Difference(mean, error, sum(row["gap"] > 0 for row in gaps), len(gaps))
 
 
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of the probability behind a share of `count` independent cases."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Returns the two-sided p of McNemar's exact test: that so unequal numbers of changed answers arise by chance."""
+    changed = gained + lost
+    tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
+    """Returns how many answers were right before and after, for the report.
+
+    Args:
+      before, after: Whether each answer is right, bool [n], of two models on the same inputs.
+
+    Returns:
+      The accuracies "before" and "after", and how many wrong answers became right ("gained") and the reverse ("lost").
+    """
+    found = {"gained": ~before & after, "lost": before & ~after}
+    counts = {name: int(np.sum(cases)) for name, cases in found.items()}
+    return {"before": float(before.mean()), "after": float(after.mean()), **counts}
+
+
 def best(rows: Iterable[Row], by: str = "accuracy") -> Row:
     """Returns the best row on tuning data, the first one among equals."""
     return max(rows, key=lambda row: row[by])
@@ -136,9 +167,10 @@ def markdown(tables: Mapping[str, Any]) -> str:
 
 
 def write_tables(root: pathlib.Path, tables: Mapping[str, Any]) -> None:
-    """Writes tables.md, and tables.tex with a `tabular` per table. Writes nothing if there are no tables."""
+    """Writes tables.md, tables.json, and tables.tex with a `tabular` per table. Writes nothing without tables."""
     if not tables:
         return
+    write_json(root / "tables.json", tables)
     write_durably(root / "tables.md", markdown(tables).encode())
     latex = [f"% {title}\n{_tabular(rows)}\n" for title, rows in tables.items() if not isinstance(rows, str)]
     write_durably(root / "tables.tex", "\n".join(latex).encode())

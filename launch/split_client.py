@@ -34,7 +34,7 @@ _FIELDS = (
 
 def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     """Runs the client."""
-    from . import parties
+    from . import parties, report
 
     given = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(given)
@@ -52,6 +52,7 @@ def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
         timeout=_TIMEOUT.value,
         limits=frame.limits(_LIMITS.value),
     )
+    print(report.write(workdir, ledger=_LEDGER.value))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ _LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, fo
 
 def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     """Runs the server. It has public images only and charges nothing."""
-    from . import parties
+    from . import parties, report
 
     if dry_run:
         return plans.show([], None)
@@ -27,6 +27,7 @@ def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     parties.run_server(
         config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value, limits=frame.limits(_LIMITS.value)
     )
+    print(report.write(workdir))
 
 
 if __name__ == "__main__":

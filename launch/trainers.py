@@ -12,7 +12,7 @@ from jaxdp import finetune
 from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
-from jaxdp.report import Callback
+from jaxdp.report import Callback, read_metrics
 
 from . import data, frame, models, settings
 
@@ -175,3 +175,9 @@ def fit(
 def released(state: finetune.TrainState) -> Params:
     """Returns the parameters that a run publishes: their moving average, if one is kept."""
     return state.params if state.ema is None else state.ema
+
+
+def curves(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns (step, value) pairs of the accuracy and epsilon of a run in a folder, for the report."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {name: [(row["step"], row[name]) for row in rows if name in row] for name in ("accuracy", "epsilon")}

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 
@@ -153,10 +154,46 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
     Ledger(alone).close()
 
 
+def test_a_page_shows_the_account_and_whether_the_file_is_whole(path, tmp_path, capsys):
+    before, page = path.read_bytes(), tmp_path / "page.html"
+    assert "page.html: the page of" in said(capsys, "show", path, "--html", page, "--timezone", "Asia/Kolkata")
+    assert "<strong>Verified.</strong>" in page.read_text() and "Times are in Asia/Kolkata." in page.read_text()
+    head = pathlib.Path(f"{path}.head")
+    head.rename(tmp_path / "kept")
+    said(capsys, "show", path, "--html", page)
+    assert "<strong>Head missing.</strong>" in page.read_text() and "Verified." not in page.read_text()
+    (tmp_path / "kept").rename(head)
+    assert path.read_bytes() == before
+
+
+def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    said(capsys, "show", path, "--html", page)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE spends SET label = 'another' WHERE id = 2")
+    with pytest.raises(SystemExit, match="2"):
+        main(["ledger", "show", str(path), "--html", str(page)])
+    assert "spend 2 or an earlier one was changed" in capsys.readouterr().err
+    text = page.read_text()
+    assert "DAMAGED. Do not rely on this ledger." in text and "spend 2 or an earlier one was changed" in text
+    assert "Verified." not in text and "<table" not in text  # its numbers would be too small
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["show", "{folder}/missing.sqlite"], "is not a file"),
+        (["show", "{folder}/missing.sqlite", "--html", "{folder}/page.html"], "is not a file"),
+        (["show", "{folder}/text.html", "--html", "{folder}/page.html"], "cannot be opened as a ledger"),
+        (["show", "{path}", "--html", "{path}"], "must name a new page that ends in .html"),
+        (["show", "{folder}/text.html", "--html", "{folder}/text.html"], "must name a new page"),
+        (
+            ["show", "{path}", "--html", "{folder}/none/page.html"],
+            "written: No such file or directory. Choose",
+        ),
+        (["show", "{path}", "--html", "{folder}/folder.html"], "cannot be written: Is a directory. Choose"),
+        (["show", "{path}", "--html", "{folder}/page.html", "--if", "train: Gaussian(1)"], "Leave one of them out"),
+        (["show", "{path}", "--html", "{folder}/page.html", "--json"], "not allowed with argument"),
         (["verify", "{folder}/missing.sqlite"], "is not a file"),
         (["accept", "{folder}/missing.sqlite"], "is not a file"),
         (["show", "{path}", "--if", "Gaussian(1)"], "--if takes"),
@@ -166,10 +203,13 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "text.html").write_text("a page")
     with pytest.raises(SystemExit, match="2"):
         main(["ledger", *(argument.format(path=path, folder=tmp_path) for argument in arguments)])
     assert re.search(words, capsys.readouterr().err)
-    assert not (tmp_path / "missing.sqlite").exists()
+    assert not (tmp_path / "missing.sqlite").exists() and not (tmp_path / "page.html").exists()
+    assert (tmp_path / "text.html").read_text() == "a page"
 
 
 # --- Plans and configs ------------------------------------------------------------------------------------------------

@@ -37,6 +37,9 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
         packed = {path.relative_to(place) for path in place.rglob("*.py")}
         assert packed == files and len(files) > 10
     assert (installed / "jaxdp" / "py.typed").exists()
+    for folder in ("jaxdp/report", "launch"):  # the templates and the style of pages
+        packed = {path.name for path in (installed / "jaxdp" / folder.removeprefix("jaxdp/") / "pages").iterdir()}
+        assert packed == {path.name for path in (ROOT / folder / "pages").iterdir()} and packed
     assert not (installed / "tests").exists() and not (installed / "launch").exists()
 
 

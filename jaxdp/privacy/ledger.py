@@ -689,6 +689,22 @@ class Ledger:
             dataset = books.dataset_of(db, name)
             return readout.by_day(db, dataset, _delta_for(dataset, delta), timezone)
 
+    def growth(self, name: str, *, delta: float | None = None, points: int = 40) -> list[dict[str, Any]]:
+        """Returns the growth of epsilon in at most `points` rows: one for each spend, or for equally many spends.
+
+        Returns:
+            Rows with "first_at" and "last_at" (UTC), "spends" (of that row), "epsilon" (of everything until its end)
+            and "delta". By default it is the registered one.
+
+        Raises:
+            ValueError: `points` is less than 1.
+        """
+        if points < 1:
+            raise ValueError(f"points must be at least 1, got {points}. Give the number of rows to return.")
+        with self._transaction("DEFERRED") as db:
+            dataset = books.dataset_of(db, name)
+            return readout.growth(db, dataset, _delta_for(dataset, delta), points)
+
     # --- The file -----------------------------------------------------------------------------------------------
 
     @property

@@ -88,21 +88,50 @@ def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, A
 
 def by_day(db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: datetime.tzinfo) -> list[dict[str, Any]]:
     """Returns the rows of `Ledger.by_day`."""
-    rows = db.execute(
+    rows = _spent(db, dataset)
+    days = itertools.groupby(rows, lambda row: local(row["reserved_at"], timezone).date().isoformat())
+    return [
+        {"day": day, "dataset": dataset.name, "spends": len(same), "epsilon": epsilon, "delta": delta}
+        for day, same, epsilon in _grown(dataset, delta, days)
+    ]
+
+
+def growth(db: sqlite3.Connection, dataset: Dataset, delta: float, points: int) -> list[dict[str, Any]]:
+    """Returns the rows of `Ledger.growth`."""
+    rows = _spent(db, dataset)
+    chunks = itertools.groupby(enumerate(rows), lambda item: item[0] * min(points, len(rows)) // len(rows))
+    grown = _grown(dataset, delta, ((chunk, [row for _, row in same]) for chunk, same in chunks))
+    return [
+        {
+            **{"first_at": same[0]["reserved_at"], "last_at": same[-1]["reserved_at"], "spends": len(same)},
+            **{"epsilon": epsilon, "delta": delta},
+        }
+        for _, same, epsilon in grown
+    ]
+
+
+def _spent(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
+    return db.execute(
         "SELECT partition, json, reserved_at FROM spends JOIN events ON events.id = event WHERE dataset = ? "
         "ORDER BY spends.id",
         (dataset.id,),
     ).fetchall()
-    days: list[dict[str, Any]] = []
+
+
+def _grown(
+    dataset: Dataset, delta: float, groups: Iterable[tuple[Any, Iterable[sqlite3.Row]]]
+) -> Iterable[tuple[Any, list[sqlite3.Row], float]]:
+    """Yields each group of consecutive spends with its key, and epsilon of everything until its end."""
+    events: dict[str, Counts] = {}
     spent: dict[str, Counts] = {"": Counter()}  # by part, where "" is the whole dataset
-    for day, found in itertools.groupby(rows, lambda row: local(row["reserved_at"], timezone).date().isoformat()):
-        same = list(found)
+    for key, rows in groups:
+        same = list(rows)
         for row in same:
-            spent.setdefault(row["partition"], Counter()).update(composition(from_json(row["json"])))
+            if row["json"] not in events:
+                events[row["json"]] = composition(from_json(row["json"]))
+            spent.setdefault(row["partition"], Counter()).update(events[row["json"]])
         parts = [spent[""] + counts for part, counts in spent.items() if part]
-        epsilon = max(epsilon_of(dataset, counts, delta) for counts in maximal(parts) or [spent[""]])
-        days.append({"day": day, "dataset": dataset.name, "spends": len(same), "epsilon": epsilon, "delta": delta})
-    return days
+        yield key, same, max(epsilon_of(dataset, counts, delta) for counts in maximal(parts) or [spent[""]])
 
 
 def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
@@ -115,16 +144,21 @@ def local(time: str, timezone: datetime.tzinfo) -> datetime.datetime:
 
 def text(report: Mapping[str, Any], timezone: datetime.tzinfo) -> str:
     """Returns a report as text. Datasets with equal accounts are shown once."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for found in report["datasets"]:
-        groups.setdefault(_alike(found), []).append(found)
     lines = [
         f"Ledger {shown(report['path'])}: {len(report['datasets'])} dataset(s), {report['head']['spend']} spend(s), "
         f"times in {timezone}"
     ]
-    for group in groups.values():
+    for group in grouped(report):
         lines += ["", *_render(group, timezone)]
     return "\n".join(lines)
+
+
+def grouped(report: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Returns the datasets of a report in groups, whose accounts differ only in name and times."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for found in report["datasets"]:
+        groups.setdefault(_alike(found), []).append(found)
+    return list(groups.values())
 
 
 def shown(value: str) -> str:

@@ -28,7 +28,7 @@ from jaxdp.version import __version__
 from .parts import Parts
 
 Charges = dict[str, DpEvent]
-FORMAT = 2  # of workdirs, which had no number in the first releases
+FORMAT = 3  # of workdirs, which had no number in the first releases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ def keep(folder: pathlib.Path, result: dict[str, Any]) -> Done:
     """Marks a stage as finished."""
     result = json.loads(json.dumps(result))
     done = Done(folder, result, _content(folder, result))
-    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".png", ".jsonl", ".safetensors"))
+    files = sorted(path.name for path in folder.iterdir() if path.suffix in (".jsonl", ".safetensors"))
     write_json(folder / "stage.json", {"result": result, "content": done.content, "files": files})
     return done
 

@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 from jaxdp.files import write_json
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
-from jaxdp.report import check_figures
 from jaxdp.version import __version__
 
 from .. import frame, plans
@@ -51,7 +50,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
           ledger.sqlite    the spends of every private data set (`python -m launch.ledger`). `config.ledger` can name
                            another place, which several lifecycles may share
           lifecycle.json   the config, and the state and folder of each stage
-          <stage>/<key>/   its result (stage.json), figures, metrics (metrics.jsonl), checkpoints and parameters
+          <stage>/<key>/   its result (stage.json), metrics (metrics.jsonl), checkpoints and parameters
 
     Returns:
       {stage: {"status": "done", "failed" or "skipped", "message": why, "folder": relative to the workdir}}.
@@ -60,7 +59,6 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       ValueError: Nothing is spent. The config of a stage that would spend is inconsistent, the ledger has a data set
         with other terms, or another process runs in the workdir.
       FileNotFoundError: The data is missing. The message says how to get it.
-      ImportError: An extra is missing. The message names it.
       BudgetExceeded: The stages that are not done do not all fit into the budgets, and no stage was run. Or
         `config.ledger` is not the ledger that paid for the workdir's releases, and it has no room for them.
       OSError: The workdir or the ledger cannot be written, for example because the disk is full.
@@ -69,7 +67,6 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     root = pathlib.Path(workdir)
     check_numbers(config)
     frame.check_watch(config)
-    check_figures()
     cache.check_release(root / "lifecycle.json")
     data = parts.load(config.data)
     with alone(root), Ledger(config.ledger or root / "ledger.sqlite") as ledger:
@@ -227,6 +224,7 @@ def _write(config: Any, states: dict[str, dict[str, str]], root: pathlib.Path) -
         root / "lifecycle.json",
         {
             "version": __version__,
+            "versions": frame.versions(),
             "format": cache.FORMAT,
             "config": json.loads(config.to_json()),
             "accounts": list(accounts(config)),

@@ -40,10 +40,10 @@ from jaxdp.prediction.features import FeatureMap
 from jaxdp.privacy import GaussianDpEvent, NoOpDpEvent
 from jaxdp.privacy.events import composition
 from jaxdp.recalibration.methods import Logistic
-from jaxdp.report import plot_curves, plot_reliability, plot_training, read_metrics
+from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.transforms import losses
 
-from .. import data, models, plans, trainers
+from .. import data, models, plans, results, trainers
 from .cache import Charges, Job, Stage
 from .parts import Parts, hospitals, unit_of
 
@@ -111,15 +111,13 @@ def pretrain_public(job: Job) -> dict[str, Any]:
     judge = job.data.test if job.data.test.num_classes == public.num_classes else public
     stds = [0.0, 0.1, 0.2, 0.3, 0.5]
     robust = pretrain.robust_accuracy(network.apply_fn, params, judge, std=stds, draws=5, relative=True).mean(1)
-    plot_curves(
-        job.folder / "robustness.png",
-        {"backbone": list(zip(stds, robust.tolist(), strict=True))},
-        title="The public backbone under noise on its parameters",
-        subtitle="DPAdapter trains for this: private training adds such noise",
-        xlabel="noise / root mean square of each tensor",
-        ylabel="accuracy",
-    )
-    return {"images": len(public), "accuracy": float(robust[0]), "judged_on_test": judge is job.data.test}
+    return {
+        "images": len(public),
+        "accuracy": float(robust[0]),
+        "tested": len(judge),
+        "judged_on_test": judge is job.data.test,
+        "noise": list(zip(stds, robust.tolist(), strict=True)),
+    }
 
 
 # --- Fine-tuning ------------------------------------------------------------------------------------------------------
@@ -150,24 +148,16 @@ def finetune_private(job: Job) -> dict[str, Any]:
         )
     params = trainers.released(state)
     save_params(job.folder / "model.safetensors", params)
-    rows, before = read_metrics(job.folder / "metrics.jsonl"), judge(start, test)
-    plot_training(
-        job.folder / "training.png",
-        accuracy=[(0, before)] + [(row["step"], row["accuracy"]) for row in rows if "accuracy" in row],
-        epsilon=[(row["step"], row["epsilon"]) for row in rows if "epsilon" in row],
-        budget=account.epsilon() + account.remaining(),
-        delta=how.delta,
-        dataset=private.name,
-    )
     event = made.event(0, how.steps)
     return {
-        "before": before,
-        "accuracy": judge(params, test),
+        **results.changes(*(models.right(network, model, test) for model in (start, params))),
+        "tested": len(test),
         "epsilon": privacy.epsilon(event, delta=how.delta, adjacency="add_remove"),
         "delta": how.delta,
         "noise_multiplier": float(made.privatizer.event_at(0).noise_multiplier),
         "steps": how.steps,
         "method": how.method,
+        "curves": trainers.curves(job.folder),
     }
 
 
@@ -220,22 +210,13 @@ def recalibrate(job: Job) -> dict[str, Any]:
     logits, labels = models.logits(network, params, test), data.labels(test)
     right = logits.argmax(1) == labels
     confidences = {"before": recalibration.none().apply(logits), "after": found.apply(logits)}
-    diagrams = {
-        name: recalibration.reliability(jnp.asarray(confidence), right, bins=10)
-        for name, confidence in confidences.items()
-    }
-    plot_reliability(
-        job.folder / "reliability.png",
-        diagrams,
-        title="Confidence before and after recalibration",
-        subtitle=f"{len(right)} test images{'' if shift == data.CLEAN else ' under ' + shift.replace('_', ' ')}; "
-        f"{len(sources)} sources, ε = {epsilon:g} each",
-    )
     return {
         "shift": shift,
         "sources": len(sources),
         "epsilon": epsilon,
         "accuracy": float(right.mean()),
+        "tested": len(right),
+        "reliability": {name: _reliability(confidence, right) for name, confidence in confidences.items()},
         "ece": {name: _ece(confidence, right) for name, confidence in confidences.items()},
         "brier": {name: float(np.mean((c - right) ** 2)) for name, c in confidences.items()},
     }
@@ -247,6 +228,13 @@ def _recalibrate_charges(config: Any, parts: Parts) -> Charges:
 
 def _recalibration(parameters: Mapping[str, jax.Array]) -> recalibration.Recalibration:
     return recalibration.Recalibration(recalibration.LogisticBinning(), Logistic(**parameters), NoOpDpEvent())
+
+
+def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[tuple[float, float]]:
+    """Returns the mean confidence and the accuracy of each of ten bins that has images."""
+    found = recalibration.reliability(jnp.asarray(confidence), jnp.asarray(right), bins=10)
+    pairs = zip(found.confidence.tolist(), found.accuracy.tolist(), strict=True)
+    return [pair for pair, count in zip(pairs, found.counts.tolist(), strict=True) if count]
 
 
 def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
@@ -276,21 +264,9 @@ def adapt(job: Job) -> dict[str, Any]:
         evaluate=lambda batch, params: {"accuracy": judge(params, job.data.stream_test[batch.domains[0]])},
     )
     save_params(job.folder / "adapted.safetensors", served.state.params)
-    source = {shift: judge(params, test) for shift, test in job.data.stream_test.items()}
+    right = {shift: models.right(network, params, test) for shift, test in job.data.stream_test.items()}
     adapted = [(batch.domains[0], row["accuracy"]) for batch, row in zip(batches, served.evaluated, strict=True)]
-    first = source[adapted[0][0]]
-    curves = {
-        "adapted": [first, *(value for _, value in adapted)],
-        "not adapted": [first, *(source[shift] for shift, _ in adapted)],
-    }
-    plot_curves(
-        job.folder / "stream.png",
-        {name: [(k * how.batch_size, value) for k, value in enumerate(values)] for name, values in curves.items()},
-        title="Accuracy over the stream",
-        subtitle=f"{len(job.data.test)} test images under the stream's shift, after each batch; ε = {how.epsilon:g}",
-        xlabel="images of the stream",
-        ylabel="accuracy",
-    )
+    last = {shift: models.right(network, served.state.params, test) for shift, test in job.data.stream_test.items()}
     return {
         "images": len(batches) * how.batch_size,
         "epsilon": method.epsilon(visits=visits, delta=how.delta),
@@ -298,7 +274,14 @@ def adapt(job: Job) -> dict[str, Any]:
         "noise_multiplier": method.noise_multiplier,
         "visits": visits,
         "method": method.describe(),
-        "accuracy": {shift: {"before": source[shift], "after": value} for shift, value in dict(adapted).items()},
+        "tested": {shift: len(test) for shift, test in job.data.stream_test.items()},
+        "accuracy": {shift: results.changes(right[shift], last[shift]) for shift in right},
+        "stream": {
+            "adapted": [(k * how.batch_size, value) for k, (_, value) in enumerate(adapted, 1)],
+            "not adapted": [
+                (k * how.batch_size, float(right[shift].mean())) for k, (shift, _) in enumerate(adapted, 1)
+            ],
+        },
     }
 
 
@@ -391,19 +374,44 @@ def deploy(job: Job) -> dict[str, Any]:
     parameters = load_params(job.before["recalibrate"].folder / "confidence.safetensors")
     save_params(job.folder / "deployed.safetensors", {"params": adapted, "confidence": parameters})
 
-    def error(params: Params, confidence: recalibration.Recalibration, test: Examples) -> float:
-        logits = models.logits(network, params, test)
-        return _ece(confidence.apply(logits), logits.argmax(1) == data.labels(test))
+    tests = job.data.source_test | job.data.stream_test
+    plain, fitted = recalibration.none(), _recalibration(parameters)
+    steps = {
+        "fine-tuned": (params, plain),
+        "only recalibrated": (params, fitted),
+        "only adapted": (adapted, plain),
+        "deployed": (adapted, fitted),
+    }
+
+    def judged(test: Examples) -> dict[str, dict[str, float]]:
+        found, first = {}, None
+        for name, (model, confidence) in steps.items():
+            logits = models.logits(network, model, test)
+            right, shown = logits.argmax(1) == data.labels(test), confidence.apply(logits)
+            first = (shown, right) if first is None else first
+            numbers = {"accuracy": float(right.mean()), "ece": _ece(shown, right)}
+            found[name] = numbers | _ece_change(first, (shown, right))
+        return found
 
     return {
-        "ece": {
-            shift: {
-                "before": error(params, recalibration.none(), test),
-                "after": error(adapted, _recalibration(parameters), test),
-            }
-            for shift, test in (job.data.source_test | job.data.stream_test).items()
-        }
+        "tested": {shift: len(test) for shift, test in tests.items()},
+        "models": {shift: judged(test) for shift, test in tests.items()},
     }
+
+
+def _ece_change(first: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> dict[str, float]:
+    """Returns a paired bootstrap 95 % interval of how much the ECE of `other` is above that of `first`.
+
+    Each is the confidences of a model, and whether it is right, on the same images.
+    """
+    sides = [(np.asarray(equal_width_bin(jnp.asarray(c), 10)), right - c) for c, right in (first, other)]
+    draw, size, found = np.random.default_rng(0), len(other[1]), []
+    for _ in range(1000):
+        rows = draw.integers(size, size=size)
+        sums = [np.bincount(bins[rows], weights=gaps[rows], minlength=10) for bins, gaps in sides]
+        before, after = (np.abs(gaps).sum() / size for gaps in sums)
+        found.append(after - before)
+    return dict(zip(("low", "high"), np.quantile(found, [0.025, 0.975]).tolist(), strict=True))
 
 
 # --- Certified answers ------------------------------------------------------------------------------------------------
@@ -451,14 +459,6 @@ def certificates(job: Job) -> dict[str, Any]:
     certificates = prediction.certify(bounds, _linear, records(test)["x"])
     distance = np.asarray(certificates.distance)
     shares = [(k, float(np.mean(distance >= k))) for k in range(how.max_distance + 1)]
-    plot_curves(
-        job.folder / "certified.png",
-        {"certified": shares},
-        title="Answers that k records cannot change",
-        subtitle=f"{len(distance)} test images. For evaluation only: this curve is not private.",
-        xlabel=f"training {job.data.unit}s added or removed, k",
-        ylabel="share of answers that no such change alters",
-    )
     return {"without_noise": float(np.mean(np.asarray(certificates.label) == data.labels(test))), "shares": shares}
 
 

@@ -68,7 +68,7 @@ from jaxdp.privacy.events import composition, to_json
 from jaxdp.privacy.ledger import Head, LedgerDamaged
 from jaxdp.privacy.store import _COUNTED, _head_of, _head_text
 from jaxdp.release import notes
-from jaxdp.report import MetricsWriter, read_metrics
+from jaxdp.report import MetricsWriter, read_metrics, verdict
 from jaxdp.split.exchange import manifest_sum, receive_frontend, receive_queries, send_answers
 from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
@@ -286,12 +286,12 @@ def _lifecycle(root: pathlib.Path) -> None:
 
 
 def _lifecycle_claims(root: pathlib.Path) -> list[tuple[float, float]]:
-    """Returns the claims of the report, to its six digits."""
+    """Returns the claims of the report, to its three digits."""
     page = (root / "report.html").read_text()
     with Ledger(root / "ledger.sqlite", read_only=True) as ledger:
         entries = ledger.report()["datasets"]
-    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr>.*?</tr>", page, flags=re.DOTALL)]
-    stated = [any(e["name"] in row and f"|{e['headline']}|" in row for row in rows) for e in entries]
+    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr .*?</tr>", page, flags=re.DOTALL)]
+    stated = [any(e["name"] in row and f"|{verdict(e).epsilon}|" in row for row in rows) for e in entries]
     return [(float(said), 1.0) for said in stated]
 
 

@@ -118,11 +118,10 @@ def test_every_stage_is_run_and_shown_with_its_figures(executed):
         "certificates",
         *audits,
     ]
-    figures = {"training": 2, "use": 2, "answers": 0, "audits": 0}
+    figures = {"training": 3, "use": 2, "answers": 0, "audits": 0}
     for name, count in figures.items():
         pieces = "".join(shown(cells[name], "text/html"))
-        images = re.findall('src="data:image/png;base64,([^"]+)"', pieces)
-        assert len(images) == count and all(len(image) > 10_000 for image in images), name
+        assert pieces.count('class="chart"') == count and ":root" not in pieces, name
     [attacks] = shown(cells["audits"], "text/html")
     assert attacks.count('class="bar"') == 7
     assert len(shown(cells["split-attack"], "image/png")) == 1

@@ -100,6 +100,7 @@ def test_without_references_only_the_private_model_is_trained(finished):
     workdir, process = finished
     assert set(result_of(workdir)) == {
         *("private", "epsilon", "delta", "method", "noise_multiplier", "steps", "dataset", "unit", "adjacency"),
+        *("before", "after", "gained", "lost", "tested", "curves"),
     }
     assert not (workdir / "references").exists()
     assert "references" not in process.stdout

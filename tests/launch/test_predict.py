@@ -37,6 +37,7 @@ CONFIGS = [
 ]
 FIGURES = {"certified.png", "accuracy_by_epsilon.png", "accuracy_by_queries.png", "flips.png"}
 RELEASE = {"config.json", "answers.npz", "student.safetensors", "ledger.sqlite", "result.json", "rows.jsonl", "cells"}
+RELEASE |= {"report.html", "ledger.json"}
 ANSWERS = pathlib.Path("cells") / "single_model" / "released"
 
 
