@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shutil
@@ -34,7 +35,8 @@ from ml_collections import config_flags
 from jaxdp import memory
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
-from jaxdp.release import locked
+from jaxdp.release import digest, locked
+from jaxdp.release.identity import processor
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter, check_figures, progress_bar
 from jaxdp.version import __version__
 
@@ -444,6 +446,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
         warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
+        _keep_compiled()
         tell(program, argv)
 
     memory.keep_freed_memory()
@@ -452,6 +455,25 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
     except KeyboardInterrupt as error:
         print(f"\n{error}" if str(error) else "\nInterrupted. The same command goes on from here.", file=sys.stderr)
         sys.exit(130)
+
+
+def _keep_compiled() -> None:
+    """Lets the next run load what this one compiles, unless JAX_COMPILATION_CACHE_DIR names another folder.
+
+    Machines that share the user's folder may have different processors, so each kind has its own.
+    """
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = cache / "jaxdp" / digest([str(fact) for fact in processor()])[:16]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return  # a read-only home costs time and nothing else
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:

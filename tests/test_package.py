@@ -106,6 +106,20 @@ assert jaxdp.__version__ == importlib.metadata.version("jaxdp")
 
 
 @pytest.mark.slow
+def test_a_ledger_opens_without_jax_in_two_seconds(run_in_subprocess):
+    """Allows for twice the time of `dp_accounting`, which imports SciPy."""
+    code = """
+import sys, time
+import jaxdp
+with jaxdp.Ledger.in_memory() as ledger:
+    ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+assert "jax" not in sys.modules
+assert time.process_time() < 2, time.process_time()
+"""
+    run_in_subprocess(code)
+
+
+@pytest.mark.slow
 def test_every_public_name_loads_without_tensorflow(run_in_subprocess):
     code = """
 import sys

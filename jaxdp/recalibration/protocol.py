@@ -407,5 +407,5 @@ def _programs(method: Method, records: Records, scale: Scale | None, *units: np.
     """Returns the texts of all programs that `_answer` runs in any round."""
     rounds = [(method, k, records, jnp.float32(1), scale, *units) for k in range(method.rounds)]
     sums = {(x.shape, x.dtype): x for x in (_exact.eval_shape(*one) for one in rounds)}.values()
-    key = jax.random.key(0, impl="rbg")
+    key = stream(bytes(16), "shapes")
     return [program(_exact, *one) for one in rounds] + [program(_noisy, key, exact, scale) for exact in sums]

@@ -134,7 +134,7 @@ def recalibrate(
     if key is not None:
         check_key(key)
     paid = event(epsilon)
-    inputs = _inputs(method, parties, jax.random.key(0, impl="rbg"), scale)
+    inputs = _inputs(method, parties, stream(bytes(16), "shapes"), scale)
     structure = jax.tree.structure(_play.eval_shape(*inputs))
 
     def compute(secret: bytes) -> dict[str, Any]:

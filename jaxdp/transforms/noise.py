@@ -1,25 +1,25 @@
 """Secrets, noise on pytrees, and `privatize`, which is the Gaussian mechanism as an optax transformation.
 
 **Keys.** All randomness behind a guarantee starts from 128 bits of operating-system entropy (`new_seed`). `stream`
-derives one key per purpose from them. Noise keys are "rbg" keys of four 32-bit words. The tests check three facts:
+derives one key per purpose from them. Noise keys are "chacha20" keys of 256 bits (`jaxdp.transforms.chacha`), so
+`jax.random` and this module draw from ChaCha20 (RFC 8439) under them. They are independent under `jax.vmap`. Keys of
+JAX's own generators are accepted, and a ChaCha20 key is drawn from them. The noise is then as strong as their generator
+and has its traps: under `jax.vmap`, the bits of "rbg" keys depend on the first key only. "threefry2x32" keys,
+of 64 bits, are for augmentation and dropout.
 
-* In the default Philox generator, words 0-1 are the cipher key and words 2-3 the starting counter. Keys that share
-  words 0-1 and have close words 2-3 give shifted copies of ONE stream. So never write key words by hand. Derive keys
-  with `stream`, `jax.random.split` and `jax.random.fold_in`, which hash.
-* Under `jax.vmap` the bits of the whole batch depend only on the FIRST key of the batch. This module never maps over
-  noise keys, and callers must not either. Per-example keys (augmentation, dropout) are "threefry2x32" keys, which are
-  independent under `vmap`.
-* The bits are a deterministic function of the key for one backend, JAX version and sharding, not across them.
-
-**Threat model.** Philox has no proof against cryptanalysis, and noise is computed in floating point. The
-(epsilon, delta) of the ledger covers neither:
+**Threat model.** Noise is pseudo-random if ChaCha20 and HMAC-SHA256 are pseudo-random functions. The best published
+attack on ChaCha reaches 7 of its 20 rounds. The seed has 128 bits, so a search for it takes about 2**127 trials. Noise
+is computed in floating point, which the (epsilon, delta) of the ledger does not cover:
 
 * *Sampling.* A float32 normal from one uniform takes at most 2**23 values and stops at 5.4 standard deviations. So an
   output can be impossible under one data set and possible under its neighbour (Mironov, "On significance of the least
-  significant bits", CCS 2012). Every sample therefore combines two independent draws, with about 2**46 combinations for
-  2**32 floats (Holohan and Braghin, "Secure random sampling in differential privacy", ESORICS 2021). Normals end at 7.7
-  standard deviations. The delta of the ledger does not count the tail beyond. Laplace noise ends at 5678 scales. A
-  claim of delta = 0 omits the mass beyond, at most 2**-8190 per value. Cauchy noise ends at the largest float.
+  significant bits", CCS 2012). Noise is safer if each value combines several draws of high resolution (Holohan and
+  Braghin, "Secure random sampling in differential privacy", ESORICS 2021). Here a pair of normals is
+  (r cos t, r sin t) with a radius of 64 bits and an angle of 67 (Box and Muller, 1958). Both are computed to the
+  relative precision of a float near zero, and so are the normals. Rounded to float32, radius and angle still have more
+  than 2**46 combinations for the 2**32 floats. Normals end at 9.4 standard deviations. The delta of the ledger does
+  not count the tail beyond, at most 2**-65 per value. Laplace noise ends at 5678 scales. A claim of delta = 0 omits the
+  mass beyond, at most 2**-8190 per value. Cauchy noise ends at the largest float.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et al.,
   "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and floating-point
   attacks", 2022). This is NOT mitigated. A proof needs values that are first rounded to a grid, which raises the
@@ -29,6 +29,10 @@ derives one key per purpose from them. Noise keys are "rbg" keys of four 32-bit 
   clip norm (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
 * *Time.* Noise takes the same operations for every key, except one more draw when 32 bits of a Laplace or Cauchy value
   are all zero. Nothing else about timing is promised.
+
+**Cost.** All leaves of a dtype are slices of one vector, so a tree compiles one program. The normals of a vector are
+functions of the key and their index only. On a CPU, XLA fuses the cipher with them. The two normals of a pair are one
+complex number, because XLA would compute the cipher once for each real vector.
 
 **Shards.** Inside `jax.shard_map`, a key that all devices share gives all of them the same noise. That is right for a
 sum that they also share, such as the result of `jax.lax.psum`. Under `check_vma=True`, the default, equal noise on
@@ -48,9 +52,9 @@ import numpy as np
 import optax
 from dp_accounting import dp_event
 
-from jaxdp.transforms import shards
+from jaxdp.transforms import chacha, shards
 
-_KEY_WORDS = {"rbg": 4, "threefry2x32": 2}
+_GENERATORS: dict[str, tuple[Any, int]] = {"chacha20": (chacha.CHACHA20, 8), "threefry2x32": ("threefry2x32", 2)}
 _SEED_BYTES = 16
 LARGEST_DISCRETE_SCALE = 2.0**18
 # Python computes the charge of a schedule and a device its noise in float32. The noise must not be the smaller one.
@@ -59,6 +63,14 @@ _ROUNDED_UP = 1 + 2.0**-17
 _SMALLEST_STD, _LARGEST_STD = 2.0**-100, 2.0**100
 # The largest number of 32-bit words that are drawn until one is not zero.
 _MOST_WORDS = 256
+# The most values of one vector of noise, which bounds the memory beside the leaves to 256 MiB or one leaf.
+_LARGEST_VECTOR = 2**26
+# Pairs of normals per step of a loop. XLA-CPU divides a step of this size among cores.
+_STEP = 2**14
+# Positions in a vector are int32.
+_LARGEST_LEAF = 2**31 - 2 * _STEP
+# The last term of the Taylor series of a cosine in [0, pi / 4], per itemsize.
+_TERMS = {4: 10, 8: 20}
 
 
 @runtime_checkable
@@ -77,7 +89,7 @@ def new_seed() -> bytes:
     return secrets.token_bytes(_SEED_BYTES)
 
 
-def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
+def stream(seed: bytes, purpose: str, *, impl: str = "chacha20") -> jax.Array:
     """Derives the typed key [] of one purpose from a seed.
 
     The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose). That is one block of HKDF-Expand
@@ -87,8 +99,8 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
     Args:
         seed: At least 16 bytes of full entropy, such as `new_seed()`.
         purpose: The use of the stream, e.g. "gradient noise". Choose a different purpose for each use.
-        impl: "rbg" (128 bits, for noise, never under `jax.vmap`) or "threefry2x32" (64 bits, independent under
-            `jax.vmap`, for per-example augmentation and dropout).
+        impl: "chacha20" (256 bits, for noise) or "threefry2x32" (64 bits, cheaper for many keys of few bits each, for
+            augmentation and dropout).
 
     Raises:
         TypeError: `seed` is not bytes or `purpose` is not a string.
@@ -102,29 +114,31 @@ def stream(seed: bytes, purpose: str, *, impl: str = "rbg") -> jax.Array:
         raise TypeError(f"purpose must be a string, got {type(purpose).__name__}.")
     if not purpose:
         raise ValueError("purpose is empty. Name the use of the stream, e.g. 'gradient noise'.")
-    if impl not in _KEY_WORDS:
-        raise ValueError(f"impl must be one of {sorted(_KEY_WORDS)}, got {impl!r}.")
+    if impl not in _GENERATORS:
+        raise ValueError(f"impl must be one of {sorted(_GENERATORS)}, got {impl!r}.")
+    generator, size = _GENERATORS[impl]
     message = b"\0".join([b"jaxdp stream v1", impl.encode(), purpose.encode()])
-    words = np.frombuffer(hmac.digest(seed, message, "sha256"), dtype="<u4")[: _KEY_WORDS[impl]]
-    key: jax.Array = jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=impl)
+    words = np.frombuffer(hmac.digest(seed, message, "sha256"), dtype="<u4")[:size]
+    key: jax.Array = jax.random.wrap_key_data(jax.device_put(words.astype(np.uint32)), impl=generator)
     return key
 
 
 def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
-    """Draws noise N(0, std**2) shaped like `tree`. Each value is the sum of two independent normals over sqrt(2).
+    """Draws noise N(0, std**2) shaped like `tree`.
 
     Args:
-        key: Typed key of shape (), not batched by `jax.vmap` (module docstring).
+        key: Typed key of shape ().
         tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
         std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
 
     Returns:
-        A pytree like `tree` in float32, or float64 for float64 leaves. Each leaf has its own subkey, by its index.
+        A pytree like `tree` in float32, or float64 for float64 leaves. The noise of a leaf depends on the sizes and
+        dtypes of all leaves.
 
     Raises:
         TypeError: `key` is an old-style uint32 key or a leaf is not real.
-        ValueError: `key` or `std` is not a scalar, or `std` is negative, NaN or infinite. Inside `jax.shard_map`: a
-            leaf varies over a mesh axis and `key` does not.
+        ValueError: `key` or `std` is not a scalar, or `std` is negative, NaN or infinite, or a leaf has almost 2**31
+            values. Inside `jax.shard_map`: a leaf varies over a mesh axis and `key` does not.
     """
     return _scaled(key, tree, "std", std, _standard_normal)
 
@@ -158,11 +172,11 @@ def discrete_laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
 
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        first, second = jax.random.split(key)
-        return _geometric(first, shape, scale) - _geometric(second, shape, scale)
+    def draw(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+        drawn = _geometric(key, (2, size), scale)
+        return drawn[0] - drawn[1]
 
-    return _per_leaf(key, tree, draw)
+    return _drawn(key, tree, draw)
 
 
 def cauchy(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
@@ -330,17 +344,40 @@ def privatize(
     return privatizer
 
 
-Draw = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]  # of (key, shape, dtype)
+Draw = Callable[[jax.Array, int, Any], jax.Array]  # of (key, size, dtype)
 
 
-def _per_leaf(key: jax.Array, tree: Any, draw: Draw) -> Any:
+def _drawn(key: jax.Array, tree: Any, draw: Draw) -> Any:
+    """Draws one vector for a group of leaves and cuts it into them, because each draw is compiled."""
     check_key(key)
     leaves, treedef = jax.tree.flatten(tree)
-    draws = []
-    for index, leaf in enumerate(leaves):
+    for leaf in leaves:
         _check_shards(key, leaf)
-        draws.append(draw(jax.random.fold_in(key, index), jnp.shape(leaf), _noise_dtype(leaf)))
-    return jax.tree.unflatten(treedef, draws)
+    groups = _groups(leaves)
+    for group, own_key in zip(groups, jax.random.split(key, max(1, len(groups))), strict=False):
+        ends = np.cumsum([math.prod(jnp.shape(leaves[i])) for i in group])
+        # Without the barrier XLA may compute the vector once for each leaf.
+        vector = jax.lax.optimization_barrier(draw(own_key, int(ends[-1]), _noise_dtype(leaves[group[0]])))
+        for i, part in zip(group, jnp.split(vector, ends[:-1]), strict=True):
+            leaves[i] = part.reshape(jnp.shape(leaves[i]))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _groups(leaves: list[Any]) -> list[list[int]]:
+    """Splits the indices of leaves by dtype, and where a vector would exceed `_LARGEST_VECTOR` values."""
+    groups: list[list[int]] = []
+    room: dict[Any, tuple[int, list[int]]] = {}
+    for i, leaf in enumerate(leaves):
+        dtype, size = _noise_dtype(leaf), math.prod(jnp.shape(leaf))
+        if size > _LARGEST_LEAF:
+            raise ValueError(f"A leaf has {size} values, but noise has at most {_LARGEST_LEAF}. Split the leaf.")
+        left, group = room.get(dtype, (0, []))
+        if not group or size > left:
+            left, group = _LARGEST_VECTOR, []
+            groups.append(group)
+        group.append(i)
+        room[dtype] = left - size, group
+    return groups
 
 
 def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
@@ -349,17 +386,56 @@ def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw
         raise ValueError(f"{name} must be one scalar for the whole tree, got shape {jnp.shape(scale)}.")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
-    return _per_leaf(key, tree, lambda k, shape, dtype: draw(k, shape, dtype) * jnp.asarray(scale, dtype))
+    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw))
 
 
-def _standard_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = (jax.random.normal(k, shape, dtype) for k in jax.random.split(key))
-    return (first + second) * math.sqrt(0.5)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
+    own = jax.random.key_impl(key) == chacha.CHACHA20
+    cipher_key = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
+    width = min(_STEP, max(1, -(-size // 2)))
+    steps = -(-size // (2 * width))
+
+    def step(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        values, before = state
+        # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
+        start = 2 * width * jnp.maximum(number - 1, 0)
+        values = jax.lax.dynamic_update_slice(values, jnp.concatenate([before.real, before.imag]), (start,))
+        inputs = (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE)
+        words = chacha.unrolled_block(cipher_key, inputs)
+        radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
+        angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
+        sine, cosine, octant = radius * _sine(angle), radius * _cosine(angle), words[4]
+        swapped = octant & 1 == 0
+        x, y = jnp.where(swapped, sine, cosine), jnp.where(swapped, cosine, sine)
+        return values, jax.lax.complex(jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y))
+
+    none = jnp.zeros(2 * width * steps, dtype) * cipher_key[0].astype(dtype)  # varies over the same mesh axes
+    start = (none, jax.lax.complex(none[:width], none[:width]))
+    values: jax.Array = jax.lax.fori_loop(0, steps + 1, step, start)[0]
+    return values[:size]
 
 
-def _standard_laplace(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = (_exponential(k, shape, dtype) for k in jax.random.split(key))
-    return (first[0] - second[0]).astype(dtype) * _BLOCK + (first[1] - second[1])
+def _sine(x: jax.Array) -> jax.Array:
+    return x * _series(x * x, _TERMS[x.dtype.itemsize] + 1)
+
+
+def _cosine(x: jax.Array) -> jax.Array:
+    return _series(x * x, _TERMS[x.dtype.itemsize])
+
+
+def _series(y: jax.Array, last: int) -> jax.Array:
+    """Sums the Taylor series of sin(x) / x for odd `last` and of cos(x) for even, where y is x**2."""
+    total = jnp.ones_like(y)
+    for k in range(last, 1, -2):
+        total = 1 - total * y * (1 / (k * (k - 1)))
+    return total
+
+
+def _standard_laplace(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    blocks, rest = _exponential(key, (2, size), dtype)
+    return (blocks[0] - blocks[1]).astype(dtype) * _BLOCK + (rest[0] - rest[1])
 
 
 def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
@@ -371,19 +447,15 @@ def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array)
     return blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
 
 
-def _standard_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    first, second = (_one_cauchy(k, shape, dtype) for k in jax.random.split(key))
-    return first * 0.5 + second * 0.5
-
-
-def _one_cauchy(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draw is precise near zero and far out.
+def _standard_cauchy(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draws are precise near zero and far out.
     key_uniform, key_choice = jax.random.split(key)
-    blocks, high, low = _leading_bits(key_uniform, shape)
+    blocks, high, low = _leading_bits(key_uniform, (2, size))
     small = jnp.ldexp(jnp.tan(_uniform_from_bits(high, low, dtype) * (math.pi / 4)), -32 * blocks)
-    choice = jax.random.bits(key_choice, shape, jnp.uint32)
+    choice = jax.random.bits(key_choice, (2, size), jnp.uint32)
     magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
-    return jnp.where(choice & 2 == 0, magnitude, -magnitude)
+    drawn = jnp.where(choice & 2 == 0, magnitude, -magnitude)
+    return drawn[0] * 0.5 + drawn[1] * 0.5
 
 
 # -log(2**-32): a leading word of zeros adds this much to an exponential.
@@ -393,30 +465,36 @@ _BLOCK = 32 * math.log(2)
 def _exponential(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Draws exponentials blocks * _BLOCK + rest. Returns (blocks, rest) with int32 blocks and 0 <= rest <= _BLOCK."""
     blocks, high, low = _leading_bits(key, shape)
-    # A small uniform has the better relative precision, so the smaller of u and 1 - u is used.
-    small = _uniform_from_bits(jnp.minimum(high, ~high), low, dtype)
-    return blocks, jnp.where(high >> 31 == 0, -jnp.log(small), -jnp.log1p(-small))
+    return blocks, _minus_log(high, low, dtype)
+
+
+def _minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+    """Computes -log(u) of a uniform u of 64 bits with the relative precision of a float, also where u is almost 1."""
+    below = high >> 31 == 0
+    small = _uniform_from_bits(jnp.where(below, high, ~high), low, dtype)
+    v = jnp.where(below, small, 1 - small)
+    log = -jnp.log(v)
+    # Where v is the rounded 1 - small, log / (1 - v) hardly depends on v, so the error of v cancels in the product.
+    return jnp.where(below, log, jnp.where(v == 1, small, log * (small / (1 - v))))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _leading_bits(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draws uniform bits: (int32 number of leading zero words, uint32 first other word, uint32 word after it)."""
-    key_high, key_low = jax.random.split(key)
-
-    def word(index: Any) -> jax.Array:
-        return jax.random.bits(jax.random.fold_in(key_high, index), shape, jnp.uint32)
+    key_first, key_more = jax.random.split(key)
+    first, low = jax.random.bits(key_first, (2, *shape), jnp.uint32)
 
     def more(state: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
         return jnp.logical_and(state[0] < _MOST_WORDS, (state[1] == 0).any())
 
     def draw(state: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         index, high, blocks = state
-        return index + 1, jnp.where(high == 0, word(index), high), blocks + (high == 0).astype(jnp.int32)
+        word = jax.random.bits(jax.random.fold_in(key_more, index), shape, jnp.uint32)
+        return index + 1, jnp.where(high == 0, word, high), blocks + (high == 0).astype(jnp.int32)
 
-    first = word(0)
     none = (first != first).astype(jnp.int32)  # zero that varies over the same mesh axes
     _, high, blocks = jax.lax.while_loop(more, draw, (1, first, none))
-    return blocks, jnp.maximum(high, 1), jax.random.bits(key_low, shape, jnp.uint32)
+    return blocks, jnp.maximum(high, 1), low
 
 
 def _uniform_from_bits(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:

@@ -386,6 +386,17 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_launcher_keeps_compiled_programs_where_only_its_user_reads_them(tmp_path, run_in_subprocess):
+    code = "import jax; from launch import frame; frame.start(lambda argv: print(jax.jit(lambda x: x + 1)(1.0)))"
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    run_in_subprocess(code, env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own")})
+    assert not (tmp_path / "jaxdp").exists()
+    run_in_subprocess(code, env | {"JAX_COMPILATION_CACHE_DIR": None})
+    (folder,) = (tmp_path / "jaxdp").iterdir()
+    assert any(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
 def test_a_program_asks_for_what_is_missing():
     for arguments, missing in (([], "--config"), (["--config", "configs/digits_dpsgd.py"], "--workdir")):
         code, text = said(*arguments)

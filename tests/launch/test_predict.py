@@ -332,7 +332,7 @@ def test_expected_accuracies_are_those_of_the_answers(classes, votes):
     distance = generator.integers(0, 9, 1600)
     pool = teachers.Pool(label, distance, classes, np.stack(members) if votes else None)
     rows = np.tile(np.arange(1600), 50)
-    key = jax.random.key(7, impl="rbg")
+    key = jax.random.key(7)
     for way in teachers.MECHANISMS.values():
         if way == teachers.SMOOTH and classes > 2:
             continue
