@@ -13,7 +13,19 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 # Primitives that XLA does not fuse into others. Only their operands and results count as bytes.
-_UNFUSED = ("dot_general", "ragged_dot", "conv_general", "fft", "reduce_", "cum", "sort", "top_k", "arg", "gather", "scatter")
+_UNFUSED = (
+    "dot_general",
+    "ragged_dot",
+    "conv_general",
+    "fft",
+    "reduce_",
+    "cum",
+    "sort",
+    "top_k",
+    "arg",
+    "gather",
+    "scatter",
+)
 # Primitives that compute nothing.
 _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "concatenate"}

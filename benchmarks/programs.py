@@ -280,7 +280,7 @@ def rows_by_map(length: int, width: int) -> Program:
     )
 
 
-@program((4, 3), (256, 128), flops=1.2, bytes=1.5)
+@program((3, 2), (32, 512), flops=1.2, bytes=1.9)
 def linear_recurrence_by_associative_scan(length: int, width: int) -> Program:
     """Runs a linear recurrence with gates in parallel (LRU, Mamba)."""
 
@@ -583,17 +583,6 @@ def bilinear_layer(left: int, right: int, out: int) -> Program:
         return energy(jnp.einsum("i,ijk,j->k", e[0], p["w"], e[1]))
 
     return Program(loss, {"w": Array((left, right, out))}, (Array((left,)), Array((right,))))
-
-
-@program((3, 6, 2), (64, 512, 16), flops=1.2, bytes=1.4)
-def low_rank_factors(length: int, width: int, rank: int) -> Program:
-    """Applies the two factors of a weight one after the other."""
-
-    def loss(p: Any, x: Any) -> Any:
-        return energy(jnp.tanh(x @ p["a"] @ p["b"]) @ p["out"])
-
-    params = {"a": Array((width, rank)), "b": Array((rank, width)), "out": Array((width, 10))}
-    return Program(loss, params, Array((length, width)))
 
 
 @program((3, 6, 2), (64, 512, 16), flops=1.4, bytes=6.3)

@@ -100,7 +100,7 @@ def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
 
 def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     """Computes `lax.ragged_dot` as one product of masked rows. JAX cannot batch the primitive."""
-    ends, row = jnp.cumsum(sizes), jnp.arange(len(x))[:, None]
+    ends, sizes, row = jnp.cumsum(sizes)[None], sizes[None], jnp.arange(len(x))[:, None]
     inside = (row >= ends - sizes) & (row < ends)
     rows = jnp.where(inside[:, :, None], x[:, None], jnp.zeros((), x.dtype)).reshape(len(x), -1)
     return rows @ w.reshape(-1, w.shape[-1])

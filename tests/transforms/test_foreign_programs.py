@@ -107,6 +107,39 @@ def test_reads_of_any_part_of_a_weight(method: str, oracle: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["auto", "vmap"])
+def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
+    """Uses the primitive with other weights in a loop, a branch and a recomputed block. JAX cannot batch it."""
+    sizes = jnp.array([2, 0, 1], jnp.int32)
+
+    def loss(p: Any, x: Any) -> Any:
+        block = jax.checkpoint(lambda w, x: jnp.sin(lax.ragged_dot(x, w, sizes)))
+        x = lax.scan(lambda h, w: (block(w, h), None), x, p["stack"])[0]
+        return programs.energy(lax.cond(x[0, 0] > 0, lambda: lax.ragged_dot(x, p["w"], sizes), lambda: 2 * x))
+
+    def known(p: Any, x: Any) -> Any:
+        group = jnp.array([0, 0, 2])
+        for w in p["stack"]:
+            x = jnp.sin(jnp.einsum("td,tdf->tf", x, w[group]))
+        return programs.energy(jnp.where(x[0, 0] > 0, jnp.einsum("td,tdf->tf", x, p["w"][group]), 2 * x))
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        rng = np.random.default_rng(0)
+        params, batch = (
+            {"stack": rng.normal(size=(2, 3, 2, 2)), "w": rng.normal(size=(3, 2, 2))},
+            rng.normal(size=(BATCH, 3, 2)),
+        )
+
+        def run(params: Any, batch: Any) -> Any:
+            clipped = clipping.clipped_grad(loss, clip_norm=0.1, engine=engine)
+            return reference(known, params, batch, 0.1), clipped(params, batch)
+
+        (norms, sums), out = jax.device_get(jax.jit(run, compiler_options=oracle.compiler_options)(params, batch))
+    np.testing.assert_allclose(out.norms, norms, rtol=1e-9)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12), out.grads, sums)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
