@@ -82,10 +82,10 @@ class LeafPlan(NamedTuple):
       path: The path of the leaf, such as "Dense_0/kernel".
       shape: Its shape.
       dtype: The name of its dtype.
-      rules: How the leaf meets data: "dot_general", "convolution", "embedding", or "direct" (scales, biases, and
-        operations without a rule).
-      method: "factors" (norms by Gram matrices), "keep" (per-example gradients, kept for the sum), "drop" (per-example
-        gradients, formed a second time for the sum), "vmap", "frozen" or "no gradient".
+      rules: How the leaf meets data: "dot_general", "convolution", "embedding" (lookups and slices at places that
+        depend on data), or "direct" (scales, biases, and operations without a rule).
+      method: "factors" (norms by Gram matrices, or by looked-up rows), "keep" (per-example gradients, kept for the
+        sum), "drop" (per-example gradients, formed a second time for the sum), "vmap", "frozen" or "no gradient".
       work: The cost of norm and clipped sum over that of an ordinary gradient, by counted operations and bytes.
       bytes: The bytes per example that clipping needs beyond an ordinary gradient.
     """
@@ -302,6 +302,7 @@ def clipped_grad(
     | bf16, float16 parameters or compute | norms, clipping and sum in float32; overflow counts as non-finite |
     | integer and boolean leaves of params | frozen |
     | weights that become complex in the loss or enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
+    | `jax.lax.ragged_dot` | a product over all groups with masked rows, since JAX cannot batch the primitive |
     | leaves of params that are not arrays (Python scalars, functions) | frozen, and static: a new value recompiles |
     """
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
@@ -617,13 +618,19 @@ def _traced(loss: Loss, moving: list[Any], batch: Any) -> tuple[jax.extend.core.
             "nnx.reseed(model, default=key), with the names of its streams). Draw numbers that are meant to be fixed "
             "outside of loss_fn."
         )
-    return program, shapes
+    return jax.extend.core.ClosedJaxpr(walker.batchable(program.jaxpr), program.consts), shapes
 
 
 def _vmap(loss: Loss, moving: list[Any], batch: Any) -> _PerExample:
-    _traced(loss, moving, batch)
-    gradient = jax.vmap(jax.value_and_grad(loss, has_aux=True), in_axes=(None, 0, 0, 0))
-    (losses, aux), grads = gradient(moving, *batch)
+    program, (_, aux_shape) = _traced(loss, moving, batch)
+    evaluate = jax.extend.core.jaxpr_as_fun(program)
+
+    def value(moving: list[Any], example: list[Any]) -> tuple[jax.Array, Any]:
+        value, *aux = evaluate(*moving, *example)
+        return value, jax.tree.unflatten(jax.tree.structure(aux_shape), aux)
+
+    gradient = jax.vmap(jax.value_and_grad(value, has_aux=True), in_axes=(None, 0))
+    (losses, aux), grads = gradient(moving, jax.tree.leaves(batch))
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
     return _PerExample(losses, aux, _sum_of_squares(grads), functools.partial(_contract_rows, grads), grads)
 
@@ -657,23 +664,35 @@ def _bookkeeping(loss: Loss, moving: list[Any], batch: Any, choose: Choice) -> _
 
     wide = [x.astype(sites.wide_dtype(x)) for x in moving]
     program = plan.weights_program(wide)
-    columns = list(zip(plan.sites, records, cotangents, strict=True))
+    met = list(zip(plan.sites, records, cotangents, strict=True))
     components = [
-        _Component([columns[j] for j in indices], walker.restricted(program, indices), wide, choose)
+        _Component([met[j] for j in indices], walker.restricted(program, indices), wide, choose)
         for indices in _connected(plan.sites)
     ]
-    squared = _total([jnp.zeros(len(losses)), *(c.squared_norms for c in components)], sites.wide_dtype(*moving))
+    # Many small contractions take long to compile, and one of all their columns takes as long as the largest.
+    small = [c.kept for c in components if c.kept is not None and c.size <= _SMALL]
+    large = [c for c in components if c.kept is None or c.size > _SMALL]
+    kind = sites.wide_dtype(*moving)
+    columns = {i: g.reshape(len(losses), -1).astype(kind) for kept in small for i, g in kept.items()}
+    packed = jnp.concatenate([jnp.zeros((len(losses), 0), kind), *columns.values()], 1)
+    squared = _total([_sum_of_squares([packed]), *(c.squared_norms for c in large)], kind)
 
-    def by_leaf(found: list[dict[int, jax.Array]], lead: tuple[int, ...] = ()) -> list[jax.Array]:
+    def by_leaf(values: dict[int, jax.Array], lead: tuple[int, ...] = ()) -> list[jax.Array]:
         # The gradient of a leaf that meets no data is zero.
-        values = dict(pair for part in found for pair in part.items())
         return [values[i] if i in values else jnp.zeros((*lead, *x.shape), x.dtype) for i, x in enumerate(wide)]
 
     def weighted_sum(factors: jax.Array, keep: jax.Array | None) -> list[jax.Array]:
-        return by_leaf([c.weighted_sum(factors, keep) for c in components])
+        (total,) = _contract_rows([packed], factors, keep)
+        cuts = itertools.accumulate(g.shape[1] for g in columns.values())
+        parts = zip(columns, jnp.split(total, list(cuts)), strict=False)
+        values = {i: part.reshape(wide[i].shape).astype(wide[i].dtype) for i, part in parts}
+        for c in large:
+            values |= c.weighted_sum(factors, keep)
+        return by_leaf(values)
 
     kept = [c.kept for c in components if c.kept is not None]
-    grads = by_leaf(kept, (len(losses),)) if len(kept) == len(components) else None
+    every = {i: g for grads in kept for i, g in grads.items()}
+    grads = by_leaf(every, (len(losses),)) if len(kept) == len(components) else None
     return _PerExample(losses, jax.tree.unflatten(jax.tree.structure(aux_shape), aux), squared, weighted_sum, grads)
 
 
@@ -690,10 +709,15 @@ def _connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
     return list(members.values())
 
 
+# Kept gradients of at most this many entries are contracted together.
+_SMALL = 4096
+
+
 class _Component:
     """A set of leaves and sites that share a gradient.
 
     Attributes:
+      size: The number of entries of the leaves.
       squared_norms: [B]. The squared norms of the per-example gradients of the leaves.
       kept: The gradients [B, ...] by leaf, or None if they are not kept.
     """
@@ -702,8 +726,9 @@ class _Component:
         self._columns = columns  # site, record and cotangent
         self._members = sorted(frozenset[int]().union(*(site.leaves for site, _, _ in self._columns)))
         self.kept: dict[int, jax.Array] | None = None
+        self.size = sum(leaves[i].size for i in self._members)
         self._pull = pull = _pull_back(program, leaves, self._members)
-        method = choose([site for site, _, _ in self._columns], sum(leaves[i].size for i in self._members))
+        method = choose([site for site, _, _ in self._columns], self.size)
         if method == "factors":
             self.squared_norms = sites.squared_norms(self._oriented_factors())
             return
@@ -799,6 +824,7 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
     """
     balance = _BALANCE.get(jax.default_backend(), 20.0)
     activations = contract = form = gram = 0.0
+    lookups_only = all(isinstance(site.rule, sites.Lookup) for site in component)
     for site in component:
         rule = site.rule
         t, s = rule.positions * site.repeats, rule.groups * site.slices
@@ -806,14 +832,18 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
         if isinstance(rule, sites.OnWeight):  # the cotangent is dV and is only scaled and summed
             contract += 8.0 * s * t * rule.cols
             continue
-        contract += 2.0 * s * t * rule.rows * rule.cols / balance
-        form += 2.0 * s * t * rule.rows * rule.cols / balance + 8.0 * s * rule.rows * rule.cols
-        if t == 1:
+        lookup = isinstance(rule, sites.Lookup)
+        work = 2.0 * s * t * rule.cols * (1 if lookup else rule.rows) / balance
+        contract += work
+        form += work + 8.0 * s * rule.rows * rule.cols
+        if lookup and lookups_only:
+            gram += 2 * work + 8.0 * s * t * rule.cols
+        elif t == 1:
             gram += 4.0 * s * (rule.rows + rule.cols)
         else:
             gram += 2.0 * s * t * t * (rule.rows + rule.cols) / balance + 8.0 * s * t * t
     reuse = 4.0 * leaf_size * (1 + 2 / balance)
-    if len(component) > 1:
+    if len(component) > 1 and not lookups_only:
         gram *= len(component)
     options = {"drop": form + contract}
     if keep or 4.0 * leaf_size <= activations:
@@ -857,6 +887,8 @@ def _leaf_treatments(
         positions = [site.rule.positions * site.repeats for site in component]
         groups = [site.rule.groups * site.slices for site in component]
         gram = sum(8 * s * t * t for s, t in zip(groups, positions, strict=True) if t > 1)
+        if all(isinstance(site.rule, sites.Lookup) for site in component):
+            gram = sum(4 * math.prod(site.tap.shape) for site in component)
         for i in members:
             extra = gram // len(members) if method == "factors" else 4 * sizes[i]
             treated[i] = (rules, method, max(1.0, options[method] / max(ordinary, 1.0)), extra)

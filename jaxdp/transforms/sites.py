@@ -27,6 +27,9 @@ REFORMED_FLOOR = 1e-8
 # Products below the smallest normal float32 are flushed to zero. Each counts as this much instead.
 _FLUSHED = 2.0**-126
 
+# Longer inner products are summed in blocks of this many terms, which rounds less.
+_BLOCK = 2048
+
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
 
@@ -106,6 +109,11 @@ def _outer_sum(u: jax.Array, w: jax.Array) -> jax.Array:
 
 def _prod(shape: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod(shape[d] for d in dims)
+
+
+def _repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts an array along new last axes."""
+    return lax.broadcast_in_dim(x, shape, range(x.ndim))
 
 
 def _transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
@@ -229,7 +237,7 @@ class Conv(Rule):
             return _outer_sum(jax.vmap(lambda x: self._patch(x, offset))(x), w).swapaxes(0, 1)
 
         # The loop over kernel positions takes less memory and time than all patches at once.
-        grad = lax.map(at, jnp.asarray(self._offsets, jnp.int32))
+        grad = lax.map(at, jnp.asarray(self._offsets))
         grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))
@@ -258,49 +266,79 @@ class Conv(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup(Rule):
-    """The rule for a `gather` of whole rows of a table, an embedding."""
+    """The rule for a `gather` or `dynamic_slice` of a weight: a lookup of the rows of a table.
 
+    Rows are numbered by the dimensions that a window does not cover. A position is one row of one window.
+    """
+
+    sizes: tuple[int, ...]  # of a window, for each dimension of the weight
+    out_order: tuple[int, ...]  # dimensions of the output: of windows, of rows in a window, and others
     clip: bool  # whether out-of-range indices are clipped, otherwise they contribute zero
+    numbers: Any  # GatherDimensionNumbers, None for a slice
 
     @classmethod
     def of(cls, eqn: Any) -> "Lookup | None":
-        """Returns the rule for an embedding lookup, or None if the equation gathers anything else."""
-        numbers, table = eqn.params["dimension_numbers"], tuple(eqn.invars[0].aval.shape)
-        index = eqn.invars[1].aval.shape[:-1]
-        whole_rows = (
-            tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (0,)
-            and not numbers.operand_batching_dims
-            and tuple(eqn.params["slice_sizes"]) == (1, *table[1:])
-            and tuple(numbers.offset_dims) == tuple(range(len(index), len(index) + len(table) - 1))
-        )
-        if not whole_rows:
+        """Returns the rule, or None if the equation reads a whole weight or more than 2**31 rows."""
+        weight, sizes = tuple(eqn.invars[0].aval.shape), tuple(eqn.params["slice_sizes"])
+        numbers, out_dims = eqn.params.get("dimension_numbers"), range(eqn.outvars[0].aval.ndim)
+        batched, collapsed = (numbers.operand_batching_dims, numbers.collapsed_slice_dims) if numbers else ((), ())
+        rows = tuple(d for d, n in enumerate(sizes) if n < weight[d] or d in (*batched, *collapsed))
+        columns = tuple(d for d in range(len(weight)) if d not in rows)
+        if not rows or _prod(weight, rows) > jnp.iinfo(jnp.int32).max:
             return None
+        windows = [d for d in out_dims if d not in numbers.offset_dims] if numbers else []
+        kept = [d for d in range(len(weight)) if d not in (*batched, *collapsed)]
+        place = dict(zip(kept, numbers.offset_dims if numbers else out_dims, strict=True))
         return cls(
-            weight_shape=table,
-            positions=math.prod(index),
-            rows=table[0],
-            cols=math.prod(table[1:]),
-            row_dims=(0,),
-            col_dims=tuple(range(1, len(table))),
-            clip=eqn.params["mode"] == lax.GatherScatterMode.CLIP,
+            weight_shape=weight,
+            positions=_prod(eqn.outvars[0].aval.shape, windows) * _prod(sizes, rows),
+            rows=_prod(weight, rows),
+            cols=_prod(weight, columns),
+            row_dims=rows,
+            col_dims=columns,
+            sizes=sizes,
+            out_order=(*windows, *(place[d] for d in (*rows, *columns) if d in place)),
+            clip=numbers is None or eqn.params["mode"] == lax.GatherScatterMode.CLIP,
+            numbers=numbers,
         )
+
+    def _starts(self, operands: Sequence[Any]) -> dict[int, Any]:
+        """Returns where windows start, for each dimension of the weight that is indexed."""
+        if self.numbers is None:
+            return dict(enumerate(operands[1:]))
+        return {d: operands[1][..., k] for k, d in enumerate(self.numbers.start_index_map)}
 
     def record(self, operands: Sequence[Any]) -> Any:
-        index = operands[1][..., 0]
-        # The last row, and the -1 below, may not fit the dtype of the index.
-        last = min(self.rows - 1, int(jnp.iinfo(index.dtype).max))
-        inside = jnp.clip(index, 0, last)
-        row = inside.astype(jnp.int64 if index.dtype.itemsize > 4 else jnp.int32)
-        return row if self.clip else jnp.where(index == inside, row, -1)
+        starts, shape = self._starts(operands), () if self.numbers is None else operands[1].shape[:-1]
+        inside, places = jnp.ones(shape, bool), dict[int, Any]()
+        for d, start in starts.items():
+            # The last start, and the -1 below, may not fit the dtype of the index.
+            last = min(self.weight_shape[d] - self.sizes[d], int(jnp.iinfo(start.dtype).max))
+            place = jnp.clip(start, 0, last)
+            inside, places[d] = inside & (start == place), place.astype(jnp.int32)
+        if self.numbers is not None:
+            for d, axis in zip(
+                self.numbers.operand_batching_dims, self.numbers.start_indices_batching_dims, strict=True
+            ):
+                places[d] = lax.broadcasted_iota(jnp.int32, shape, axis)
+        # Axes of the shape of a window follow those of its start.
+        shape = (*shape, *(self.sizes[d] for d in self.row_dims))
+        row, inside = jnp.zeros(shape, jnp.int32), _repeated(inside, shape)
+        for axis, d in enumerate(self.row_dims, inside.ndim - len(self.row_dims)):
+            row = row * self.weight_shape[d] + lax.broadcasted_iota(jnp.int32, shape, axis)
+            row = row + _repeated(places[d], shape) if d in places else row
+        return (row if self.clip else jnp.where(inside, row, -1)).reshape(-1)
 
     def factors(self, record: Any, g: jax.Array) -> tuple[tuple[Factor, ...], jax.Array]:
-        return (OneHot(record.reshape(1, -1)),), g.reshape(1, -1, self.cols)
+        return (OneHot(record.reshape(1, -1)),), g.transpose(self.out_order).reshape(1, -1, self.cols)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        index, g = record.reshape(-1), _wide(g).reshape(-1, *self.weight_shape[1:])
+        (u,), w = jax.vmap(self.factors)(record, _wide(g))
         # A negative index would wrap around, so it moves out of range, where it is dropped.
-        index = jnp.where(index < 0, self.rows, index)
-        return jnp.zeros(self.weight_shape, g.dtype).at[index].add(g, mode="drop")
+        index = jnp.where(u.index < 0, self.rows, u.index).reshape(-1)
+        grad = jnp.zeros((self.rows, self.cols), w.dtype).at[index].add(w.reshape(-1, self.cols), mode="drop")
+        order = (*self.row_dims, *self.col_dims)
+        return _transposed_back(grad.reshape([self.weight_shape[d] for d in order]), order)
 
 
 class OnWeight(Rule):
@@ -416,7 +454,48 @@ def inner_products(x: Factor, y: Factor) -> jax.Array:
         columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
         return _wide(picked)
-    return _einsum("bstp,bsup->bstu", x, y)
+    n, whole = x.shape[-1], x.shape[-1] // _BLOCK
+    if whole < 2:
+        return _einsum("bstp,bsup->bstu", x, y)
+
+    def product(start: Any, size: int) -> jax.Array:
+        cut = [lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y)]
+        return _einsum("bstp,bsup->bstu", *cut)
+
+    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        return total + product(start, _BLOCK), None
+
+    first = product(n - n % _BLOCK, n % _BLOCK) if n % _BLOCK else jnp.zeros_like(product(0, _BLOCK))
+    return lax.scan(add, first, jnp.arange(whole) * _BLOCK)[0]
+
+
+def _merged_lookups(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> tuple[jax.Array, jax.Array] | None:
+    """Returns all rows (index [B, S, T], w [B, S, T, cols]) of sites that all look up rows, else None."""
+    if not all(len(parts) == 1 and isinstance(parts[0], OneHot) and not isinstance(w, OneHot) for parts, w in pairs):
+        return None
+    kind = wide_dtype(*(w for _, w in pairs))
+    index = jnp.concatenate([parts[0].index for parts, _ in pairs], 2)
+    return index, jnp.concatenate([w.astype(kind) for _, w in pairs], 2)
+
+
+def _squared_norms_of_rows(index: jax.Array, w: jax.Array) -> jax.Array:
+    """Computes the squared norms [B] of tables that w [B, S, T, cols] is added to at index [B, S, T].
+
+    Equal rows are added in a table of T rows. Its cost is that of the rows, where Gram matrices cost T times as much.
+    """
+    w = jnp.where((index >= 0)[..., None], w, 0)
+
+    def summed(index: jax.Array, w: jax.Array) -> jax.Array:
+        order = jnp.argsort(index)
+        ranked = index[order]
+        new = jnp.concatenate([jnp.zeros(1, bool), ranked[1:] != ranked[:-1]])
+        place = jnp.zeros_like(order).at[order].set(jnp.cumsum(new).astype(order.dtype), unique_indices=True)
+        return jnp.zeros_like(w).at[place].add(w)
+
+    total = w if w.shape[2] == 1 else jax.vmap(jax.vmap(summed))(index, w)
+    bound = jnp.sqrt(_square(w).sum(-1)).sum((1, 2))
+    flushed = _FLUSHED * w.shape[-1] * (index >= 0).sum((1, 2)).astype(w.dtype)
+    return jnp.maximum(_square(total).sum((1, 2, 3)), REFORMED_FLOOR * jnp.square(bound)) + flushed
 
 
 def _width(x: Factor) -> int:
@@ -437,10 +516,12 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
       Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a gradient. A norm of 0 is
       reported as up to about 1e-16.
     """
+    if lookups := _merged_lookups(pairs):
+        return _squared_norms_of_rows(*lookups)
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
     cols = max(_width(w) for _, w in pairs)
     parts, w = pairs[0]
-    if len(pairs) == 1 and w.shape[2] == 1 and not any(isinstance(p, OneHot) for p in parts):
+    if len(pairs) == 1 and w.shape[2] == 1:
         square_u = sum(_square(p).sum((2, 3)) for p in parts) + rows * _FLUSHED
         return (square_u * (_square(w).sum((2, 3)) + cols * _FLUSHED)).sum(1)
     kind = wide_dtype(*jax.tree.leaves(pairs))
@@ -456,6 +537,6 @@ def squared_norms(pairs: Sequence[tuple[tuple[Factor, ...], jax.Array]]) -> jax.
                 rounding = rounding + jnp.square(length_u * length_w).sum((1, 2))
                 lengths_u, lengths_w = lengths_u + length_u.sum((1, 2)), lengths_w + length_w.sum((1, 2))
     flushed = _FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
-    terms = max(rows, cols)
+    terms = min(max(rows, cols), 2 * _BLOCK)
     rounding = float(jnp.finfo(kind).eps) * max(math.sqrt(terms), terms / 32) * rounding
     return jnp.maximum(total + rounding, CANCELLATION_FLOOR * jnp.square(bound)) + flushed

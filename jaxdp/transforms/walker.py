@@ -109,6 +109,40 @@ def _starts(scan: jex.JaxprEqn) -> tuple[int, int]:
     return scan_starts(scan.params["jaxpr"], operands, results)
 
 
+def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes `lax.ragged_dot` as one product of masked rows. JAX cannot batch the primitive."""
+    ends, sizes, row = jnp.cumsum(sizes)[None], sizes[None], jnp.arange(len(x))[:, None]
+    inside = (row >= ends - sizes) & (row < ends)
+    rows = jnp.where(inside[:, :, None], x[:, None], jnp.zeros((), x.dtype)).reshape(len(x), -1)
+    return rows @ w.reshape(-1, w.shape[-1])
+
+
+def batchable(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """Replaces each `lax.ragged_dot` of a jaxpr and of its inner programs by a product that JAX can batch."""
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, jex.ClosedJaxpr):
+            return jex.ClosedJaxpr(batchable(value.jaxpr), value.consts)
+        if type(value) is tuple:  # not a named one, such as the numbers of a convolution
+            return tuple(map(inner, value))
+        return batchable(value) if isinstance(value, jex.Jaxpr) else value
+
+    def changed(eqn: Any) -> Any:
+        if eqn.primitive.name != "ragged_dot_general":
+            return eqn.replace(params={name: inner(value) for name, value in eqn.params.items()})
+        numbers, offset = eqn.params["ragged_dot_dimension_numbers"], eqn.params["group_offset"]
+        plain = (numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions), offset)
+        if plain != ((((1,), (1,)), ((), ())), (0,), None):  # another product of `lax.ragged_dot_general`
+            return eqn
+        (call,) = jax.make_jaxpr(jax.jit(_ragged_dot))(*(v.aval for v in eqn.invars)).jaxpr.eqns
+        return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+
+    if not any(eqn.primitive.name == "ragged_dot_general" for eqn in every_equation(jaxpr)):
+        return jaxpr
+    replaced: jex.Jaxpr = jaxpr.replace(eqns=list(map(changed, jaxpr.eqns)))
+    return replaced
+
+
 def has_custom_vjp(eqn: Any) -> bool:
     """Returns whether an equation is or contains a `jax.custom_vjp`."""
     inner = (e for body in jex.jaxprs_in_params(eqn.params) for e in every_equation(body))
@@ -407,6 +441,6 @@ def _rule(eqn: jex.JaxprEqn, weights: tuple[int, ...]) -> Any:
         return sites.Dot.of(eqn, weights[0])
     if eqn.primitive.name == "conv_general_dilated" and weights == (1,) and eqn.params["batch_group_count"] == 1:
         return sites.Conv.of(eqn)
-    if eqn.primitive.name == "gather" and weights == (0,):
+    if eqn.primitive.name in ("gather", "dynamic_slice") and weights == (0,):
         return sites.Lookup.of(eqn)
     return None

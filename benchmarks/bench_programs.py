@@ -1,0 +1,56 @@
+"""Counts operations and bytes of clipped gradients over plain gradients, for programs that other libraries write.
+
+    python -m benchmarks.bench_programs --output benchmarks/results/programs.json
+
+Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the machine.
+"""
+
+from typing import Any
+
+import jax
+
+import jaxdp
+from benchmarks import counts, programs, timing
+
+
+def work(entry: programs.Entry) -> dict[str, counts.Count]:
+    """Returns the cost of the plain and of the clipped gradient of a program at its large size."""
+    made = entry.build(*entry.large)
+    params, batch = programs.abstract(made.params), programs.abstract(made.example, (entry.batch,))
+    loss = made.plain or made.loss
+
+    def total(params: Any, batch: Any) -> jax.Array:
+        return jax.vmap(loss, (None, 0))(params, batch).sum()
+
+    clipped = jaxdp.clipped_grad(made.loss, clip_norm=1.0)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as the libraries expect
+        return {
+            "plain": counts.count(jax.grad(total), params, batch),
+            "clipped": counts.count(lambda p, b: clipped(p, b).grads, params, batch),
+        }
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output=".bench/programs.json")
+    flags = parser.parse_args()
+    rows = []
+    for name, entry in programs.PROGRAMS.items():
+        found = work(entry)
+        plain, clipped = found["plain"], found["clipped"]
+        rows.append(
+            {
+                "program": name,
+                "sizes": entry.large,
+                "batch": entry.batch,
+                "flops": clipped.flops / plain.flops,
+                "bytes": clipped.bytes / plain.bytes,
+                "plain_gflop": plain.flops / 1e9,
+                "plain_gb": plain.bytes / 1e9,
+            }
+        )
+    print(jaxdp.report.format_table(rows, digits=3))
+    timing.write({"jax": jax.__version__, "backend": jax.default_backend(), "programs": rows}, flags.output)
+
+
+if __name__ == "__main__":
+    main()
