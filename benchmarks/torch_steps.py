@@ -53,7 +53,7 @@ class ViT(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
-        places = self.places(torch.arange(64).expand(len(x), -1))
+        places = self.places(torch.arange(64).expand(len(x), -1).contiguous())
         return self.head(self.norm(self.blocks(x + places)).mean(1))
 
 
@@ -67,7 +67,7 @@ class Language(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.places(torch.arange(LENGTH).expand(len(x), -1))
+        places = self.places(torch.arange(LENGTH).expand(len(x), -1).contiguous())
         return self.head(self.norm(self.blocks(self.embedding(x) + places)))
 
 

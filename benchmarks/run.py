@@ -1,0 +1,187 @@
+"""Runs all benchmarks of a suite one after the other, and writes one table and one picture of their ratios.
+
+    python -m benchmarks.run --suite cpu               # hours
+    python -m benchmarks.run --suite cpu --only steps,noise
+    python -m benchmarks.run --suite cpu --table       # only the table and the picture, from the committed results
+
+Every benchmark writes `benchmarks/results/<name>_<suite>.json`. The table is that of docs/results/speed.md. The
+picture is docs/results/speed.png. Peers that are not installed have no rows.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxdp.report import format_table
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+PICTURE = RESULTS.parents[1] / "docs" / "results" / "speed.png"
+# A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where they are known.
+Row = dict[str, Any]
+
+
+def _row(work: str, step: str, base: str, ratio: float, wall_ms: float | None = None) -> Row:
+    return {"work": work, "step": step, "over": base, "ratio": ratio, "ms": wall_ms}
+
+
+def _steps(report: Any) -> Iterator[Row]:
+    for case, rows in report["cases"].items():
+        for name in ("clipped", "private", "jax_privacy"):
+            if name in rows:
+                yield _row(case, name, "plain", rows[name]["over_plain"], rows[name]["wall_ms"])
+        for name in rows:
+            if name.startswith("Opacus"):
+                ratio = rows["private"]["wall_ms"] / rows[name]["wall_ms"]
+                yield _row(case, "private", name, ratio, rows["private"]["wall_ms"])
+
+
+def _clipping(report: Any) -> Iterator[Row]:
+    for case, rows in report["cases"].items():
+        for name in ("auto", "jax_privacy"):
+            if name in rows:
+                yield _row(case, f"{name}, gradient only", "plain", rows[name]["wall_ratio"], rows[name]["wall_ms"])
+
+
+def _training(report: Any) -> Iterator[Row]:
+    for case, rows in report["cases"].items():
+        for name, row in rows.items():
+            if "fine-tuning" in case and "over_dp_sgd" in row and name not in ("plain", "DP-SGD", "torch plain"):
+                base = "Opacus DP-SGD" if name.startswith(("torch", "Opacus")) else "DP-SGD"
+                if name != base:
+                    yield _row(case, name, base, row["over_dp_sgd"], row["wall_ms"])
+
+
+def _adaptation(report: Any) -> Iterator[Row]:
+    for case, rows in report["cases"].items():
+        for name, row in rows.items():
+            if "over_plain" in row and "private" in name:
+                yield _row(case, name, "plain", row["over_plain"], row.get("wall_ms"))
+
+
+def _recalibration(report: Any) -> Iterator[Row]:
+    for row in report["methods"]:
+        yield _row("a trial", row["method"], "NumPy", 1 / row["ratio"], row["ours, us per trial"] / 1e3)
+
+
+def _split(report: Any) -> Iterator[Row]:
+    seconds = report["search"]["wall_seconds"]["search_scales"]
+    yield _row("scales of a block", "search_scales", "a loop", report["search"]["wall_ratio"], 1e3 * seconds)
+
+
+def _noise(report: Any) -> Iterator[Row]:
+    ours = report["vector"]["chacha20"]
+    for name, row in report["vector"].items():
+        if name != "chacha20":
+            yield _row("a vector", "ChaCha20 noise", name, ours["cpu_ns_per_value"] / row["cpu_ns_per_value"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A benchmark of a suite: `python -m benchmarks.bench_<name> <flags>`, and the rows of its report."""
+
+    name: str
+    rows: Callable[[Any], Iterator[Row]]
+    flags: str = ""
+
+    def path(self, suite: str) -> pathlib.Path:
+        return RESULTS / f"{self.name}_{suite}.json"
+
+
+SUITES = {
+    "cpu": [
+        Job("steps", _steps, "--rounds 15 --peers"),
+        Job("clipping", _clipping),
+        Job("noise", _noise),
+        Job("training", _training, "--peers"),
+        Job("adaptation", _adaptation, "--peers"),
+        Job("recalibration", _recalibration),
+        Job("split", _split),
+    ],
+    "gpu": [
+        Job("steps", _steps, "--rounds 15 --peers"),
+        Job("clipping", _clipping),
+        Job("noise", _noise),
+        Job("training", _training, "--peers"),
+        Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers"),
+        Job("recalibration", _recalibration),
+    ],
+}
+
+
+def table(suite: str) -> list[Row]:
+    """Returns the rows of all results of a suite that are there."""
+    found = []
+    for job in SUITES[suite]:
+        if job.path(suite).exists():
+            report = json.loads(job.path(suite).read_text())
+            found += [{"benchmark": job.name, **row} for row in job.rows(report)]
+    return found
+
+
+def markdown(rows: list[Row]) -> str:
+    """Returns the rows as a table of a page."""
+    lines = ["| benchmark | work | step | over | ratio of times | ms |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = [row["benchmark"], row["work"], row["step"], row["over"], f"{row['ratio']:.3g}"]
+        lines.append(f"| {' | '.join([*cells, '' if row['ms'] is None else format(row['ms'], '.3g')])} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row]) -> None:
+    """Draws the ratios of whole steps as bars."""
+    from matplotlib.figure import Figure
+
+    works = list(dict.fromkeys(row["work"] for row in rows if row["benchmark"] == "steps"))
+    figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
+    axes = figure.subplots()
+    bars = {("clipped", "plain"): "clipped / plain", ("private", "plain"): "private / plain"}
+    bars |= {("jax_privacy", "plain"): "jax_privacy / plain", ("private", "best"): "private / best Opacus mode"}
+    for offset, ((step, base), label) in enumerate(bars.items()):
+        for place, work in enumerate(works):
+            mine = [row for row in rows if (row["benchmark"], row["work"], row["step"]) == ("steps", work, step)]
+            if base == "best":
+                ratio = max((row["ratio"] for row in mine if row["over"] != "plain"), default=None)
+            else:
+                ratio = next((row["ratio"] for row in mine if row["over"] == base), None)
+            if ratio is None:
+                continue
+            y = place + 0.2 * offset
+            axes.barh(y, min(ratio, 4), 0.18, color=f"C{offset}", label=label if not place else None)
+            axes.text(
+                min(ratio, 4) + 0.03, y, f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}", va="center", fontsize=8
+            )
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks([place + 0.3 for place in range(len(works))], works)
+    axes.set(xlim=(0, 4.5), xlabel="ratio of times (bars end at 4)", title="A whole private step on two CPU cores")
+    axes.invert_yaxis()
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="cpu")
+    parser.add_argument("--only", default="", help="names of benchmarks, with commas")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    chosen = options.only.split(",") if options.only else [job.name for job in SUITES[options.suite]]
+    if unknown := set(chosen) - {job.name for job in SUITES[options.suite]}:
+        parser.error(f"--only has {sorted(unknown)}, not of {[job.name for job in SUITES[options.suite]]}.")
+    for job in SUITES[options.suite]:
+        if job.name in chosen and not options.table:
+            command = [sys.executable, "-m", f"benchmarks.bench_{job.name}", *job.flags.split()]
+            subprocess.run([*command, "--output", str(job.path(options.suite))], check=True)
+    rows = table(options.suite)
+    print(format_table(rows, digits=3))
+    print(f"\n{markdown(rows)}")
+    if options.suite == "cpu" and any(row["benchmark"] == "steps" for row in rows):
+        draw(rows)
+
+
+if __name__ == "__main__":
+    main()
