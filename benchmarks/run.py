@@ -19,8 +19,8 @@ from typing import Any
 
 from jaxdp.report import format_table
 
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
-PICTURE = RESULTS.parents[1] / "docs" / "results" / "speed.png"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "speed.png"
 # A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where they are known.
 Row = dict[str, Any]
 
