@@ -2,9 +2,10 @@
 
 `jax.random.key(seed, impl=CHACHA20)` and `jax.random.wrap_key_data(words, impl=CHACHA20)` with eight uint32 words make
 keys. Every word that a key yields is a word of a block of the cipher under that key. The purposes read different
-blocks: word 15 of the input tells bits, children of `split`, children of `fold_in` and the noise of
-`jaxdp.transforms.noise` apart. So if ChaCha20 is a pseudo-random function of its input, all streams of a key and of
-its descendants are independent and uniform, and a key can be split and used.
+blocks: word 15 of the input tells bits, children of `split`, children of `fold_in` and the normals of
+`jaxdp.transforms.noise` apart. Within a purpose, words 12 to 14 tell the blocks of one call apart. So if ChaCha20 is a
+pseudo-random function of its input, these streams of a key are independent and uniform, and so are those of its
+descendants. Two calls with one key and one purpose read the same blocks.
 
 Each word is a function of the key and of its index. So keys are independent under `jax.vmap`, unlike "rbg" keys of JAX,
 and bits do not depend on the backend.

@@ -2,10 +2,10 @@
 
 **Keys.** All randomness behind a guarantee starts from 128 bits of operating-system entropy (`new_seed`). `stream`
 derives one key per purpose from them. Noise keys are "chacha20" keys of 256 bits (`jaxdp.transforms.chacha`), so
-`jax.random` and this module draw from ChaCha20 (RFC 8439) under them. They are independent under `jax.vmap`. Keys of
-JAX's own generators are accepted, and a ChaCha20 key is drawn from them. The noise is then as strong as their generator
-and has its traps: under `jax.vmap`, the bits of "rbg" keys depend on the first key only. "threefry2x32" keys,
-of 64 bits, are for augmentation and dropout.
+`jax.random` and this module draw from ChaCha20 (RFC 8439) under them. They are independent under `jax.vmap`. The
+functions of this module split their key, so a key is for one call, and for nothing else. Keys of JAX's own generators
+are accepted. The noise is then as strong as their generator and has its traps: under `jax.vmap`, the bits of "rbg" keys
+depend on the first key only. "threefry2x32" keys, of 64 bits, are for augmentation and dropout.
 
 **Threat model.** Noise is pseudo-random if ChaCha20 and HMAC-SHA256 are pseudo-random functions. The best published
 attack on ChaCha reaches 7 of its 20 rounds. The seed has 128 bits, so a search for it takes about 2**127 trials. Noise
@@ -17,14 +17,16 @@ is computed in floating point, which the (epsilon, delta) of the ledger does not
   Braghin, "Secure random sampling in differential privacy", ESORICS 2021). Here a pair of normals is
   (r cos t, r sin t) with a radius of 64 bits and an angle of 67 (Box and Muller, 1958). Both are computed to the
   relative precision of a float near zero, and so are the normals. Rounded to float32, radius and angle still have more
-  than 2**46 combinations for the 2**32 floats. Normals end at 9.4 standard deviations. The delta of the ledger does
+  than 2**46 combinations for the 2**32 floats. Normals end at 9.49 standard deviations. The delta of the ledger does
   not count the tail beyond, at most 2**-65 per value. Laplace noise ends at 5678 scales. A claim of delta = 0 omits the
   mass beyond, at most 2**-8190 per value. Cauchy noise ends at the largest float.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012; Haney et al.,
   "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there yet? Timing and floating-point
   attacks", 2022). This is NOT mitigated. A proof needs values that are first rounded to a grid, which raises the
   sensitivity with the square root of the number of parameters. Publish at reduced precision if the adversary reads raw
-  bits. `discrete_laplace` is the exception, because it adds integers to integers.
+  bits. `discrete_laplace` is the exception, because it adds integers to integers. Its logarithms are
+  float32. An enumeration of them at the largest scale gives each integer within 6 scales its probability to a relative
+  2**-14.
 * *Summation.* When one example changes, a float32 sum of clipped gradients can move by a rounding error more than the
   clip norm (Casacuberta et al., "Widespread underestimation of sensitivity", CCS 2022).
 * *Time.* Noise takes the same operations for every key, except one more draw when 32 bits of a Laplace or Cauchy value
@@ -395,7 +397,7 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     own = jax.random.key_impl(key) == chacha.CHACHA20
     cipher_key = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
     width = min(_STEP, max(1, -(-size // 2)))
-    steps = -(-size // (2 * width))
+    steps = max(1, -(-size // (2 * width)))
 
     def step(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         values, before = state
@@ -451,7 +453,9 @@ def _standard_cauchy(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draws are precise near zero and far out.
     key_uniform, key_choice = jax.random.split(key)
     blocks, high, low = _leading_bits(key_uniform, (2, size))
-    small = jnp.ldexp(jnp.tan(_uniform_from_bits(high, low, dtype) * (math.pi / 4)), -32 * blocks)
+    angle = _uniform_from_bits(high, low, dtype) * (math.pi / 4)
+    # Behind a word of zeros the tangent is the angle, to a relative 2**-64.
+    small = jnp.where(blocks == 0, jnp.tan(angle), jnp.ldexp(angle, -32 * blocks))
     choice = jax.random.bits(key_choice, (2, size), jnp.uint32)
     magnitude = jnp.where(choice & 1 == 0, small, 1 / small)
     drawn = jnp.where(choice & 2 == 0, magnitude, -magnitude)
