@@ -44,6 +44,7 @@ from . import catalogue, plans, report, results
 from .settings import check_numbers
 
 Row = Mapping[str, Any]
+LARGEST_CACHE = 2**31  # bytes of compiled programs that later runs find
 _FORMAT = 3  # of workdirs, which had no number in the first releases
 _WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
     "tensorboard": lambda folder: TensorBoardWriter(folder / "tensorboard"),
@@ -446,7 +447,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax prints a dozen lines for every checkpoint
         warnings.formatwarning = lambda message, *_: f"Warning: {message}\n"
-        _keep_compiled()
+        keep_compiled()
         tell(program, argv)
 
     memory.keep_freed_memory()
@@ -457,21 +458,30 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         sys.exit(130)
 
 
-def _keep_compiled() -> None:
+def keep_compiled() -> None:
     """Lets the next run load what this one compiles, unless JAX_COMPILATION_CACHE_DIR names another folder.
 
-    Machines that share the user's folder may have different processors, so each kind has its own.
+    A compiled program contains the arrays that its function closes over. So the programs of this package get records
+    and keys as arguments. Machines that share the user's folder may have different processors, so each kind has its
+    own. A folder that cannot be used, or a damaged file in it, costs time and nothing else.
     """
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = cache / "jaxdp" / digest([str(fact) for fact in processor()])[:16]
     try:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        folder = cache / "jaxdp" / digest([str(fact) for fact in processor()])[:16]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return  # a read-only home costs time and nothing else
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        return
+    with contextlib.suppress(OSError):  # another process may delete the same files
+        kept = 0
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.stat().st_mtime, reverse=True):
+            kept += entry.stat().st_size
+            if kept > LARGEST_CACHE:
+                os.unlink(entry)
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -5,10 +5,13 @@ import json
 import math
 import multiprocessing
 import os
+import pathlib
 import signal
 import time
 from typing import NamedTuple
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -394,6 +397,41 @@ def test_a_launcher_keeps_compiled_programs_where_only_its_user_reads_them(tmp_p
     run_in_subprocess(code, env | {"JAX_COMPILATION_CACHE_DIR": None})
     (folder,) = (tmp_path / "jaxdp").iterdir()
     assert any(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def no_cache_of_programs():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_oldest_compiled_programs_are_deleted(tmp_path, monkeypatch, no_cache_of_programs):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(frame, "LARGEST_CACHE", 25)
+    frame.keep_compiled()
+    folder = pathlib.Path(jax.config.values["jax_compilation_cache_dir"])
+    for day, name in enumerate(("old", "new", "middle")):
+        (folder / name).write_bytes(bytes(10))
+        os.utime(folder / name, (day, day + 10 * (name == "new")))
+    jax.config.update("jax_compilation_cache_dir", None)
+    frame.keep_compiled()
+    assert {path.name for path in folder.iterdir()} == {"new", "middle"}
+
+
+def test_a_home_that_cannot_be_used_costs_no_run(tmp_path, monkeypatch, no_cache_of_programs):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    frame.keep_compiled()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(
+        pathlib.Path, "home", mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+    )
+    frame.keep_compiled()
+    assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
 @pytest.mark.slow
