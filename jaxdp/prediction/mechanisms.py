@@ -108,7 +108,7 @@ def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2)
 
     It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of its stable distance and K. So
     bounds up to K raise the probability of a wrong answer by less than `flip`, and only of answers beyond K. With
-    flip=2**-64, which is the smallest probability that is sampled, they change no probability for two classes.
+    flip=2**-64 the rise is below the resolution of what is sampled.
 
     `epsilon` is that of one answer, as from `query_epsilon`. K is 6 at an epsilon of 1 and 31 at 0.2. Twice as many are
     needed where a neighbour is two steps away, see `private_predict`. Raises ValueError for an argument out of range.
