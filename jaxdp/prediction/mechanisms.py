@@ -106,7 +106,7 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
 def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2) -> int:
     """Returns the largest distance that answers use, the K for `train_with_bounds(ks=K)`.
 
-    It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of its stable distance and K. So
+    It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of stable distance and K. So
     bounds up to K raise the probability of a wrong answer by less than `flip`, and only of answers beyond K. With
     flip=2**-64 the rise is below the resolution of what is sampled.
 
