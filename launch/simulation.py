@@ -65,11 +65,11 @@ def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
             state = method.update(k, state, jnp.full(width, script[i]))
         return asked, state
 
-    states, asked = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)), []
+    states, asked = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)), list[np.ndarray]()
     for start in range(0, method.rounds, 3):  # three rounds at a time, because each program takes a while to compile
         rounds = range(start, min(start + 3, method.rounds))
         sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3 + rounds.start, 3 + rounds.stop)]
-        scripts = np.float32(list(itertools.product(*sizes)))
+        scripts = np.asarray(list(itertools.product(*sizes)), np.float32)
         count = len(jax.tree.leaves(states)[0])
         every = jax.tree.map(lambda x, scripts=scripts: np.repeat(x, len(scripts), axis=0), states)
         temperatures, states = jax.device_get(played(rounds, every, np.tile(scripts, (count, 1))))
