@@ -33,6 +33,7 @@ import optax
 import jaxdp
 from benchmarks import timing
 from jaxdp import models, tta
+from jaxdp.memory import keep_freed_memory
 from jaxdp.tta import adapter as program
 
 
@@ -275,6 +276,7 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = timing.arguments(__doc__, output=".bench/adaptation.json")
     parser.add_argument("--shapes", default="vit_tiny32,vit_ti16", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--batch-sizes", default="8,64")

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import jaxdp
+from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
 from jaxdp.transforms import losses
 
@@ -136,6 +137,7 @@ def flips() -> list[dict[str, float]]:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default=".bench/certificates.json")

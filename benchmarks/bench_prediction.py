@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 import jaxdp
+from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import agt, checks, plan, train_with_bounds
 from jaxdp.transforms import losses
 
@@ -223,6 +224,7 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help=f"parts of names, separated by semicolons, of {'; '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=7)

@@ -22,6 +22,7 @@ import numpy as np
 
 import jaxdp
 from benchmarks import timing
+from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
 
@@ -135,6 +136,7 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = timing.arguments(__doc__, output=".bench/recalibration.json")
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--sample", type=int, default=2, help="trials per setting and method of the plain loop")

@@ -32,6 +32,7 @@ import jaxdp
 from benchmarks import timing
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
+from jaxdp.memory import keep_freed_memory
 from jaxdp.transforms import losses
 
 
@@ -322,6 +323,7 @@ def bases(name: str) -> dict[str, str]:
 
 
 def main() -> None:
+    keep_freed_memory()
     parser = timing.arguments(__doc__, output=".bench/training.json")
     parser.add_argument("--models", default="cnn,resnet20", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)

@@ -49,27 +49,36 @@ class Outcome(NamedTuple):
 def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns all temperatures that a method can ask about in each round, and all that it can end with, ascending.
 
-    It plays the method against scripts of answers. An answer has either sign, and is smaller or larger than all earlier
-    ones. So any comparison of a search comes out either way in some script. A method that ends with bins has no final
-    temperatures.
+    Each answer has either sign, and is smaller or larger than all earlier ones. So any comparison of a search comes out
+    either way. States that are equal after a round have one future and are followed once, so that a search of K steps
+    follows some K 2^K states and not 4^K scripts of answers. A method that ends with bins has no final temperatures.
     """
-    sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3, 3 + method.rounds)]
-    scripts = jnp.asarray(list(itertools.product(*sizes)), jnp.float32)
-
     nobody = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
     width = jax.eval_shape(lambda: method.summand(0, nobody, jnp.float32(1))).shape[1]
 
-    def one(script: jax.Array) -> tuple[list[jax.Array], Any]:
-        asked: list[jax.Array] = []
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.vmap, in_axes=(None, 0, 0))
+    def played(rounds: range, state: Any, script: jax.Array) -> tuple[list[jax.Array], Any]:
+        asked = []
+        for i, k in enumerate(rounds):
+            asked.append(method.question(k, state))
+            state = method.update(k, state, jnp.full(width, script[i]))
+        return asked, state
 
-        def ask(k: int, temperature: jax.Array) -> jax.Array:
-            asked.append(temperature)
-            return jnp.full(width, script[k])
-
-        return asked, getattr(play(method, ask, 0.0), "temperature", None)
-
-    asked, ends = jax.jit(jax.vmap(one))(scripts)
-    return [np.unique(t) for t in asked], np.zeros(0, np.float32) if ends is None else np.unique(ends)
+    states, asked = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0)), list[np.ndarray]()
+    for start in range(0, method.rounds, 3):  # three rounds at a time, because each program takes a while to compile
+        rounds = range(start, min(start + 3, method.rounds))
+        sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3 + rounds.start, 3 + rounds.stop)]
+        scripts = np.asarray(list(itertools.product(*sizes)), np.float32)
+        count = len(jax.tree.leaves(states)[0])
+        every = jax.tree.map(lambda x, scripts=scripts: np.repeat(x, len(scripts), axis=0), states)
+        temperatures, states = jax.device_get(played(rounds, every, np.tile(scripts, (count, 1))))
+        asked += map(np.unique, temperatures)
+        rows = [x.reshape(len(x), -1).view(np.uint8) for x in jax.tree.leaves(states)]
+        _, first = np.unique(np.concatenate(rows, 1), axis=0, return_index=True)
+        states = jax.tree.map(lambda x, first=first: x[first], states)
+    ends = getattr(jax.jit(jax.vmap(method.finish))(states), "temperature", None)
+    return asked, np.zeros(0, np.float32) if ends is None else np.unique(ends)
 
 
 class Order(NamedTuple):

@@ -260,19 +260,20 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
     depend on the number of LAPACK threads, and a replayed step must see the same basis. A column that is not finite
     counts as dependent, because NaN in the basis shows which batches are empty.
     """
-    scale = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
-    columns = columns / jnp.where(scale > 0, scale, 1)  # Squares of high powers overflow.
+    rows = columns.T  # contiguous, which takes a third of the time
+    scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
+    rows = rows / jnp.where(scale > 0, scale, 1)  # Squares of high powers overflow.
 
     def add(j: jax.Array, q: jax.Array) -> jax.Array:
-        v = columns[:, j]
+        v = rows[j]
         before = jnp.linalg.norm(v)
         for _ in range(2):
-            v = v - _dot(q, _dot(q.T, v))
+            v = v - _dot(_dot(q, v), q)
         after = jnp.linalg.norm(v)
         v = jnp.where(after > 1e-6 * before, v / jnp.where(after > 0, after, 1), 0)
-        return q.at[:, j].set(jnp.where(jnp.isfinite(v), v, 0))
+        return q.at[j].set(jnp.where(jnp.isfinite(v), v, 0))
 
-    return jax.lax.fori_loop(0, columns.shape[1], add, jnp.zeros_like(columns))
+    return jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(rows)).T
 
 
 def _rows(grads: Any) -> list[jax.Array]:

@@ -12,7 +12,14 @@ from jaxdp.prediction.answers import (
 )
 from jaxdp.prediction.ensembles import ConfidentGNMax, partition_by_hash, vote
 from jaxdp.prediction.features import FeatureMap
-from jaxdp.prediction.mechanisms import METHODS, Mechanism, flip_probability, randomised_response, smooth_cauchy
+from jaxdp.prediction.mechanisms import (
+    METHODS,
+    Mechanism,
+    flip_probability,
+    needed_distance,
+    randomised_response,
+    smooth_cauchy,
+)
 from jaxdp.prediction.plan import Threat, Training
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "certify",
     "event",
     "flip_probability",
+    "needed_distance",
     "partition_by_hash",
     "pate_predict",
     "private_predict",

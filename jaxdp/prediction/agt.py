@@ -269,7 +269,7 @@ class _Gradients:
 
         def summands(records: Any) -> Leaves:
             grads = jax.vmap(lambda record: self.gradient(params, record))(records)
-            return [grid.sum(grid.bits(g, nearest=True)) for g in grads]
+            return [grid.sum(grid.bits(g, nearest=True), nearest=True) for g in grads]
 
         totals = add_up(grid, self.plan.blocks, batch.records, lambda block: block, summands)
         grads = [grid.mean(total, nearest=True) for total in totals]
@@ -291,7 +291,7 @@ class _Gradients:
         """Returns `bounds`, clipped and rounded down to the grid."""
         grid, weights = self.plan.grid, factors[1]
         # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
-        return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.zero) for x in self.bounds(factors)]
+        return [jnp.where(_rows(weights, x) > 0, grid.bits(x), grid.bias()) for x in self.bounds(factors)]
 
     def total(self, box: Box, batch: _Batch, summands: Callable[[Any], Leaves]) -> list[Total]:
         """Returns the sums over the batch of the integers that `summands` makes from `factors`."""
@@ -329,7 +329,7 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
 
     def entries(factors: Any) -> Leaves:
         """Returns the integers of which the k largest leave. Places without a record get the least value."""
-        return [jnp.where(_rows(factors[1], x) > 0, x - grid.zero, -charge) for x in gradients.bits(factors)]
+        return [jnp.where(_rows(factors[1], x) > 0, x - grid.bias(), -charge) for x in gradients.bits(factors)]
 
     def add(xs: Leaves) -> Leaves:
         return [jnp.sum(x, axis=0, dtype=grid.ints) for x in xs]
@@ -548,7 +548,7 @@ def _share(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
     grid, dtype = plan.grid, plan.grid.dtype
     # In whole units of `mean`, plus the roundings of both sums.
     records, one = 2 if plan.threat == "replace_one" else 1, 2**SHIFT
-    units = math.ceil(records * grid.charge / one) * one / grid.one
+    units = math.ceil(records * grid.charge / one) * one * grid.unit / grid.clip
     units += slack(dtype, 8) * public_rows(grid.divisor) / (1 - plan.momentum)
     charge = units * (1 + 8 * slack(dtype, 1)) * grid.clip / grid.divisor
     amounts = [charge * (1 + plan.momentum * plan.nesterov) * rate] * 2 + [jnp.asarray(charge, dtype)] * 2

@@ -9,6 +9,7 @@ answered and charged again, unless the workdir keeps the answers. A student that
 any number of queries at no cost.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +165,7 @@ def private_predict(
         raise ValueError(f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}.")
     if count == 0:
         return np.zeros(0, np.int32)
-    each, batched = _each(epsilon, total, count), _batched(apply_fn)
+    each = _each(epsilon, total, count)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private prediction")
@@ -173,7 +174,7 @@ def private_predict(
             votes = np.stack([np.asarray(certificate.label) for certificate in certificates])
             away = np.stack([np.asarray(certificate.distance) for certificate in certificates])
         else:
-            votes = np.stack([_labels(batched, member.params, queries) for member in members])
+            votes = np.stack([_labels(apply_fn, member.params, queries) for member in members])
             away = np.zeros_like(votes)
         if vote is not None:
             return {"answers": vote(key, votes, epsilon=each, num_classes=classes, changed_members=steps)}
@@ -186,7 +187,7 @@ def private_predict(
         label="private prediction",
         charges=[(account, SelfComposedDpEvent(row.event(each), count))],
         facts=lambda: [[_facts(member) for member in members], queries, each, mechanism, steps, classes],
-        programs=_programs(batched, apply_fn, members, queries, certified=row.certified),
+        programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -233,11 +234,11 @@ def private_values(
         raise ValueError(f"apply_fn must return one value of a query, got {outputs}.")
     if count == 0:
         return np.zeros(0, np.float32)
-    each, batched = _each(epsilon, total, count), _batched(apply_fn)
+    each = _each(epsilon, total, count)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
-        values, boxes = np.asarray(batched(bounds.params, queries)).reshape(count), []
+        values, boxes = np.asarray(_logits(apply_fn, bounds.params, queries)).reshape(count), []
         if row.certified:
             logits = certify(bounds, apply_fn, queries).logits
             lower, upper = (np.asarray(end).reshape(-1, count) for end in (logits.lower, logits.upper))
@@ -250,7 +251,7 @@ def private_values(
         label="private regression",
         charges=[(account, SelfComposedDpEvent(row.event(each), count))],
         facts=lambda: [_facts(bounds), queries, each, mechanism, steps, list(ends)],
-        programs=_programs(batched, apply_fn, [bounds], queries, certified=row.certified),
+        programs=lambda: _programs(apply_fn, [bounds], queries, certified=row.certified),
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -295,10 +296,10 @@ def pate_predict(
     count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
         return np.zeros(0, np.int32)
-    classes, batched = max(outputs, 2), _batched(apply_fn)
+    classes = max(outputs, 2)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
-        votes = np.stack([_labels(batched, params, queries) for params in members])
+        votes = np.stack([_labels(apply_fn, params, queries) for params in members])
         key = stream(secret, "PATE")
         return {"answers": mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)}
 
@@ -306,7 +307,7 @@ def pate_predict(
         label="PATE",
         charges=[(account, mechanism.event(count, max_answers=max_answers))],
         facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
-        programs=lambda: [program(batched, params, queries) for params in _kinds(members)],
+        programs=lambda: [program(_logits, apply_fn, params, queries) for params in _kinds(members)],
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
@@ -318,19 +319,15 @@ def _facts(bounds: Any) -> list[Any]:
     return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
 
-def _programs(
-    batched: Any, apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
-) -> Callable[[], list[str]]:
-    """Returns a function of the texts of a release's programs, with one text for each kind of member."""
-    # Certificates check values of queries, so they get constants of the same shapes. The real queries are facts.
-    alike = jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), jnp.result_type(leaf)), queries)
-    bounded = jax.jit(lambda member: certify(member, apply_fn, alike))
-
-    def texts() -> list[str]:
-        found = [program(batched, member.params, queries) for member in _kinds(members)]
-        return found + ([program(bounded, member) for member in _kinds(members)] if certified else [])
-
-    return texts
+def _programs(apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool) -> list[str]:
+    """Returns the texts of a release's programs, with one text for each kind of member."""
+    kinds = _kinds(members)
+    found = [program(_logits, apply_fn, member.params, queries) for member in kinds]
+    if certified:
+        leaves, structure = jax.tree.flatten(queries)
+        shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        found += [program(_certificates, apply_fn, structure, shapes, member) for member in kinds]
+    return found
 
 
 def _kinds(members: Sequence[Any]) -> list[Any]:
@@ -338,13 +335,21 @@ def _kinds(members: Sequence[Any]) -> list[Any]:
     return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
 
 
-def _batched(apply_fn: ApplyFn) -> Any:
-    return jax.jit(jax.vmap(apply_fn, in_axes=(None, 0)))
+# One compiled program for each `apply_fn` and each number of queries, however many calls there are.
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
+    return jax.vmap(apply_fn, in_axes=(None, 0))(params, queries)
 
 
-def _labels(batched: Any, params: Any, queries: Any) -> np.ndarray:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -> Any:
+    """Returns certificates of constant queries. Only the text of this program is used. The real queries are facts."""
+    return certify(member, apply_fn, structure.unflatten([np.zeros(*shape) for shape in shapes]))
+
+
+def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
     """Returns the labels int64 [Q] by the rule of `certify`: the largest of C logits, or whether one logit is > 0."""
-    logits = np.asarray(batched(params, queries))
+    logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
     return logits.argmax(axis=1) if logits.shape[1] > 1 else (logits[:, 0] > 0).astype(np.int64)
 

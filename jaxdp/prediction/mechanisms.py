@@ -103,6 +103,24 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     return np.where(k < turn, before, after)
 
 
+def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2) -> int:
+    """Returns the largest distance that answers use, the K for `train_with_bounds(ks=K)`.
+
+    It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of stable distance and K. So
+    bounds up to K raise the probability of a wrong answer by less than `flip`, and only of answers beyond K. With
+    flip=2**-64 the rise is below the resolution of what is sampled.
+
+    `epsilon` is that of one answer, as from `query_epsilon`. K is 6 at an epsilon of 1 and 31 at 0.2. Twice as many are
+    needed where a neighbour is two steps away, see `private_predict`. Raises ValueError for an argument out of range.
+    """
+    if not 0 < flip < 1:
+        raise ValueError(f"flip must be in (0, 1), got {flip!r}.")
+    k = 1
+    while flip_probability(k, epsilon=epsilon, num_classes=num_classes) > flip:
+        k *= 2
+    return int(np.argmax(flip_probability(np.arange(k + 1), epsilon=epsilon, num_classes=num_classes) <= flip))
+
+
 def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
     """Returns P(|noise| > 1/2) / 2 for Laplace noise of scale 1 / epsilon. Otherwise as `flip_probability`."""
     return np.full(_check_distances(distance).shape, math.exp(-positive("epsilon", epsilon) / 2) / 2)

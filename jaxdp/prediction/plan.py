@@ -52,6 +52,8 @@ class Training:
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, "the bound of each coordinate of a record's gradient")
+        if not 1e-30 <= self.clip <= 1e30:  # so that its grid of 2^21 units has room in float32
+            raise ValueError(f"clip must be in [1e-30, 1e30], got {self.clip!r}. Scale the loss.")
         positive("learning_rate", self.learning_rate)
         whole("batch_size", self.batch_size)
         whole("epochs", self.epochs)

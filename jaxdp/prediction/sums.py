@@ -22,51 +22,54 @@ Total = tuple[jax.Array, jax.Array]
 
 
 class Grid(NamedTuple):
-    """The integer grid of clipped gradients, on which clip is `one` units."""
+    """The integer grid of clipped gradients: multiples of `unit`, a power of two, so that no product is rounded."""
 
     clip: float
     divisor: int  # of a sum, in a mean
     clipped: bool  # whether a sum is clipped to the largest sum of min(`public_rows`, `most`) records
     dtype: Any
     ints: Any
-    one: int
-    magic: float  # adding it rounds to an integer in the low bits of the mantissa
+    unit: float
+    one: int  # clip in units, rounded up
+    magic: float  # adding it rounds to a unit in the last bit of the mantissa
     most: int  # a total has room for so many records, and for half as many changes
 
     @classmethod
     def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
         """Returns the grid for gradients of a dtype."""
-        if jnp.dtype(dtype) == jnp.float64:
-            return cls(clip, divisor, clipped, np.float64, np.int64, 2**46, 1.5 * 2**52, 2**26)
-        return cls(clip, divisor, clipped, np.float32, np.int32, 2**21, 1.5 * 2**23, 2**19)
+        double = jnp.dtype(dtype) == jnp.float64
+        kind, ints, bits, most = (np.float64, np.int64, 46, 2**26) if double else (np.float32, np.int32, 21, 2**19)
+        unit = 2.0 ** (math.frexp(clip)[1] - bits)  # clip is from 2^(bits - 1) to 2^bits units
+        magic = 1.5 * 2 ** np.finfo(kind).nmant * unit
+        return cls(clip, divisor, clipped, kind, ints, unit, math.ceil(clip / unit), magic, most)
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
-        """Clips and rounds down to the grid, or to nearest. Returns integers plus the bits of `magic`."""
-        x = x.astype(self.dtype) * (self.one / self.clip)
+        """Clips and rounds to the grid, to nearest or to at most one unit below it. Returns integers plus `bias`."""
+        x, end = x.astype(self.dtype), self.one * self.unit
         if nearest:
-            x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.one, self.one)
+            x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.clip, self.clip)
         else:  # a NaN becomes the least possible gradient
-            x = jnp.minimum(jnp.where(x > -self.one, x, -self.one), self.one) - 0.75
+            x = jnp.where(x > -end, x, -end)
+            x = jnp.where(x < end, x, end)
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
-    @property
-    def zero(self) -> jax.Array:
-        """The `bits` of zero, which are the bits of `magic`."""
-        return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints)
+    def bias(self, *, nearest: bool = False) -> jax.Array:
+        """The `bits` of zero. Rounded down, they are one unit more, because `bits` rounds to nearest."""
+        return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints) + (not nearest)
 
     @property
     def charge(self) -> int:
         """The largest move of a sum by one record: clip, and the units that rounding may add."""
         return self.one + 2
 
-    def sum(self, bits: jax.Array) -> jax.Array:
-        """Adds up over the first axis, without the bits of `magic`."""
-        return jnp.sum(bits, axis=0, dtype=self.ints) - bits.shape[0] * self.zero
+    def sum(self, bits: jax.Array, *, nearest: bool = False) -> jax.Array:
+        """Adds up over the first axis, without the bias."""
+        return jnp.sum(bits, axis=0, dtype=self.ints) - bits.shape[0] * self.bias(nearest=nearest)
 
     def mean(self, total: Total, *, nearest: bool = False) -> jax.Array:
         """Returns the total over the divisor as a float, rounded down or to nearest."""
         high, low = (part.astype(self.dtype) for part in total)
-        scale = self.clip / self.one * 2**SHIFT / self.divisor
+        scale = self.unit * 2**SHIFT / self.divisor
         return (high + low / 2**SHIFT) * scale if nearest else widen(high * scale, high * scale, 3)[0]
 
 

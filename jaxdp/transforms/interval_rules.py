@@ -662,12 +662,12 @@ def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
         return lax.conv_general_dilated(x, y, **params, precision=lax.Precision.HIGHEST)
 
     ends = _bilinear(eqn, multiply, at_least_float32(a), at_least_float32(b), terms)
-    return _product_result(eqn, ends, a, b, terms)
+    return _product_result(eqn, ends, terms, nonnegative=is_nonnegative(a) and is_nonnegative(b))
 
 
-def _product_result(eqn: Equation, ends: Ends, a: Operand, b: Operand, terms: int) -> Box:
+def _product_result(eqn: Equation, ends: Ends, terms: int, *, nonnegative: bool) -> Box:
     least = (8 * terms + 8) * tiny(ends[0].dtype)
-    return _narrow(eqn, ends[0] - least, ends[1] + least, nonnegative=is_nonnegative(a) and is_nonnegative(b))
+    return _narrow(eqn, ends[0] - least, ends[1] + least, nonnegative=nonnegative)
 
 
 @register_rule("dot_general")
@@ -679,13 +679,15 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
     tight = eqn.product == "tight" and not a_batch
     unsigned = not (is_nonnegative(a) or is_nonnegative(b)) and isinstance(a, Interval) and isinstance(b, Interval)
     if tight and terms == 1:
-        ends = _outer(a, b, dims)
-    elif tight and unsigned and terms <= _UNROLLED:
-        ends = _corner_sum(a, b, dims)
+        arrays, outer = outer_parts(eqn, a, b)
+        result = outer(*arrays)
     else:
-        length, multiply = dot_product(dims, terms)
-        ends = _bilinear(eqn, multiply, a, b, length)
-    result = _product_result(eqn, ends, a, b, terms)
+        if tight and unsigned and terms <= _UNROLLED:
+            ends = _corner_sum(a, b, dims)
+        else:
+            length, multiply = dot_product(dims, terms)
+            ends = _bilinear(eqn, multiply, a, b, length)
+        result = _product_result(eqn, ends, terms, nonnegative=is_nonnegative(a) and is_nonnegative(b))
     if tight:
         use_zero_sum(eqn, result, a, b, dims)
         _note_differences(result, a, b, dims)
@@ -752,14 +754,37 @@ def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
     return _corner_products(spread(x, right - shared, shared), spread(y, left, right))
 
 
-def _outer(a: Operand, b: Operand, dims: Dims) -> Ends:
-    """Bounds one exact product per entry. It widens one operand by the rounding instead of every entry."""
-    (a_contract, b_contract), _ = dims
+def outer_parts(eqn: Equation, a: Operand, b: Operand) -> tuple[list[jax.Array], Callable[..., Box]]:
+    """Splits the rule of an outer product into arrays of the operands' sizes and a function of these arrays.
+
+    A caller that keeps the arrays in memory prevents XLA from computing them again for every entry.
+    """
+    (a_contract, b_contract), _ = eqn.params["dimension_numbers"]
+    a, b = at_least_float32(a), at_least_float32(b)
     if a_contract:
         a, b = (_index(_last(x, axes), 0) for x, axes in ((a, a_contract), (b, b_contract)))
+    # One operand is widened by the rounding instead of every entry.
     if isinstance(a, Interval):
-        return _all_products(inflate(a, 2, keep_sign=True), b)
-    return _all_products(a, inflate(b, 2, keep_sign=True))
+        a = inflate(a, 2, keep_sign=True)
+    else:
+        b = inflate(b, 2, keep_sign=True)
+    points, signs = [not isinstance(x, Interval) for x in (a, b)], [is_nonnegative(x) for x in (a, b)]
+
+    def multiply(*arrays: jax.Array) -> Box:
+        x = [v.reshape(*v.shape, *(1,) * arrays[2].ndim) for v in arrays[:2]]
+        y = [v.reshape(*(1,) * arrays[0].ndim, *v.shape) for v in arrays[2:]]
+        if any(points):
+            # One of two terms is zero. A minimum of two products that keeps NaN would take longer.
+            (low, high), (positive, negative) = (y, x) if points[0] else (x, y)
+            ends = low * positive + high * negative, high * positive + low * negative
+        else:
+            ends = _corner_products(Box(*x, nonnegative=signs[0]), Box(*y, nonnegative=signs[1]))
+        return _product_result(eqn, ends, 1, nonnegative=all(signs))
+
+    def parts(x: Operand) -> list[jax.Array]:
+        return [x.lower, x.upper] if isinstance(x, Interval) else [jnp.maximum(x, 0), jnp.minimum(x, 0)]
+
+    return [*parts(a), *parts(b)], multiply
 
 
 def _corner_sum(a: Operand, b: Operand, dims: Dims) -> Ends:

@@ -167,6 +167,9 @@ def stage(
         moved.update(eqn.outvars if depends else ())
     tail = _final_outer_products(jaxpr, late)
     body = [eqn for eqn in late if eqn not in tail]
+    # The arrays that an outer product reads are computed once, and not for every entry.
+    outer = [eqn for eqn in tail if eqn.primitive.name == "dot_general" and product == "tight"]
+    tail = [eqn for eqn in tail if eqn not in outer]
 
     def needed(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
         """Returns the variables that `eqns` and `results` take from earlier parts."""
@@ -174,9 +177,11 @@ def stage(
         own = {v for eqn in eqns for v in eqn.outvars} | known | set(consts)
         return [v for v in dict.fromkeys(_variables([*atoms, *results])) if v not in own]
 
-    to_third = needed(tail, jaxpr.outvars, set())
-    to_second = needed(body, to_third, set(inputs))
+    made = {v for eqn in outer for v in eqn.outvars}
+    to_third = needed(tail, jaxpr.outvars, made)
+    to_second = needed([*body, *outer], to_third, set(inputs))
     signs: dict[Any, bool] = {}
+    multiply: list[Callable[..., Box]] = []
 
     def hand_over(values: dict[Any, Any], names: Sequence[Any]) -> list[Any]:
         signs.update({v: is_nonnegative(values[v]) for v in names})
@@ -198,10 +203,18 @@ def stage(
         values = take_over(to_second, kept)
         values.update(zip(inputs, jax.tree.leaves(moving, is_leaf=_is_interval), strict=True))
         _run(jaxpr, body, values, producers, product)
-        return hand_over(values, to_third)
+        split = [
+            interval_rules.outer_parts(_equation(jaxpr, eqn, product), *(_read(values, a) for a in eqn.invars))
+            for eqn in outer
+        ]
+        multiply[:] = [product for _, product in split]
+        return hand_over(values, to_third), [arrays for arrays, _ in split]
 
     def third(factors: Any) -> list[tuple[jax.Array, jax.Array]]:
-        values = take_over(to_third, factors)
+        handed, operands = factors
+        values = take_over(to_third, handed)
+        for eqn, bounds, arrays in zip(outer, multiply, operands, strict=True):
+            values[eqn.outvars[0]] = bounds(*arrays)
         _run(jaxpr, tail, values, producers, product)
         results = [_read(values, a) for a in jaxpr.outvars]
         return [(jnp.asarray(lower(x)), jnp.asarray(upper(x))) for x in results]
@@ -275,15 +288,19 @@ def _is_exact(eqn: Any) -> bool:
     return plain or eqn.primitive.name in interval_rules.EXACT
 
 
-def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
-    equation = Equation(
-        name=name,
+def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Equation:
+    return Equation(
+        name=name or eqn.primitive.name,
         params=eqn.params,
         outputs=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars),
         product=product,
         bind=lambda *arrays: bind_equation(jaxpr, eqn, arrays),
         evaluate=lambda closed, xs: _evaluate(closed, xs, product),
     )
+
+
+def _apply(jaxpr: Any, eqn: Any, name: str, operands: list[Any], product: str) -> list[Operand]:
+    equation = _equation(jaxpr, eqn, product, name)
     if name not in RULES:
         raise UnsupportedPrimitive(_message(eqn, f"There is no interval rule for the primitive {name!r}."))
     try:

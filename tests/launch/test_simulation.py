@@ -1,5 +1,6 @@
 """Simulated trials equal the real trials, and their noise is the sum over all sources."""
 
+import itertools
 import math
 
 import jax
@@ -113,6 +114,24 @@ def test_every_temperature_that_random_answers_lead_to_is_tabulated(method):
         end = float(play(method, ask, 0.0).temperature)
         for temperature, table in zip([*seen, end], [*asked, ends], strict=True):
             assert np.abs(table / temperature - 1).min() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [AccT(iterations=4), AccT(iterations=3, split=True)], ids=repr)
+def test_equal_states_are_followed_once_and_lose_no_temperature(method):
+    """A twin that keeps one state for each temperature asked loses some."""
+    sizes = [[-(10.0**-k), -(10.0**k), 10.0**-k, 10.0**k] for k in range(3, 3 + method.rounds)]
+
+    def one(script):
+        asked = []
+        end = play(method, lambda k, t: asked.append(t) or script[k : k + 1], 0.0)
+        return [*asked, end.temperature]
+
+    every = jax.jit(jax.vmap(one))(jnp.float32(list(itertools.product(*sizes))))
+    asked, ends = reach(method)
+    for mine, scripted in zip([*asked, ends], every, strict=True):
+        np.testing.assert_array_equal(mine, np.unique(scripted))
+    assert len(reach(AccT(iterations=12))[1]) < 1000  # 4^13 scripts would take hours
 
 
 def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order, monkeypatch):

@@ -294,22 +294,22 @@ def test_sums_do_not_depend_on_fragments(monkeypatch, threat):
 
 
 def test_gradients_are_quantised_outward():
-    grid = sums.Grid.of(jnp.float32, 1.0, 1)
-    bias = np.float32(grid.magic).view(np.int32).astype(np.int64)
     rng = np.random.default_rng(0)
-    for clip in (0.04, 0.1, 0.3, 1.0, 1.7):
-        grid = grid._replace(clip=clip)
+    for clip in (0.04, 0.1, 0.3, 1.0, 1.7, 1e-20, 1e20):
+        grid = sums.Grid.of(jnp.float32, clip, 1)
+        bias = int(grid.bias())
         near = clip * (1 - 1e-3 * rng.random(20000))
         x = np.concatenate([rng.uniform(-clip, clip, 20000), near, -near, rng.normal(size=1000) * 1e3]).astype(
             np.float32
         )
-        exact = np.clip(x.astype(np.float64), -clip, clip) / clip * grid.one
+        exact = np.clip(x.astype(np.float64), -clip, clip) / grid.unit
         low, high = (-sign * (np.asarray(grid.bits(-sign * x), np.int64) - bias) for sign in (-1, 1))
         assert (low <= exact).all() and (exact <= high).all()
         assert (exact - low).max() < 2 and (high - exact).max() < 2
         # What one record moves a sum by, also from or to a place without a record (one unit).
         assert max(abs(low).max(), abs(high).max()) + 1 <= grid.charge
-    assert np.asarray(grid.bits(jnp.full(1, jnp.nan)), np.int64)[0] - bias <= -grid.one
+        assert 2**20 <= clip / grid.unit <= grid.one <= 2**21
+        assert np.asarray(grid.bits(jnp.full(1, jnp.nan)), np.int64)[0] - bias <= -grid.one
 
 
 # ---------------------------------------------------------------------------------------------------- containment

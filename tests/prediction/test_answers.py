@@ -4,6 +4,7 @@ Certificates are fakes with chosen labels and distances, so that what is tested 
 """
 
 import dataclasses
+import logging
 import math
 import os
 import signal
@@ -763,6 +764,30 @@ def logit(params, query):
 
 def logistic_loss(params, example):
     return jaxdp.losses.sigmoid_cross_entropy(logit(params, example), example["label"])
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_query_by_query_compiles_once(caplog, tmp_path):
+    """A twin that compiles a function of its own in every call fails."""
+    data = {"x": np.eye(4, dtype=np.float32), "label": np.arange(4, dtype=np.float32) % 2}
+    settings = {"ks": 2, "clip": 0.2, "learning_rate": 2.0, "batch_size": 4, "epochs": 1}
+    bounds = agt.train_with_bounds(logistic_loss, {"w": jnp.zeros(4)}, data, **settings)
+
+    def serve(i):
+        noise = {"account": account(), "seed": SEED}
+        ask, query = {"epsilon": 1.0, **noise}, {"x": data["x"][i : i + 1]}
+        prediction.private_predict(bounds, logit, query, workdir=tmp_path / f"certified {i}", **ask)
+        prediction.private_predict(bounds, logit, query, mechanism="global_response", **ask)
+        prediction.private_values(bounds, logit, query, output_range=(-1, 1), **ask)
+        prediction.pate_predict([bounds.params], logit, query, mechanism=PATE, max_answers=1, **noise)
+
+    def compiled(i):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), jax.log_compiles():
+            serve(i)
+        return [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()]
+
+    assert compiled(0) and compiled(1) == []
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from jaxdp import prediction
 from jaxdp.prediction import mechanisms
 from jaxdp.privacy.events import PureDpEvent
 from jaxdp.transforms import noise
@@ -97,6 +98,20 @@ def test_flip_probability_of_two_classes_and_extremes():
             p = mechanisms.flip_probability([0, 1, 10**9], epsilon=epsilon, num_classes=num_classes)
             assert (p >= 0).all() and (np.diff(p) <= 0).all() and p[0] < 1
     assert mechanisms.flip_probability([0], epsilon=700.0)[0] == pytest.approx(math.exp(-700.0), rel=1e-12)
+
+
+@pytest.mark.parametrize(("epsilon", "num_classes"), [(0.05, 2), (1.0, 2), (1.0, 10), (9.0, 3)])
+def test_distances_beyond_the_needed_one_change_no_answer(epsilon, num_classes):
+    """A twin that is one too small fails."""
+    for flip in (0.01, 1e-3):
+        k = prediction.needed_distance(epsilon, flip=flip, num_classes=num_classes)
+        chances = mechanisms.flip_probability(np.arange(k + 1), epsilon=epsilon, num_classes=num_classes)
+        assert chances[-1] <= flip and (chances[:-1] > flip).all()
+    last = prediction.needed_distance(epsilon, flip=2.0**-64, num_classes=2)
+    table = mechanisms.exact_thresholds(None, last + 5, epsilon=epsilon, num_classes=2)
+    assert table[last] - table[-1] <= 1
+    with pytest.raises(ValueError, match="flip must be"):
+        prediction.needed_distance(epsilon, flip=0.0)
 
 
 def test_flip_probabilities_of_a_published_operating_point():
