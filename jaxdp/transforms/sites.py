@@ -204,11 +204,14 @@ class Conv(Rule):
     def _looped(self) -> int:
         """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
         overlap = math.prod(self.window) / math.prod(self.strides)  # how much larger all patches are than the data
-        if self.groups > 1 or overlap <= _OVERLAP:
-            return len(self.window) if self.groups > 1 else 0
-        rows = [self.rows // math.prod(self.window[:d]) for d in range(len(self.window) + 1)]
+        channels = self.rows // math.prod(self.window)
+        if self.groups == 1 and overlap <= _OVERLAP:
+            return 0
+        if self.groups > 1 or channels >= 8:
+            return len(self.window)
         # A part of few rows multiplies slowly.
-        return len(self.window) if rows[-1] >= 8 else next(d for d, n in enumerate(rows) if n <= _PATCH_ROWS)
+        rows = (self.rows // math.prod(self.window[:d]) for d in range(len(self.window) + 1))
+        return next(d for d, n in enumerate(rows) if n <= _PATCH_ROWS)
 
     @property
     def _offsets(self) -> list[tuple[int, ...]]:
@@ -224,26 +227,25 @@ class Conv(Rule):
         interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
         x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
         for d in reversed(range(self._looped, len(self.window))):
-            stride, dilation, span = self.strides[d], self.kernel_dilation[d], self._span(d)
-            slices = [
-                lax.slice_in_dim(x, i * dilation, i * dilation + span, stride, 1 + d) for i in range(self.window[d])
-            ]
+            starts = (i * self.kernel_dilation[d] for i in range(self.window[d]))
+            slices = [lax.slice_in_dim(x, i, i + self._span(d), self.strides[d], 1 + d) for i in starts]
             x = jnp.concatenate(slices, axis=-1)
         return x
 
     def _span(self, d: int) -> int:
-        """Returns the distance from the first to beyond the last entry that a kernel position meets."""
+        """Returns the number of entries from the first to the last that a kernel position meets."""
         return (self.out_window[d] - 1) * self.strides[d] + 1
 
     def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
-        """Slices the padded data at kernel position `offset`: [groups, T, channels per group]."""
-        if not len(offset):
-            return self._split(x)
+        """Slices the data at the kernel position `offset` of the looped dimensions: [groups, T, rows of a part]."""
         # Convolutions that extract patches are many times slower.
-        start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
-        span = [self._span(d) for d in range(len(self.window))]
-        seen = lax.dynamic_slice(x, (0, *start, 0), (x.shape[0], *span, x.shape[-1]))
-        return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, [1, *self.strides, 1]))
+        dims = range(len(offset))
+        start = [offset[d] * self.kernel_dilation[d] for d in dims]
+        span, rest = [self._span(d) for d in dims], x.shape[1 + len(offset) :]
+        seen = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (x.shape[0], *span, *rest))
+        return self._split(
+            lax.slice(seen, [0] * x.ndim, seen.shape, [1, *(self.strides[d] for d in dims), *(1 for _ in rest)])
+        )
 
     def _split(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
