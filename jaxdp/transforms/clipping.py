@@ -545,11 +545,9 @@ def _chunk_sum(
     norms = jnp.sqrt(result.squared_norms)
     keep = unmasked & finite
     factors = jnp.where(keep, clip_factors(f.clip_rule, norms, clip_norm, bound), 0)
-    # Zeroing rows costs a pass over all activations. It is needed only where a NaN would survive a factor of zero. The
-    # usual sum is outside of the conditional, in which XLA on CPU runs convolutions many times slower.
-    sums = result.weighted_sum(factors, None)
-    again = functools.partial(result.weighted_sum, factors, keep)
-    sums = jax.lax.cond(finite.all(), lambda sums: sums, lambda _: again(), sums)
+    # Zeroing rows costs a pass over all activations. It is needed only where a NaN would survive a factor of zero.
+    everything = functools.partial(result.weighted_sum, factors, None)
+    sums = jax.lax.cond(finite.all(), everything, functools.partial(result.weighted_sum, factors, keep))
     hidden = (jnp.where(unmasked, norms, 0), jnp.where(unmasked, result.losses, 0), result.aux)
     return sums, hidden, (unmasked & ~finite).sum(dtype=jnp.int32)
 

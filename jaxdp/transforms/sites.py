@@ -30,8 +30,8 @@ _FLUSHED = 2.0**-126
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
-# Patches of a convolution are formed if they are at most so much larger than the data, or have few rows.
-_OVERLAP, _PATCH_ROWS = 4, 64
+# Patches of a convolution of few channels are formed up to this many entries.
+_PATCH_ROWS = 64
 
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
@@ -203,11 +203,9 @@ class Conv(Rule):
     @property
     def _looped(self) -> int:
         """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
-        overlap = math.prod(self.window) / math.prod(self.strides)  # how much larger all patches are than the data
-        channels = self.rows // math.prod(self.window)
-        if self.groups == 1 and overlap <= _OVERLAP:
+        if self.groups == 1 and self.window == self.strides:  # patches do not overlap
             return 0
-        if self.groups > 1 or channels >= 8:
+        if self.groups > 1 or self.rows // math.prod(self.window) >= 8:
             return len(self.window)
         # A part of few rows multiplies slowly.
         rows = (self.rows // math.prod(self.window[:d]) for d in range(len(self.window) + 1))
@@ -239,13 +237,11 @@ class Conv(Rule):
     def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
         """Slices the data at the kernel position `offset` of the looped dimensions: [groups, T, rows of a part]."""
         # Convolutions that extract patches are many times slower.
-        dims = range(len(offset))
-        start = [offset[d] * self.kernel_dilation[d] for d in dims]
-        span, rest = [self._span(d) for d in dims], x.shape[1 + len(offset) :]
-        seen = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (x.shape[0], *span, *rest))
-        return self._split(
-            lax.slice(seen, [0] * x.ndim, seen.shape, [1, *(self.strides[d] for d in dims), *(1 for _ in rest)])
-        )
+        looped, rest = range(len(offset)), x.shape[1 + len(offset) :]
+        start = [offset[d] * self.kernel_dilation[d] for d in looped]
+        seen = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (len(x), *(self._span(d) for d in looped), *rest))
+        steps = [1, *(self.strides[d] for d in looped), *(1 for _ in rest)]
+        return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, steps))
 
     def _split(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
@@ -435,7 +431,10 @@ class Site:
         def together(x: jax.Array) -> jax.Array:  # [B, slices, repeats, ...] -> [slices, B * repeats, ...]
             return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
 
-        grad = self.rule.weight_grad_by_primitive if isinstance(self.rule, Conv) else self.rule.weight_grad
+        grad = self.rule.weight_grad
+        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same dot products.
+        if isinstance(self.rule, Conv) and jax.default_backend() != "cpu":
+            grad = self.rule.weight_grad_by_primitive
         return self._loops_in_front(_vmap_or_squeeze(grad)(*jax.tree.map(together, (record, g))))
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
