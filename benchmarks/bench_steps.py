@@ -37,11 +37,9 @@ VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 4096, 128, 256, 4, 4
 class Digits(nn.Module):
     """The network of the MNIST examples of Opacus and TensorFlow Privacy."""
 
-    pooling: str = "flax"
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        pool = functools.partial(nn.max_pool, window_shape=(2, 2), strides=(1, 1))
+        pool = functools.partial(models.max_pool, size=2, stride=1)
         x = pool(nn.relu(nn.Conv(16, (8, 8), 2, padding=((2, 3), (2, 3)))(x)))
         x = pool(nn.relu(nn.Conv(32, (4, 4), 2, padding="VALID")(x)))
         x = nn.relu(nn.Dense(32)(x.reshape(*x.shape[:-3], -1)))

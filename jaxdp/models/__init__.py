@@ -9,7 +9,7 @@ from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.efficientnet import EfficientNetLite
 from jaxdp.models.imagenet_resnet import ImageNetResNet
-from jaxdp.models.layers import FrozenBatchNorm, WSConv
+from jaxdp.models.layers import FrozenBatchNorm, GroupNorm, WSConv, max_pool
 from jaxdp.models.mlp import MLP
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
@@ -32,6 +32,7 @@ __all__ = [
     "EfficientNetLite",
     "Features",
     "FrozenBatchNorm",
+    "GroupNorm",
     "ImageNetResNet",
     "Preprocessing",
     "Pretrained",
@@ -47,6 +48,7 @@ __all__ = [
     "head_inputs",
     "load_checkpoint",
     "load_params",
+    "max_pool",
     "merge_lora",
     "merge_pretrained",
     "save_params",

@@ -30,6 +30,9 @@ _FLUSHED = 2.0**-126
 # Longer inner products are summed in blocks of this many terms, which rounds less.
 _BLOCK = 2048
 
+# Patches of a convolution of few channels are formed up to this many entries.
+_PATCH_ROWS = 64
+
 # Accelerators multiply float32 in TF32 or bfloat16 by default, which changes norms and sums by 1e-3 and more.
 PRECISION = lax.Precision.HIGHEST
 
@@ -198,26 +201,47 @@ class Conv(Rule):
         )
 
     @property
+    def _looped(self) -> int:
+        """The number of leading window dimensions whose positions form separate parts of u. Others are in its rows."""
+        if self.groups == 1 and self.window == self.strides:  # patches do not overlap
+            return 0
+        if self.groups > 1 or self.rows // math.prod(self.window) >= 8:
+            return len(self.window)
+        # A part of few rows multiplies slowly.
+        rows = (self.rows // math.prod(self.window[:d]) for d in range(len(self.window) + 1))
+        return next(d for d, n in enumerate(rows) if n <= _PATCH_ROWS)
+
+    @property
     def _offsets(self) -> list[tuple[int, ...]]:
-        return list(itertools.product(*map(range, self.window)))
+        return list(itertools.product(*map(range, self.window[: self._looped])))
 
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
 
     def _channels_last(self, record: jax.Array) -> jax.Array:
-        """Returns the data [M, *spatial, channels], padded and dilated."""
+        """Returns the data [M, *spatial, channels], padded and dilated, with the patches of dimensions without loop."""
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
         interior = [(lo, hi, d - 1) for (lo, hi), d in zip(self.padding, self.data_dilation, strict=True)]
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *interior, (0, 0, 0)])
+        for d in reversed(range(self._looped, len(self.window))):
+            starts = (i * self.kernel_dilation[d] for i in range(self.window[d]))
+            slices = [lax.slice_in_dim(x, i, i + self._span(d), self.strides[d], 1 + d) for i in starts]
+            x = jnp.concatenate(slices, axis=-1)
+        return x
+
+    def _span(self, d: int) -> int:
+        """Returns the number of entries from the first to the last that a kernel position meets."""
+        return (self.out_window[d] - 1) * self.strides[d] + 1
 
     def _patch(self, x: jax.Array, offset: Any) -> jax.Array:
-        """Slices the padded data at kernel position `offset`: [groups, T, channels per group]."""
+        """Slices the data at the kernel position `offset` of the looped dimensions: [groups, T, rows of a part]."""
         # Convolutions that extract patches are many times slower.
-        start = [o * d for o, d in zip(offset, self.kernel_dilation, strict=True)]
-        span = [(n - 1) * k + 1 for n, k in zip(self.out_window, self.strides, strict=True)]
-        seen = lax.dynamic_slice(x, (0, *start, 0), (x.shape[0], *span, x.shape[-1]))
-        return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, [1, *self.strides, 1]))
+        looped, rest = range(len(offset)), x.shape[1 + len(offset) :]
+        start = [offset[d] * self.kernel_dilation[d] for d in looped]
+        seen = lax.dynamic_slice(x, (0, *start, *(0 for _ in rest)), (len(x), *(self._span(d) for d in looped), *rest))
+        steps = [1, *(self.strides[d] for d in looped), *(1 for _ in rest)]
+        return self._split(lax.slice(seen, [0] * x.ndim, seen.shape, steps))
 
     def _split(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
@@ -233,11 +257,11 @@ class Conv(Rule):
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         x, w = jax.vmap(self._channels_last)(record), jax.vmap(self._cotangent)(g)
 
-        def at(offset: jax.Array) -> jax.Array:  # [in, groups, out]
+        def at(offset: Any) -> jax.Array:  # [in, groups, out]
             return _outer_sum(jax.vmap(lambda x: self._patch(x, offset))(x), w).swapaxes(0, 1)
 
         # The loop over kernel positions takes less memory and time than all patches at once.
-        grad = lax.map(at, jnp.asarray(self._offsets))
+        grad = lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())
         grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))

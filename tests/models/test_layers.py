@@ -1,9 +1,10 @@
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.models import FrozenBatchNorm, WSConv
+from jaxdp.models import FrozenBatchNorm, GroupNorm, WSConv
 
 
 @pytest.mark.slow
@@ -48,3 +49,24 @@ def test_frozen_batch_norm_starts_as_the_identity_and_uses_its_statistics():
     output = layer.apply({**variables, "batch_stats": stats}, x)
     np.testing.assert_allclose(output, (x - mean) / np.sqrt(var + 1e-3), rtol=1e-5)
     assert layer.apply(variables, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_group_norm_is_that_of_flax(dtype):
+    """A norm over the wrong channels, or one that forgets a size, has other values and gradients."""
+    x = jnp.asarray(2 + 3 * np.random.default_rng(0).standard_normal((2, 3, 4, 6)), dtype)
+    params = {"scale": jnp.arange(1.0, 7), "bias": jnp.arange(6.0)}
+
+    def gradients(layer):
+        def loss(params, x):
+            y = layer.apply({"params": params}, x)
+            assert y.dtype == dtype
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+    ours, flax = gradients(GroupNorm(2, dtype=dtype)), gradients(nn.GroupNorm(2, dtype=dtype))
+    near = {"float32": 1e-4, "bfloat16": 0.05}[dtype]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=near, atol=near), *jax.tree.map(np.float32, (ours, flax))
+    )

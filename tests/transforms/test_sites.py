@@ -165,8 +165,17 @@ def convolutions(draw: Any) -> tuple[dict[str, Any], tuple[int, ...], tuple[int,
     return settings, x_shape, w_shape
 
 
+def square_windows(side: int, stride: int, channels: int) -> tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]:
+    settings: dict[str, Any] = {"window_strides": (stride, stride), "padding": "SAME", "lhs_dilation": (1, 1)}
+    settings |= {"rhs_dilation": (1, 2), "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 1}
+    return settings, (2, 6, 5, channels), (side, side, channels, 3)
+
+
 @pytest.mark.slow
 @QUICK
+@hypothesis.example(square_windows(7, 2, 2))  # patches of one dimension in a loop over the other
+@hypothesis.example(square_windows(3, 1, 8))  # a loop over both
+@hypothesis.example(square_windows(2, 2, 3))  # no loop, because windows do not overlap
 @hypothesis.given(convolutions())
 def test_conv_rule_for_any_geometry(drawn: Any) -> None:
     settings, x_shape, w_shape = drawn
