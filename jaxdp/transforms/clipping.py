@@ -854,10 +854,9 @@ def method_costs(component: list[sites.Site], leaf_size: int, keep: bool) -> tup
 
 
 def choose_method(component: list[sites.Site], leaf_size: int, keep: bool) -> str:
-    """Selects the cheapest method for a component. Large gradients are kept only where that saves a quarter."""
+    """Selects the cheapest method for a component."""
     options, _ = method_costs(component, leaf_size, keep)
-    large = 4.0 * leaf_size > sum(4.0 * math.prod(site.tap.shape) for site in component)
-    return min(options, key=lambda name: options[name] / (0.75 if name == "keep" and large else 1))
+    return min(options, key=lambda name: options[name])
 
 
 _RULE_NAMES = {sites.Dot: "dot_general", sites.Conv: "convolution", sites.Lookup: "embedding", sites.OnWeight: "direct"}
