@@ -146,7 +146,8 @@ def inputs_of(operation: Operation) -> np.ndarray:
 def jax_calls(operation: Operation, form: Any) -> tuple[dict[str, Call], Any]:
     """Returns the compiled calls of a form, and its output."""
     x = jnp.asarray(inputs_of(operation))
-    params, apply = {}, lambda params, x: form(x)
+    params: Any = {}
+    apply: Any = lambda params, x: form(x)  # noqa: E731
     if isinstance(form, nn.Module):
         params, apply = form.init(jax.random.key(0), x), form.apply
     out = apply(params, x)
@@ -163,7 +164,7 @@ def jax_calls(operation: Operation, form: Any) -> tuple[dict[str, Call], Any]:
         return apply(params, x), backward(params, x)
 
     if operation.only:
-        functions = {"backward": functools.partial(backward, only=operation.only)}
+        functions: dict[str, Any] = {"backward": functools.partial(backward, only=operation.only)}
     else:
         functions = {"forward": apply, "backward": value_and_grads}
     compiled = {name: jax.jit(f).lower(params, x).compile() for name, f in functions.items()}
