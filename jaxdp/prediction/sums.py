@@ -44,7 +44,7 @@ class Grid(NamedTuple):
         return cls(clip, divisor, clipped, kind, ints, unit, math.ceil(clip / unit), magic, most)
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
-        """Clips and rounds to the grid, to nearest or to at most one unit below it. Returns integers plus `bias`."""
+        """Clips and rounds to the grid, to nearest or down by 0.5 to 1.5 units. Returns integers plus `bias`."""
         x, end = x.astype(self.dtype), self.one * self.unit
         if nearest:
             x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.clip, self.clip)

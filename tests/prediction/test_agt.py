@@ -758,6 +758,7 @@ BAD = {
     "clip negative": ({"clip": -1.0}, ValueError, "clip"),
     "clip infinite": ({"clip": np.inf}, ValueError, "clip"),
     "clip NaN": ({"clip": np.nan}, ValueError, "clip"),
+    "clip below the grid": ({"clip": 1e-31}, ValueError, "clip must be in"),
     "learning_rate": ({"learning_rate": 0.0}, ValueError, "learning_rate"),
     "batch_size": ({"batch_size": 0}, ValueError, "batch_size"),
     "epochs": ({"epochs": 0}, ValueError, "epochs"),
