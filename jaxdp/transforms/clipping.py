@@ -263,8 +263,8 @@ def clipped_grad(
         loss of a group is the mean of `loss_fn` over its members.
       microbatch_size: The number of examples (groups) in memory at a time. Results are equal up to the order of float32
         summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller batches there
-        (`jaxdp.finetune.dp_sgd` accumulates over physical batches). Chunk k of n has the examples k, k + n, k + 2 n, ...,
-        so that every device that holds a block of the batch works on every chunk.
+        (`jaxdp.finetune.dp_sgd` accumulates over physical batches). Chunk k of n has the examples k, k + n, k + 2 n,
+        ..., so that every device that holds a block of the batch works on every chunk.
 
     Returns:
       A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with `f.sensitivity(adjacency)`.

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import noise
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
@@ -53,3 +54,21 @@ def test_every_device_works_on_every_microbatch():
         for arguments in ((PARAMS, BATCH), on_mesh(mesh_of(AxisType.Auto), PartitionSpec()))
     ]
     assert flops[1] < flops[0] / 4
+
+
+def test_noise_is_computed_in_parts_with_the_bits_of_one_device():
+    mesh, key = mesh_of(AxisType.Auto), noise.stream(b"a secret of 16 b", "test")
+    specs = {"w": PartitionSpec(None, "data"), "b": PartitionSpec(), "table": PartitionSpec("data")}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    shapes = {"w": (32, 2048), "b": (5,), "table": (48, 7, 3)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    whole = jax.jit(lambda key: noise.gaussian(key, tree, 2.0), out_shardings=shardings).lower(key).compile()
+    parts = jax.jit(lambda key: noise.gaussian(key, tree, 2.0, shardings=shardings)).lower(key).compile()
+    drawn = parts(key)
+    for name, value in noise.gaussian(key, tree, 2.0).items():
+        np.testing.assert_array_equal(np.asarray(drawn[name]), np.asarray(value))
+        assert drawn[name].sharding.is_equivalent_to(shardings[name], value.ndim)
+    # Without `shardings` every device computes all values and keeps its part.
+    held = [program.memory_analysis().temp_size_in_bytes for program in (parts, whole)]
+    assert held[0] < 4 * 32 * 2048 <= held[1]
+    assert not any(name in parts.as_text() for name in ("all-gather(", "all-reduce(", "collective-permute("))
