@@ -406,8 +406,9 @@ class _Static(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _clipped_sum(static: _Static, arrays: list[Any], batch: Any, *others: Any) -> ClippedSum:
     leaves, rows = static.specs(arrays, batch)
-    specs = ClippedSum(leaves, rows, rows, rows, PartitionSpec())
-    result: ClippedSum = shards.automatic(functools.partial(_summed, static), specs)(arrays, batch, *others)
+    specs: Any = (leaves, rows, rows, rows, PartitionSpec())
+    summed = shards.automatic(functools.partial(_summed, static), ClippedSum(*specs))
+    result: ClippedSum = summed(arrays, batch, *others)
     return result
 
 
@@ -427,8 +428,9 @@ def _summed(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, *others: Any) -> PerExampleGrads:
-    specs = PerExampleGrads(static.specs(arrays, batch)[1], PartitionSpec())
-    result: PerExampleGrads = shards.automatic(functools.partial(_formed, static), specs)(arrays, batch, *others)
+    specs: Any = (static.specs(arrays, batch)[1], PartitionSpec())
+    formed = shards.automatic(functools.partial(_formed, static), PerExampleGrads(*specs))
+    result: PerExampleGrads = formed(arrays, batch, *others)
     return result
 
 

@@ -485,8 +485,10 @@ def _normal_in_parts(
             last, now = block * jnp.maximum(i - 1, 0), block * i
             written = jax.lax.dynamic_slice(lane, (last,), (block,)) < width
             values = jax.lax.dynamic_update_slice(values, jnp.where(written, before.real, before.imag), (last,))
-            inputs = (jax.lax.dynamic_slice(x, (now,), (block,)).astype(jnp.uint32) for x in (lane % width, number))
-            return values, jax.lax.complex(*_pair(cipher_key, *inputs, dtype))
+            column, row = (
+                jax.lax.dynamic_slice(x, (now,), (block,)).astype(jnp.uint32) for x in (lane % width, number)
+            )
+            return values, jax.lax.complex(*_pair(cipher_key, column, row, dtype))
 
         none = jnp.zeros(blocks * block, dtype)
         values = jax.lax.fori_loop(0, blocks + 1, step, (none, jax.lax.complex(none[:block], none[:block])))[0]

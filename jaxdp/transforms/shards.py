@@ -50,7 +50,8 @@ def collectives(eqns: Iterable[Any]) -> set[str]:
 
 def spec_of(x: Any) -> PartitionSpec:
     """Returns how an array is divided over mesh axes of type Explicit, as its type tells."""
-    return jax.typeof(x).sharding.spec
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
 
 
 def automatic(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
