@@ -5,7 +5,6 @@ import gc
 import importlib.metadata
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +32,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
+
+from tests.forked import PYTHON
 
 # flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see `strict_dtypes`).
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -113,7 +114,7 @@ def run_in_subprocess() -> Callable[..., subprocess.CompletedProcess[str]]:
     ) -> subprocess.CompletedProcess[str]:
         merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         result = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
+            [*PYTHON, "-c", code],
             cwd=ROOT,
             env={name: value for name, value in merged.items() if value is not None},
             capture_output=True,

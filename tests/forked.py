@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
+# Warnings are errors. Of an entry of the cache that another process is writing, JAX says so and compiles again.
+PYTHON = [sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
@@ -33,7 +35,7 @@ class _Interpreter:
         # A fork copies no threads, so nothing may start one.
         alone = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.forked"],
+            [*PYTHON, "-m", "tests.forked"],
             env={**os.environ, **alone, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdin=subprocess.PIPE,

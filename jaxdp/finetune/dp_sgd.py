@@ -89,11 +89,19 @@ def dp_sgd(
         `physical_batch_size` counts users. The default is False.
       unit: What one example of the source is, in the words of the ledger. `fit` refuses an account with another unit.
         The default is "example". Without `group`, "patient" says that every patient has one record.
+      mesh: The `jax.sharding.Mesh` of devices of this process that share the work. Its axes are Auto in the state.
+        None, the default, uses one device. Results are those of one device up to rounding, and the noise has the same
+        bits. For `fit` another mesh is another program: an interrupted chunk is charged again.
+      data_axes: The mesh axes along which batches are divided, ("data",) by default. Physical batches are rounded up
+        to a multiple of their devices, and the rest is padding. Sizes that are chosen use the memory of each device.
+      param_sharding: A rule `(path, leaf) -> PartitionSpec` for the parameters, with paths such as "Dense_0/kernel".
+        Sums of gradients, noise and the optimizer's state lie like them. None, the default, keeps the shardings that
+        the parameters have, and replicates those without.
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
 
     Raises:
-      ValueError: An argument is out of range. Neither the noise nor its whole target is given, or both are, or no noise
-        meets the target. See also `clipped_grad` and `privatize`.
+      ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its whole target is given,
+        or both are, or no noise meets the target. See also `clipped_grad` and `privatize`.
 
     Formal guarantees:
       Step t satisfies `trainer.event(t, t + 1)`, which is PoissonSampled(q, Gaussian(sigma)), with respect to the data

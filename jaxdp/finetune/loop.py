@@ -106,6 +106,7 @@ def fit(
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
     with Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
         state, first = files.restore(trainer.init(params))
+        state = trainer.placed(state)
         if first > steps:
             raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}. Use a new workdir.")
         till.settle([account])
@@ -177,9 +178,11 @@ def _run(
     finished: Callable[[TrainState, dict[str, float], bool], None],
 ) -> TrainState:
     """Runs some steps with all randomness from `secret`. Calls `finished(state, metrics, last)` after each step."""
-    state = state._replace(
-        noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
-        key=stream(secret, "augmentation", impl="threefry2x32"),
+    state = trainer.placed(
+        state._replace(
+            noise=PrivatizeState(stream(secret, "gradient noise"), state.step),
+            key=stream(secret, "augmentation", impl="threefry2x32"),
+        )
     )
     done: tuple[TrainState, Any] | None = None
     with trainer.batches(state, source, steps) as batches:
@@ -215,12 +218,12 @@ class _Files:
         self._opened.close()
 
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
-        """Returns the newest checkpoint, or `state`, and the number of finished steps."""
+        """Returns the newest checkpoint on the host, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(_resumable(state))
         self._metrics.truncate_after(step)  # The run repeats these steps.
-        return state._replace(**jax.device_put(saved)) if step else state, step
+        return state._replace(**saved) if step else state, step
 
     def write(self, step: int, ended: float, row: dict[str, float]) -> None:
         """Writes the metrics of a step that ended at a time."""

@@ -17,7 +17,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -27,6 +27,7 @@ import optax
 
 from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source
 from jaxdp.data.protocol import check_members
+from jaxdp.finetune.meshes import Layout, ParamSharding, check_mesh, data_devices, rounded_up
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
@@ -99,6 +100,7 @@ class TrainState(NamedTuple):
       released: The gradient of the last step, the direction of the ascent, or None.
       noise: The key and step of the stream of noise and batches. Secret: with the key anyone can subtract the noise.
       key: The key of augmentation and stochastic losses.
+      layout: Where the arrays lie on the trainer's mesh, static, or None without a mesh.
     """
 
     step: jax.Array
@@ -109,6 +111,7 @@ class TrainState(NamedTuple):
     released: Any
     noise: PrivatizeState
     key: jax.Array
+    layout: Layout | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,7 +130,10 @@ class PrivateTrainer:
     stochastic: bool = False
     group: bool = False
     unit: str = "example"
-    zeros: Any = dataclasses.field(init=False)  # compiled `Query.zeros`, `_accumulate` and `_update`
+    mesh: jax.sharding.Mesh | None = None
+    data_axes: Sequence[str] = ("data",)
+    param_sharding: ParamSharding | None = None
+    zeros: Any = dataclasses.field(init=False)  # compiled `_zeros`, `_accumulate` and `_update`
     accumulate: Any = dataclasses.field(init=False)
     update: Any = dataclasses.field(init=False)
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(init=False, default_factory=dict, repr=False)
@@ -143,7 +149,8 @@ class PrivateTrainer:
             )
         if self.group and self.unit == "example":
             raise ValueError("unit must name what group=True protects, for example unit='patient', got 'example'.")
-        object.__setattr__(self, "zeros", repeatable(self.query.zeros))
+        check_mesh(self.mesh, self.data_axes, self.param_sharding)
+        object.__setattr__(self, "zeros", repeatable(self._zeros))
         object.__setattr__(self, "accumulate", repeatable(self._accumulate))
         object.__setattr__(self, "update", repeatable(self._update))
 
@@ -152,7 +159,7 @@ class PrivateTrainer:
 
         Raises:
           TypeError: A leaf of params is not an array.
-          ValueError: params do not suit the method's query.
+          ValueError: params do not suit the method's query or the mesh.
         """
         check_params(params)
         for path, leaf in paths_of(params):
@@ -163,9 +170,13 @@ class PrivateTrainer:
                     "static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in loss_fn."
                 )
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # weak types retrace
+        layout = None
+        if self.mesh is not None:
+            layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
+            params = jax.device_put(params, layout.shardings(params, params, params))
         moving = moving_params(self.query.gradient, params)
         key = stream(new_seed(), "augmentation", impl="threefry2x32")
-        return TrainState(
+        state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=self.optimizer.init(moving),
@@ -174,7 +185,22 @@ class PrivateTrainer:
             released=jax.tree.map(jnp.zeros_like, moving) if self.ascent_radius else None,
             noise=self.privatizer.init(moving),
             key=key,
+            layout=layout,
         )
+        return self.placed(state)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """Returns a state whose arrays, or NumPy arrays, all lie as its layout says."""
+        return jax.device_put(state, self._shardings(state.params, state.layout, state))
+
+    def _shardings(self, params: Any, layout: Layout | None, tree: Any) -> Any:
+        """Returns the shardings of a pytree that has parts like the parameters, or None without a layout."""
+        return None if layout is None else layout.shardings(tree, params, moving_params(self.query.gradient, params))
+
+    def _laid_out(self, params: Any, layout: Layout | None, tree: Any) -> Any:
+        if layout is None:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, self._shardings(params, layout, tree))
 
     def check(self, source: Source) -> None:
         """Raises TypeError if `source` is no `Source`, ValueError if it does not fit sampler and unit."""
@@ -260,13 +286,16 @@ class PrivateTrainer:
         example is counted as twice the values of its forward pass, and the per-example gradients that the method holds.
         """
         if self.physical_batch_size is not None:
-            return PhysicalSizes((self.physical_batch_size,))
+            return PhysicalSizes(rounded_up((self.physical_batch_size,), self.mesh, self.data_axes))
         kinds = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state.params)
         known = str(jax.tree.leaves(kinds))
         if known not in self._sizes:
             memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
             largest = int(memory / max(1, self._row_bytes(state, source)))
-            self._sizes[known] = PhysicalSizes.choose(self.sampler, largest=max(1, largest))
+            largest = max(1, largest) * data_devices(self.mesh, self.data_axes)
+            chosen = PhysicalSizes.choose(self.sampler, largest=largest)
+            sizes = rounded_up(chosen.sizes, self.mesh, self.data_axes)
+            self._sizes[known] = dataclasses.replace(chosen, sizes=sizes)
         return self._sizes[known]
 
     def _row_bytes(self, state: TrainState, source: Source) -> int:
@@ -283,14 +312,19 @@ class PrivateTrainer:
     def load(self, state: TrainState, source: Source, rows: np.ndarray) -> list[Any]:
         """Reads the examples at `rows`, [B >= 0] indices into `source`, and cuts them into physical batches."""
         parts = enumerate(self.physical(state, source).cut(rows))
-        return [jax.device_put((source.gather(rows), mask, np.uint32(part))) for part, (rows, mask) in parts]
+        return [self._put(state, source.gather(rows), mask, part) for part, (rows, mask) in parts]
+
+    def _put(self, state: TrainState, examples: Any, mask: np.ndarray, part: int) -> Any:
+        layout = state.layout
+        where = None if layout is None else (layout.rows, layout.rows, layout.everywhere)
+        return jax.device_put((examples, mask, np.uint32(part)), where)
 
     def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:
         """Sums the contributions of the examples at `rows`, [B >= 0] indices into `source`. Private, without noise."""
         return self._sums(state, self.load(state, source, rows))
 
     def _sums(self, state: TrainState, parts: list[Any]) -> Any:
-        sums = self.zeros(state.params)
+        sums = self.zeros(state.params, state.layout)
         for part in parts:
             sums = self.accumulate(state, sums, *part)
         return sums
@@ -307,7 +341,7 @@ class PrivateTrainer:
     def lowered_text(self, state: TrainState, source: Source) -> str:
         """Returns the compiled steps as StableHLO. Equal text, data and keys give equal results on equal devices."""
         texts = [function.lower(*args).as_text() for function, args in self.programs(state, source).values()]
-        return "".join([f"refresh_every={self.query.refresh_every}\n", *texts])
+        return "".join([f"refresh_every={self.query.refresh_every}\n{state.layout}\n", *texts])
 
     def programs(self, state: TrainState, source: Source) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Returns the compiled functions of a step by name, each with arguments for its `lower`.
@@ -315,16 +349,23 @@ class PrivateTrainer:
         "refresh" is called every `query.refresh_every` steps, "accumulate M" for each physical batch of M examples, and
         "update" once per step. Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
         """
-        sums = jax.eval_shape(self.zeros, state.params)
+        sums = self._shapes(state, jax.eval_shape(self.zeros, state.params, state.layout))
         found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         if self.query.refresh_every:
             args = (state.params, state.carried, state.step, self.query.public)
             found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
         for size in self.physical(state, source).sizes:
-            batch = (source.gather(np.zeros(size, np.int64)), np.zeros(size, bool), np.uint32(0))
+            batch = self._put(state, source.gather(np.zeros(size, np.int64)), np.zeros(size, bool), 0)
             found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
         return found | {"update": (self.update, (state, sums))}
+
+    def _shapes(self, state: TrainState, tree: Any) -> Any:
+        """Returns shapes with the shardings that the steps give them."""
+        if state.layout is None:
+            return tree
+        lie = self._shardings(state.params, state.layout, tree)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
 
     def compile(self, state: TrainState, source: Source) -> None:
         """Compiles the programs of a step side by side. Without it `step` compiles each when it first needs it."""
@@ -333,6 +374,9 @@ class PrivateTrainer:
         lowered = [function.lower(*args) for function, args in programs.values()]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(lambda program: program.compile(), lowered))
+
+    def _zeros(self, params: Any, layout: Layout | None = None) -> Any:
+        return self._laid_out(params, layout, self.query.zeros(params))
 
     def _accumulate(self, state: TrainState, sums: Any, batch: Any, mask: jax.Array, part: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), part)
@@ -346,7 +390,7 @@ class PrivateTrainer:
             mask = jnp.repeat(mask, self.augmult, axis=1) if self.group else mask
         params = _ascended(state.params, state.released, self.ascent_radius) if self.ascent_radius else state.params
         added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
-        return jax.tree.map(jnp.add, sums, added)
+        return self._laid_out(state.params, state.layout, jax.tree.map(jnp.add, sums, added))
 
     def _views(self, key: jax.Array, example: Any) -> Any:
         """Returns the views of an example, [K, ...], or of the k records of a user, [k K, ...]."""
@@ -361,7 +405,9 @@ class PrivateTrainer:
         return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), record)
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        mean, noise = self.privatizer.update(sums, state.noise)
+        mean, noise = self.privatizer.update(
+            sums, state.noise, shardings=self._shardings(state.params, state.layout, sums)
+        )
         gradient, carried, metrics = self.query.read(state.params, state.carried, mean)
         moving = moving_params(self.query.gradient, state.params)
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, moving)
@@ -375,7 +421,8 @@ class PrivateTrainer:
             ema = jax.tree.map(lambda old, new: old + (1 - decay) * (new - old) if _floating(new) else new, ema, params)
         released = gradient if self.ascent_radius else None
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
-        return TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key), metrics
+        after = TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key, state.layout)
+        return self._laid_out(params, state.layout, after), metrics
 
 
 def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
@@ -407,6 +454,9 @@ class Options(Target, total=False):
     stochastic: bool
     group: bool
     unit: str
+    mesh: jax.sharding.Mesh | None
+    data_axes: Sequence[str]
+    param_sharding: ParamSharding | None
     engine: Engine
     clip_rule: Any
     trainable: Callable[[str, Any], bool] | None

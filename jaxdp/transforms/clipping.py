@@ -29,6 +29,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxdp.transforms import draws, shards, sites, walker
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, clip_factors, find_rule
@@ -261,7 +263,8 @@ def clipped_grad(
         loss of a group is the mean of `loss_fn` over its members.
       microbatch_size: The number of examples (groups) in memory at a time. Results are equal up to the order of float32
         summation. XLA on CPU runs convolutions in loops about three times slower, so prefer smaller batches there
-        (`jaxdp.finetune.dp_sgd` accumulates over physical batches).
+        (`jaxdp.finetune.dp_sgd` accumulates over physical batches). Chunk k of n has the examples k, k + n, k + 2 n,
+        ..., so that every device that holds a block of the batch works on every chunk.
 
     Returns:
       A compiled function `f(params, batch, mask=None, *, key=None) -> ClippedSum` with `f.sensitivity(adjacency)`.
@@ -292,6 +295,10 @@ def clipped_grad(
       made to vary over the mesh axes of the data, so that JAX does not sum gradients before the clipping. Under
       `check_vma=False` JAX adds no such sum. A loss that calls a collective on an axis of the `shard_map` is refused in
       both modes, because its value for one example depends on other examples.
+
+      Under `jax.jit` with sharded arrays, the result is that of one device up to rounding. On a mesh with axes of type
+      Explicit, `grads` has the shardings of params and values of examples have that of the batch. The axes are Auto
+      inside of `loss_fn`.
 
     | edge case | result |
     |---|---|
@@ -389,9 +396,23 @@ class _Static(NamedTuple):
         leaves = [next(rest) if t else x for t, x in zip(self.trainable, others, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
+    def specs(self, arrays: list[Any], batch: Any) -> tuple[Any, PartitionSpec]:
+        """Returns how gradients are divided over Explicit mesh axes, like the leaves, and values of examples."""
+        moving = [x for x, t in zip(arrays, self.trainable, strict=True) if t]
+        rows = shards.spec_of(jax.tree.leaves(batch)[0])[:1]
+        return self.tree([shards.spec_of(x) for x in moving]), PartitionSpec(*rows)
+
 
 @functools.partial(jax.jit, static_argnums=0)
-def _clipped_sum(
+def _clipped_sum(static: _Static, arrays: list[Any], batch: Any, *others: Any) -> ClippedSum:
+    leaves, rows = static.specs(arrays, batch)
+    specs: Any = (leaves, rows, rows, rows, PartitionSpec())
+    summed = shards.automatic(functools.partial(_summed, static), ClippedSum(*specs))
+    result: ClippedSum = summed(arrays, batch, *others)
+    return result
+
+
+def _summed(
     static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any, clip_norm: Any, bound: Any
 ) -> ClippedSum:
     f = static.f
@@ -406,7 +427,14 @@ def _clipped_sum(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any) -> PerExampleGrads:
+def _per_example_grads(static: _Static, arrays: list[Any], batch: Any, *others: Any) -> PerExampleGrads:
+    specs: Any = (static.specs(arrays, batch)[1], PartitionSpec())
+    formed = shards.automatic(functools.partial(_formed, static), PerExampleGrads(*specs))
+    result: PerExampleGrads = formed(arrays, batch, *others)
+    return result
+
+
+def _formed(static: _Static, arrays: list[Any], batch: Any, mask: jax.Array, key: Any) -> PerExampleGrads:
     loss, moving, batch, unmasked = _prepared(static, arrays, batch, mask, key)
     grads, finite = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in moving], jnp.ones(0, bool)
     if len(unmasked):
@@ -553,22 +581,35 @@ def _chunk_sum(
 
 
 def _in_chunks(step: Callable[..., Chunk], batch: Any, unmasked: jax.Array, chunk: int, axes: frozenset[str]) -> Chunk:
-    """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the last chunk."""
+    """Applies `step` to one chunk of the batch after the other. Masked copies of example 0 pad the batch.
+
+    Chunk k has the rows k, k + n, k + 2 n, ... of n chunks. So where devices have blocks of rows, all work on each.
+    """
     size = len(unmasked)
     n_chunks = math.ceil(size / chunk)
-    index = jnp.arange(n_chunks * chunk).reshape(n_chunks, chunk)
-    inside = index < size
-    index = jnp.where(inside, index, 0)
 
-    def body(total: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
-        picked, valid = rows
-        sums, per_example, nonfinite = step(jax.tree.map(lambda x: x[picked], batch), unmasked[picked] & valid)
+    def padded(x: jax.Array) -> jax.Array:
+        extra = n_chunks * chunk - size
+        x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (extra, *x.shape[1:]))]) if extra else x
+        return x.reshape(chunk, n_chunks, *x.shape[1:])
+
+    inside = (jnp.arange(n_chunks * chunk) < size).reshape(chunk, n_chunks)
+    rows = jax.tree.map(padded, (batch, unmasked))
+
+    def picked(number: Any) -> tuple[Any, jax.Array]:
+        examples, present, valid = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False), (*rows, inside)
+        )
+        return examples, present & valid
+
+    def body(total: Any, number: jax.Array) -> tuple[Any, Any]:
+        sums, per_example, nonfinite = step(*picked(number))
         return jax.tree.map(jnp.add, total, (sums, nonfinite)), per_example
 
-    shapes = jax.eval_shape(step, jax.tree.map(lambda x: x[index[0]], batch), unmasked[index[0]])
+    shapes = jax.eval_shape(step, *picked(0))
     zero = jax.tree.map(lambda s: shards.vary(jnp.zeros(s.shape, s.dtype), axes), (shapes[0], shapes[2]))
-    (sums, nonfinite), per_example = jax.lax.scan(body, zero, (index, inside))
-    per_example = jax.tree.map(lambda x: x.reshape(n_chunks * chunk, *x.shape[2:])[:size], per_example)
+    (sums, nonfinite), per_example = lax.scan(body, zero, jnp.arange(n_chunks))
+    per_example = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:size], per_example)
     return sums, per_example, nonfinite
 
 

@@ -43,9 +43,10 @@ devices whose values differ raises an error. Under `check_vma=False` JAX cannot 
 
 import functools
 import hmac
+import itertools
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -53,6 +54,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from dp_accounting import dp_event
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.transforms import chacha, shards
 
@@ -125,13 +127,16 @@ def stream(seed: bytes, purpose: str, *, impl: str = "chacha20") -> jax.Array:
     return key
 
 
-def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
+def gaussian(key: jax.Array, tree: Any, std: float | jax.Array, *, shardings: Any = None) -> Any:
     """Draws noise N(0, std**2) shaped like `tree`.
 
     Args:
         key: Typed key of shape ().
         tree: Pytree of real arrays or `jax.ShapeDtypeStruct`s. None leaves stay None. Values are not read.
         std: Standard deviation, a non-negative finite scalar. A traced value is not checked.
+        shardings: Pytree like `tree` of `jax.sharding.NamedSharding`s of one mesh with Auto axes. Each device then
+            computes its part of the noise, with the bits that it has without shardings. None, the default, leaves the
+            division to XLA, which computes all noise on every device.
 
     Returns:
         A pytree like `tree` in float32, or float64 for float64 leaves. The noise of a leaf depends on the sizes and
@@ -142,7 +147,7 @@ def gaussian(key: jax.Array, tree: Any, std: float | jax.Array) -> Any:
         ValueError: `key` or `std` is not a scalar, or `std` is negative, NaN or infinite, or a leaf has almost 2**31
             values. Inside `jax.shard_map`: a leaf varies over a mesh axis and `key` does not.
     """
-    return _scaled(key, tree, "std", std, _standard_normal)
+    return _scaled(key, tree, "std", std, _standard_normal, jax.tree.leaves(shardings))
 
 
 def laplace(key: jax.Array, tree: Any, scale: float | jax.Array) -> Any:
@@ -266,7 +271,8 @@ def privatize(
             because the noise cancels in the difference of their outputs. Anyone can guess `jax.random.key(0)`.
 
     Returns:
-        A `Privatizer`. `init` must run outside jit unless `key` is given. The state holds the key and a step counter.
+        A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`. `init` must run
+        outside jit unless `key` is given. The state holds the key and a step counter.
         Step t uses `fold_in(key, t)`, so no two steps of a run share noise. A run from a restored checkpoint replays
         the noise of the steps after it. Such a run must see the same gradients bit for bit, or use a new key and be
         charged again. Updates are float32 (float64 for float64 sums) whatever the dtype of the sum.
@@ -331,13 +337,15 @@ def privatize(
         lost = (given != 0) & (clip_norm != 0) & ~((std >= _SMALLEST_STD) & (std <= _LARGEST_STD))
         return jnp.where(lost, jnp.nan, std)
 
-    def update(updates: Any, state: PrivatizeState, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: Any, state: PrivatizeState, params: Any = None, *, shardings: Any = None, **extra_args: Any
+    ) -> Any:
         check_key(state.key)
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, _noise_dtype(leaf)), updates)
         if callable(noise_multiplier) or noise_multiplier > 0:
             for leaf in jax.tree.leaves(total):
                 _check_shards(state.key, leaf, shared=True)
-            noise = gaussian(jax.random.fold_in(state.key, state.step), total, std_at(state.step))
+            noise = gaussian(jax.random.fold_in(state.key, state.step), total, std_at(state.step), shardings=shardings)
             total = jax.tree.map(jnp.add, total, noise)
         return jax.tree.map(lambda leaf: leaf / divisor, total), PrivatizeState(state.key, state.step + 1)
 
@@ -349,7 +357,7 @@ def privatize(
 Draw = Callable[[jax.Array, int, Any], jax.Array]  # of (key, size, dtype)
 
 
-def _drawn(key: jax.Array, tree: Any, draw: Draw) -> Any:
+def _drawn(key: jax.Array, tree: Any, draw: Draw, shardings: Sequence[NamedSharding] = ()) -> Any:
     """Draws one vector for a group of leaves and cuts it into them, because each draw is compiled."""
     check_key(key)
     leaves, treedef = jax.tree.flatten(tree)
@@ -357,6 +365,11 @@ def _drawn(key: jax.Array, tree: Any, draw: Draw) -> Any:
         _check_shards(key, leaf)
     groups = _groups(leaves)
     for group, own_key in zip(groups, jax.random.split(key, max(1, len(groups))), strict=False):
+        if any(not sharding.is_fully_replicated for sharding in shardings):
+            parts = _normal_in_parts(own_key, [leaves[i] for i in group], [shardings[i] for i in group])
+            for i, part in zip(group, parts, strict=True):
+                leaves[i] = part
+            continue
         ends = np.cumsum([math.prod(jnp.shape(leaves[i])) for i in group])
         # Without the barrier XLA may compute the vector once for each leaf.
         vector = jax.lax.optimization_barrier(draw(own_key, int(ends[-1]), _noise_dtype(leaves[group[0]])))
@@ -382,21 +395,26 @@ def _groups(leaves: list[Any]) -> list[list[int]]:
     return groups
 
 
-def _scaled(key: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: Draw) -> Any:
+def _scaled(
+    key: jax.Array,
+    tree: Any,
+    name: str,
+    scale: float | jax.Array,
+    draw: Draw,
+    shardings: Sequence[NamedSharding] = (),
+) -> Any:
     check_key(key)
     if jnp.ndim(scale) != 0:
         raise ValueError(f"{name} must be one scalar for the whole tree, got shape {jnp.shape(scale)}.")
     if not isinstance(scale, jax.core.Tracer):
         scale = _check_scale(name, scale)
-    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw))
+    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), _drawn(key, tree, draw, shardings))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     """Draws pairs of normals by Box and Muller's method, with 64 bits for the radius and 3 + 64 for the angle."""
-    own = jax.random.key_impl(key) == chacha.CHACHA20
-    cipher_key = jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
-    width = min(_STEP, max(1, -(-size // 2)))
+    cipher_key, width = _cipher_key(key), _width(size)
     steps = max(1, -(-size // (2 * width)))
 
     def step(number: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -404,19 +422,83 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
         # XLA uses one core for what a step writes to the result. So the next step writes what this one computes.
         start = 2 * width * jnp.maximum(number - 1, 0)
         values = jax.lax.dynamic_update_slice(values, jnp.concatenate([before.real, before.imag]), (start,))
-        inputs = (jax.lax.iota(jnp.uint32, width), number.astype(jnp.uint32), 0, chacha.NOISE)
-        words = chacha.unrolled_block(cipher_key, inputs)
-        radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
-        angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
-        sine, cosine, octant = radius * _sine(angle), radius * _cosine(angle), words[4]
-        swapped = octant & 1 == 0
-        x, y = jnp.where(swapped, sine, cosine), jnp.where(swapped, cosine, sine)
-        return values, jax.lax.complex(jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y))
+        lane = jax.lax.iota(jnp.uint32, width)
+        return values, jax.lax.complex(*_pair(cipher_key, lane, number.astype(jnp.uint32), dtype))
 
     none = jnp.zeros(2 * width * steps, dtype) * cipher_key[0].astype(dtype)  # varies over the same mesh axes
     start = (none, jax.lax.complex(none[:width], none[:width]))
     values: jax.Array = jax.lax.fori_loop(0, steps + 1, step, start)[0]
     return values[:size]
+
+
+def _cipher_key(key: jax.Array) -> jax.Array:
+    own = jax.random.key_impl(key) == chacha.CHACHA20
+    return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
+
+
+def _width(size: int) -> int:
+    """Returns the number of pairs per step of a vector of `size` normals."""
+    return min(_STEP, max(1, -(-size // 2)))
+
+
+def _pair(cipher_key: jax.Array, lane: jax.Array, number: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the two normals of each pair, which has a lane in a numbered step."""
+    words = chacha.unrolled_block(cipher_key, (lane, number, 0, chacha.NOISE))
+    radius = jnp.sqrt(2 * _minus_log(words[0], words[1], dtype))
+    angle = _uniform_from_bits(words[2], words[3], dtype) * (math.pi / 4)
+    sine, cosine, octant = radius * _sine(angle), radius * _cosine(angle), words[4]
+    swapped = octant & 1 == 0
+    x, y = jnp.where(swapped, sine, cosine), jnp.where(swapped, cosine, sine)
+    return jnp.where(octant & 2 == 0, x, -x), jnp.where(octant & 4 == 0, y, -y)
+
+
+def _normal_in_parts(
+    key: jax.Array, leaves: Sequence[Any], shardings: Sequence[NamedSharding]
+) -> tuple[jax.Array, ...]:
+    """Draws the vector of `_standard_normal`, cut into leaves. Each device computes the parts that it holds.
+
+    A value is computed from its own position, so a pair whose values lie on two devices costs twice.
+    """
+    dtype, sizes = _noise_dtype(leaves[0]), [math.prod(jnp.shape(leaf)) for leaf in leaves]
+    starts, width, mesh = np.cumsum([0, *sizes[:-1]]), _width(sum(sizes)), shardings[0].mesh
+
+    def places(leaf: Any, sharding: NamedSharding, start: int) -> jax.Array:
+        """Returns the positions in the vector of this device's part of a leaf."""
+        shape, local = jnp.shape(leaf), sharding.shard_shape(jnp.shape(leaf))
+        found = jnp.full(local, start, jnp.int32)
+        for d, axes in itertools.zip_longest(range(len(shape)), sharding.spec):
+            first = jax.lax.axis_index(axes) * local[d] if axes else 0
+            found += (first + jax.lax.broadcasted_iota(jnp.int32, local, d)) * math.prod(shape[d + 1 :])
+        return found.reshape(-1)
+
+    local = [sharding.shard_shape(jnp.shape(leaf)) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    ends = np.cumsum([math.prod(shape) for shape in local])
+    block = min(_STEP, int(ends[-1]))
+    blocks = -(-int(ends[-1]) // block)
+
+    def part(cipher_key: jax.Array) -> tuple[jax.Array, ...]:
+        place = jnp.concatenate([places(*each) for each in zip(leaves, shardings, starts.tolist(), strict=True)])
+        number, lane = jnp.divmod(jnp.pad(place, (0, blocks * block - len(place))), 2 * width)
+
+        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            values, before = state
+            last, now = block * jnp.maximum(i - 1, 0), block * i
+            written = jax.lax.dynamic_slice(lane, (last,), (block,)) < width
+            values = jax.lax.dynamic_update_slice(values, jnp.where(written, before.real, before.imag), (last,))
+            column, row = (
+                jax.lax.dynamic_slice(x, (now,), (block,)).astype(jnp.uint32) for x in (lane % width, number)
+            )
+            return values, jax.lax.complex(*_pair(cipher_key, column, row, dtype))
+
+        none = jnp.zeros(blocks * block, dtype)
+        values = jax.lax.fori_loop(0, blocks + 1, step, (none, jax.lax.complex(none[:block], none[:block])))[0]
+        parts = jnp.split(values[: ends[-1]], ends[:-1])
+        return tuple(values.reshape(shape) for values, shape in zip(parts, local, strict=True))
+
+    specs = tuple(sharding.spec for sharding in shardings)
+    drawn = jax.shard_map(part, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs, check_vma=False)
+    result: tuple[jax.Array, ...] = drawn(_cipher_key(key))
+    return result
 
 
 def _sine(x: jax.Array) -> jax.Array:

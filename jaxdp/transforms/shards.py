@@ -1,14 +1,16 @@
-"""Queries that tell which values differ between the devices of a `jax.shard_map`.
+"""Values on several devices: those that differ inside a `jax.shard_map`, and those on meshes of type Explicit.
 
 Under `check_vma=True`, the default, JAX tracks over which mesh axes a value varies. Under `check_vma=False` it does
 not, and these functions report every value as equal on all devices.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 # Primitives that have a mesh axis as a parameter and move no values between devices.
 _LOCAL = frozenset({"pvary", "pcast", "axis_index"})
@@ -44,3 +46,29 @@ def collectives(eqns: Iterable[Any]) -> set[str]:
         if eqn.primitive.name not in _LOCAL and any(isinstance(axis, str) and axis in axes for axis in flat):
             found.add(eqn.primitive.name)
     return found
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """Returns how an array is divided over mesh axes of type Explicit, as its type tells."""
+    spec: PartitionSpec = jax.typeof(x).sharding.spec
+    return spec
+
+
+def automatic(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    """Returns `function` with all Explicit mesh axes of its arguments as Auto axes inside, where XLA divides the work.
+
+    Args:
+      function: A function of pytrees of arrays.
+      out_specs: The specs of its result where an axis is Explicit, a prefix of the pytree of the result.
+    """
+
+    def call(*args: Any) -> Any:
+        meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+        mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+        if mesh is None:
+            return function(*args)
+        entered = not jax.sharding.get_abstract_mesh().empty
+        with contextlib.nullcontext() if entered else jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(function, out_sharding=out_specs)(*args)
+
+    return call

@@ -9,7 +9,6 @@ import os
 import pathlib
 import stat
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jaxdp import data, finetune
 from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
+from tests.forked import PYTHON
 
 PROGRAM = pathlib.Path(__file__).with_name("killed_runs.py")
 _spec = importlib.util.spec_from_file_location("killed_runs", PROGRAM)
@@ -84,7 +84,7 @@ def killed(tmp_path_factory):
     flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
     root = str(PROGRAM.parents[2])
     process = subprocess.run(
-        [sys.executable, "-W", "error", PROGRAM, folder],
+        [*PYTHON, PROGRAM, folder],
         input=json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()]),
         env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": root},
         capture_output=True,

@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # What the launchers import, some of it when they run.
 MODULES = ("launch.lifecycle", "launch.parties", "matplotlib.figure", "orbax.checkpoint", "sklearn.datasets")
 # ml_collections loads config files by a deprecated function. All other warnings are errors.
-PYTHON = [sys.executable, "-W", "error", "-W", "ignore:the load_module:DeprecationWarning"]
+PYTHON = [*forked.PYTHON, "-W", "ignore:the load_module:DeprecationWarning"]
 
 
 def command(module, config, workdir, overrides):
