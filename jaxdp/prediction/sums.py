@@ -54,7 +54,7 @@ class Grid(NamedTuple):
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     def bias(self, *, nearest: bool = False) -> jax.Array:
-        """The `bits` of zero. Rounded down, they are one unit more, because `bits` rounds to nearest."""
+        """Returns the `bits` of zero, plus one unit if rounded down, because `bits` rounds to nearest."""
         return lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints) + (not nearest)
 
     @property

@@ -53,7 +53,10 @@ def without_clip(trainer):
 
 @pytest.fixture
 def half_the_noise(monkeypatch):
-    monkeypatch.setattr(noise, "gaussian", lambda key, tree, std, draw=noise.gaussian: draw(key, tree, std / 2))
+    def half(key, tree, std, draw=noise.gaussian, **where):
+        return draw(key, tree, std / 2, **where)
+
+    monkeypatch.setattr(noise, "gaussian", half)
 
 
 def test_worst_case_gradients_are_orthogonal_and_of_the_norm():
@@ -148,8 +151,8 @@ def silent_in(trainer, name):
     """The trainer whose noise leaves out one tensor."""
     honest = trainer.privatizer
 
-    def update(sums, state, params=None):
-        noisy, state = honest.update(sums, state)
+    def update(sums, state, params=None, **where):
+        noisy, state = honest.update(sums, state, **where)
         return {**noisy, name: sums[name] / honest.divisor}, state
 
     broken = noise.Privatizer(honest.init, update)

@@ -659,7 +659,7 @@ def test_the_report_needs_nothing_but_itself(finished):
     assert references == ["#unprotected"]
 
 
-REPORTS = "import runpy; runpy.run_module('launch.report', run_name='__main__')"
+REPORTS = "from launch import frame, report; frame.start(report.main)"
 
 
 def test_the_report_is_made_again_byte_for_byte_anywhere(copied, tmp_path):

@@ -45,7 +45,10 @@ def one_seed(monkeypatch):
 
 @pytest.fixture
 def half_the_noise(monkeypatch):
-    monkeypatch.setattr(noise, "gaussian", lambda key, tree, std, draw=noise.gaussian: draw(key, tree, std / 2))
+    def half(key, tree, std, draw=noise.gaussian, **where):
+        return draw(key, tree, std / 2, **where)
+
+    monkeypatch.setattr(noise, "gaussian", half)
     jax.clear_caches()
     yield
     jax.clear_caches()  # programs that were traced with half the noise

@@ -462,7 +462,7 @@ def test_condition_7_keys(real, real_noise):
     np.testing.assert_array_equal(injected, residuals(real, batches, key=jax.random.key(9), seed=2))
     assert np.abs(injected - noise).max() > 0.1 and np.abs(noise - residuals(real, batches, seed=2)).max() > 0.1
     fresh = [np.asarray(jax.random.key_data(real.init().key)) for _ in range(2)]
-    assert not np.array_equal(*fresh) and fresh[0].size == 4, "the default is 128 bits of its own for each state"
+    assert not np.array_equal(*fresh) and fresh[0].size == 8, "the default is a key of its own for each state"
 
 
 @pytest.mark.slow
