@@ -139,8 +139,12 @@ def our_steps(case: Case, peers: bool) -> dict[str, Callable[[], Any]]:
     def private(rows: np.ndarray | None = None, **more: Any) -> Callable[[], Any]:
         trainer = finetune.dp_sgd(loss, optimizer, **options, **more)
         now = [trainer.init(params)]
+        compiled: list[bool] = []
 
         def step() -> Any:
+            if rows is None and not compiled:
+                trainer.compile(now[0], source)  # all sizes, as `fit` does
+                compiled.append(True)
             if rows is None:
                 now[0], _ = trainer.step(now[0], source)
             else:
