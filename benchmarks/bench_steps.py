@@ -30,7 +30,7 @@ from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 
-RECORDS, CLIP, NOISE, CLASSES = 8192, 1.0, 1.0, 10
+RECORDS, CLIP, NOISE, CLASSES = 1024, 1.0, 1.0, 10
 VOCABULARY, LENGTH, WIDTH, DEPTH, HEADS = 4096, 128, 256, 4, 4
 
 
@@ -84,8 +84,8 @@ def cases() -> dict[str, Case]:
 def source_of(case: Case) -> Any:
     generator = np.random.default_rng(0)
     if case.tokens:
-        return from_arrays(tokens=generator.integers(VOCABULARY, size=(RECORDS // 8, *case.shape), dtype=np.int32))
-    images = generator.random((RECORDS // 8, *case.shape), np.float32)
+        return from_arrays(tokens=generator.integers(VOCABULARY, size=(RECORDS, *case.shape), dtype=np.int32))
+    images = generator.random((RECORDS, *case.shape), np.float32)
     return from_arrays(x=images, label=np.arange(len(images)) % CLASSES)
 
 
@@ -136,29 +136,27 @@ def our_steps(case: Case, peers: bool) -> dict[str, Callable[[], Any]]:
 
         return step
 
-    def private(rows: np.ndarray | None = None, **more: Any) -> Callable[[], Any]:
-        trainer = finetune.dp_sgd(loss, optimizer, **options, **more)
+    def private(taken: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+        trainer = finetune.dp_sgd(loss, optimizer, **options)
         now = [trainer.init(params)]
-        compiled: list[bool] = []
 
         def step() -> Any:
-            if rows is None and not compiled:
-                trainer.compile(now[0], source)  # all sizes, as `fit` does
-                compiled.append(True)
-            if rows is None:
-                now[0], _ = trainer.step(now[0], source)
-            else:
-                now[0], _ = trainer.update(now[0], trainer.zeros(params))
+            now[0], _ = taken(trainer, now[0])
             return now
 
         return step
+
+    @functools.cache  # compiles all sizes before the first step, as `fit` does
+    def compiled(trainer: Any) -> Any:
+        trainer.compile(trainer.init(params), source)
+        return trainer
 
     clipped, batch = jax.jit(lambda p, b: jaxdp.clipped_grad(loss, clip_norm=CLIP)(p, b).grads), read()
     steps = {
         "plain": plain(),
         "clipped": lambda: clipped(params, batch),
-        "noise": private(np.zeros(0, np.int64)),
-        "private": private(),
+        "noise": private(lambda trainer, state: trainer.update(state, trainer.zeros(params))),
+        "private": private(lambda trainer, state: compiled(trainer).step(state, source)),
     }
     if peers:
         steps["jax_privacy"] = jax_privacy_step(loss, params, optimizer, read, size)

@@ -337,6 +337,14 @@ def rematerialised_blocks(length: int, width: int) -> Program:
 # --- Experts and attention ---
 
 
+def _experts(experts: int, width: int) -> dict[str, Array]:
+    return {
+        "route": Array((width, experts)),
+        "up": Array((experts, width, 2 * width)),
+        "down": Array((experts, 2 * width, width)),
+    }
+
+
 @program((4, 3, 3), (64, 8, 128), flops=1.2, bytes=2.1)
 def experts_by_dense_dispatch(length: int, experts: int, width: int) -> Program:
     """Sends tokens to their two best experts by products with masks (Switch, GShard)."""
@@ -347,15 +355,7 @@ def experts_by_dense_dispatch(length: int, experts: int, width: int) -> Program:
         hidden = jax.nn.gelu(jnp.einsum("te,td,edf->etf", (combine > 0).astype(x.dtype), x, p["up"]))
         return energy(jnp.einsum("te,etf,efd->td", combine, hidden, p["down"]))
 
-    return Program(
-        loss,
-        {
-            "route": Array((width, experts)),
-            "up": Array((experts, width, 2 * width)),
-            "down": Array((experts, 2 * width, width)),
-        },
-        Array((length, width)),
-    )
+    return Program(loss, _experts(experts, width), Array((length, width)))
 
 
 @program((4, 2, 3), (64, 8, 128), flops=1.2, bytes=1.6)
@@ -368,15 +368,7 @@ def experts_by_gathered_tokens(length: int, experts: int, width: int) -> Program
         found = jnp.einsum("ecf,efd->ecd", hidden, p["down"]) * scores[..., None]
         return energy(jnp.zeros_like(x).at[tokens].add(found))
 
-    return Program(
-        loss,
-        {
-            "route": Array((width, experts)),
-            "up": Array((experts, width, 2 * width)),
-            "down": Array((experts, 2 * width, width)),
-        },
-        Array((length, width)),
-    )
+    return Program(loss, _experts(experts, width), Array((length, width)))
 
 
 @program((4, 3, 3), (16, 8, 64), flops=2.3, bytes=1.8)

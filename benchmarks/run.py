@@ -92,24 +92,16 @@ class Job:
         return RESULTS / f"{self.name}_{suite}.json"
 
 
+_EVERYWHERE = [
+    Job("steps", _steps, "--rounds 15 --peers"),
+    Job("clipping", _clipping),
+    Job("noise", _noise),
+    Job("training", _training, "--peers"),
+    Job("recalibration", _recalibration),
+]
 SUITES = {
-    "cpu": [
-        Job("steps", _steps, "--rounds 15 --peers"),
-        Job("clipping", _clipping),
-        Job("noise", _noise),
-        Job("training", _training, "--peers"),
-        Job("adaptation", _adaptation, "--peers"),
-        Job("recalibration", _recalibration),
-        Job("split", _split),
-    ],
-    "gpu": [
-        Job("steps", _steps, "--rounds 15 --peers"),
-        Job("clipping", _clipping),
-        Job("noise", _noise),
-        Job("training", _training, "--peers"),
-        Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers"),
-        Job("recalibration", _recalibration),
-    ],
+    "cpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--peers"), Job("split", _split)],
+    "gpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers")],
 }
 
 

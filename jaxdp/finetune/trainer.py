@@ -287,8 +287,7 @@ class PrivateTrainer:
         """
         if self.physical_batch_size is not None:
             return PhysicalSizes(rounded_up((self.physical_batch_size,), self.mesh, self.data_axes))
-        kinds = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state.params)
-        known = str(jax.tree.leaves(kinds))
+        known = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))  # `load` asks in every step
         if known not in self._sizes:
             memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
             largest = int(memory / max(1, self._row_bytes(state, source)))
