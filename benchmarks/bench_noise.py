@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_noise [--size 1048576] [--rounds 9]
 
-The design before ChaCha20 is here as "rbg, two normals". NumPy and PyTorch draw on the host. Processor time counts all
+The design before ChaCha is here as "rbg, two normals". NumPy and PyTorch draw on the host. Processor time counts all
 threads, so a value of one core and of two cores are compared fairly.
 """
 
@@ -83,7 +83,7 @@ def vector(size: int, rounds: int) -> dict[str, Any]:
     like = jnp.zeros(size)
     keys = {impl: jax.random.key(0, impl=impl) for impl in ("rbg", "threefry2x32")}
     functions: dict[str, tuple[Callable[..., Any], Any]] = {
-        "chacha20": (lambda key: noise.gaussian(key, like, 1.0), noise.stream(SEED, "noise")),
+        "chacha12": (lambda key: noise.gaussian(key, like, 1.0), noise.stream(SEED, "noise")),
         "rbg, two normals": (lambda key: old_noise(key, like), keys["rbg"]),
         "rbg, one normal": (lambda key: jax.random.normal(key, like.shape), keys["rbg"]),
         "threefry2x32, one normal": (lambda key: jax.random.normal(key, like.shape), keys["threefry2x32"]),
@@ -95,7 +95,7 @@ def vector(size: int, rounds: int) -> dict[str, Any]:
         import torch
 
         calls["torch"] = lambda: torch.randn(size)
-    return rows(calls, size, rounds, "chacha20")
+    return rows(calls, size, rounds, "chacha12")
 
 
 def step(name: str, rounds: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def audit_accuracy(
     Formal guarantees:
       As `jaxdp.audit.multi_run` with the Gaussian claim. Every estimate has its own key, so that scores are
       independent. An estimate is its own score, because it rises with the likelihood ratio of the two counts. The keys
-      are of the kind "threefry2x32", which are independent under `jax.vmap`. `charged_accuracy` draws "chacha20" keys.
+      are of the kind "threefry2x32", which are independent under `jax.vmap`. `charged_accuracy` draws "chacha12" keys.
 
     Raises:
       ValueError: An argument is out of range, or no candidate changes the count.

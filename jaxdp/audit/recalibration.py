@@ -88,7 +88,7 @@ def audit_source(
     Formal guarantees:
       As `jaxdp.audit.multi_run`. Every conversation has its own key, so that scores are independent. The score is the
       log likelihood ratio of Laplace noise up to its scale. It is fixed before any noise is drawn. The keys are of the
-      kind "threefry2x32", which are independent under `jax.vmap`. `recalibrate` draws keys of the kind "chacha20".
+      kind "threefry2x32", which are independent under `jax.vmap`. `recalibrate` draws keys of the kind "chacha12".
 
     Raises:
       ValueError, TypeError: As in `recalibrate`.

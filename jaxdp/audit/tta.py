@@ -45,7 +45,7 @@ def audit_stream(
       As `jaxdp.audit.multi_run`. Every update starts from the source model with its own key, so that scores are
       independent. The score is the product of the update with the difference of the two updates without noise. For
       plain SGD it is the likelihood ratio of the Gaussian noise. It is fixed before the noise of the trials is drawn.
-      The keys are of the kind "threefry2x32", which are independent under `jax.vmap`. Adapters draw "chacha20" keys.
+      The keys are of the kind "threefry2x32", which are independent under `jax.vmap`. Adapters draw "chacha12" keys.
 
     Raises:
       TypeError: The adapter's method is not private.

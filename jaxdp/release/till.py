@@ -197,7 +197,7 @@ class Till:
         message = json.dumps([charges, self._environment, what.digest], sort_keys=True)
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
-    def stream(self, purpose: str, *, impl: str = "chacha20") -> jax.Array:
+    def stream(self, purpose: str, *, impl: str = "chacha12") -> jax.Array:
         """Returns a key that several releases of the run share. Raises ValueError if each release deletes the seed."""
         if self._forget != "run":
             raise ValueError(f"a shared secret needs Till(..., forget='run'), got forget={self._forget!r}.")

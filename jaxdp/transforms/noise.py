@@ -1,15 +1,17 @@
 """Secrets, noise on pytrees, and `privatize`, which is the Gaussian mechanism as an optax transformation.
 
 **Keys.** All randomness behind a guarantee starts from 128 bits of operating-system entropy (`new_seed`). `stream`
-derives one key per purpose from them. Noise keys are "chacha20" keys of 256 bits (`jaxdp.transforms.chacha`), so
-`jax.random` and this module draw from ChaCha20 (RFC 8439) under them. They are independent under `jax.vmap`. The
+derives one key per purpose from them. Noise keys are "chacha12" keys of 256 bits (`jaxdp.transforms.chacha`), so
+`jax.random` and this module draw from ChaCha12 under them. They are independent under `jax.vmap`. The
 functions of this module split their key, so a key is for one call, and for nothing else. Keys of JAX's own generators
 are accepted. The noise is then as strong as their generator and has its traps: under `jax.vmap`, the bits of "rbg" keys
 depend on the first key only. "threefry2x32" keys, of 64 bits, are for augmentation and dropout.
 
-**Threat model.** Noise is pseudo-random if ChaCha20 and HMAC-SHA256 are pseudo-random functions. The best published
-attack on ChaCha reaches 7 of its 20 rounds. The seed has 128 bits, so a search for it takes about 2**127 trials. Noise
-is computed in floating point, which the (epsilon, delta) of the ledger does not cover:
+**Threat model.** Noise is pseudo-random if ChaCha12 and HMAC-SHA256 are pseudo-random functions. ChaCha12 is
+the cipher of RFC 8439 with 12 rounds instead of 20. The best published attacks reach 7 rounds and a little more, and
+are far from practical (Aumasson, "Too much crypto", 2019). Rust's standard generator has 12 rounds too. They cost two
+thirds of 20. The seed has 128 bits, so a search for it takes about 2**127 trials. Noise is computed in floating point,
+which the (epsilon, delta) of the ledger does not cover:
 
 * *Sampling.* A float32 normal from one uniform takes at most 2**23 values and stops at 5.4 standard deviations. So an
   output can be impossible under one data set and possible under its neighbour (Mironov, "On significance of the least
@@ -58,7 +60,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.transforms import chacha, shards
 
-_GENERATORS: dict[str, tuple[Any, int]] = {"chacha20": (chacha.CHACHA20, 8), "threefry2x32": ("threefry2x32", 2)}
+_GENERATORS: dict[str, tuple[Any, int]] = {"chacha12": (chacha.CHACHA12, 8), "threefry2x32": ("threefry2x32", 2)}
 _SEED_BYTES = 16
 LARGEST_DISCRETE_SCALE = 2.0**18
 # Python computes the charge of a schedule and a device its noise in float32. The noise must not be the smaller one.
@@ -93,7 +95,7 @@ def new_seed() -> bytes:
     return secrets.token_bytes(_SEED_BYTES)
 
 
-def stream(seed: bytes, purpose: str, *, impl: str = "chacha20") -> jax.Array:
+def stream(seed: bytes, purpose: str, *, impl: str = "chacha12") -> jax.Array:
     """Derives the typed key [] of one purpose from a seed.
 
     The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose). That is one block of HKDF-Expand
@@ -103,7 +105,7 @@ def stream(seed: bytes, purpose: str, *, impl: str = "chacha20") -> jax.Array:
     Args:
         seed: At least 16 bytes of full entropy, such as `new_seed()`.
         purpose: The use of the stream, e.g. "gradient noise". Choose a different purpose for each use.
-        impl: "chacha20" (256 bits, for noise) or "threefry2x32" (64 bits, cheaper for many keys of few bits each, for
+        impl: "chacha12" (256 bits, for noise) or "threefry2x32" (64 bits, cheaper for many keys of few bits each, for
             augmentation and dropout).
 
     Raises:
@@ -432,7 +434,7 @@ def _standard_normal(key: jax.Array, size: int, dtype: Any) -> jax.Array:
 
 
 def _cipher_key(key: jax.Array) -> jax.Array:
-    own = jax.random.key_impl(key) == chacha.CHACHA20
+    own = jax.random.key_impl(key) == chacha.CHACHA12
     return jax.random.key_data(key) if own else jax.random.bits(key, (8,), jnp.uint32)
 
 
