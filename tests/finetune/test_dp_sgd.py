@@ -18,6 +18,7 @@ from jaxdp import data, finetune
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import losses, noise
+from tests.finetune.batches import with_batches
 
 N, FEATURES, CLASSES = 40, 6, 3
 CLIP, SIGMA, RATE, MOMENTUM = 1.5, 0.7, 0.5, 0.9
@@ -71,13 +72,11 @@ def trainer_of(sampler, **kwargs):
 
 def state_without_example_0(trainer, steps, suits=lambda sizes: True):
     """An initial state with known keys whose first batches leave out example 0, which padding repeats."""
-    state = trainer.init(params_of())
-    for k in range(1000):
-        keyed = state._replace(noise=state.noise._replace(key=noise.stream(bytes([k % 256, k // 256] * 8), "test")))
-        batches = [trainer.drawn(keyed._replace(step=jnp.int32(t))) for t in range(steps)]
-        if not any(0 in batch for batch in batches) and suits([len(batch) for batch in batches]):
-            return keyed
-    raise AssertionError("no such state")
+
+    def leaves_out(batches):
+        return not any(0 in batch for batch in batches) and suits([len(batch) for batch in batches])
+
+    return with_batches(trainer, trainer.init(params_of()), steps, leaves_out)
 
 
 def assert_close(tree, expected):
