@@ -73,6 +73,20 @@ def _split(report: Any) -> Iterator[Row]:
     yield _row("scales of a block", "search_scales", "a loop", report["search"]["wall_ratio"], 1e3 * seconds)
 
 
+def _prediction(report: Any) -> Iterator[Row]:
+    for case, rows in report["cases"].items():
+        row = rows["bounds"]
+        yield _row(case, f"certificates of {report['ks']} distances", "a run", row["wall_over_streamed"], row["wall_ms"])
+
+
+def _ops(report: Any) -> Iterator[Row]:
+    for operation, forms in report["operations"].items():
+        times = {form["form"]: form["backward_cpu_ms"] for form in forms}
+        ours = next((form for form in times if form.startswith("ours")), None)
+        if ours is not None and "PyTorch" in times:
+            yield _row(operation, f"{ours}, with gradients", "PyTorch", times[ours] / times["PyTorch"])
+
+
 def _noise(report: Any) -> Iterator[Row]:
     ours = report["vector"]["chacha12"]
     for name, row in report["vector"].items():
@@ -98,6 +112,8 @@ _EVERYWHERE = [
     Job("noise", _noise),
     Job("training", _training, "--peers"),
     Job("recalibration", _recalibration),
+    Job("prediction", _prediction),
+    Job("ops", _ops),
 ]
 SUITES = {
     "cpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--peers"), Job("split", _split)],
