@@ -75,8 +75,8 @@ def _split(report: Any) -> Iterator[Row]:
 
 def _prediction(report: Any) -> Iterator[Row]:
     for case, rows in report["cases"].items():
-        row = rows["bounds"]
-        yield _row(case, f"certificates of {report['ks']} distances", "a run", row["wall_over_streamed"], row["wall_ms"])
+        row, step = rows["bounds"], f"certificates of {report['ks']} distances"
+        yield _row(case, step, "a run", row["wall_over_streamed"], row["wall_ms"])
 
 
 def _ops(report: Any) -> Iterator[Row]:
