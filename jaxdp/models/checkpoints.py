@@ -471,7 +471,7 @@ def _translate(
         elif not jnp.issubdtype(array.dtype, jnp.floating):
             problems.append(f"{name}: dtype {array.dtype} is not floating point")
         else:
-            translated[collection, *keys] = jnp.asarray(array, jnp.float32)
+            translated[collection, *keys] = jax.device_put(np.asarray(array, np.float32))
     for name in sorted(set(tensors) - used):
         if not any(re.fullmatch(_pattern(ignored), name) for ignored in rules.ignored):
             problems.append(f"{name}: superfluous, shape {tensors[name].shape}")
