@@ -60,6 +60,11 @@ def convolution() -> tuple[Callable[..., Any], Any, Any]:
 Step = Callable[[], Any]
 
 
+def compiled(step: Callable[..., Any], *arguments: Any) -> Step:
+    """Returns a compiled call of a function with these arguments."""
+    return functools.partial(jax.jit(step).lower(*arguments).compile(), *arguments)
+
+
 def calls(engine: Any = "auto") -> Iterator[tuple[str, Step, Step]]:
     """Yields the name of every ratio, its compiled step and the step that it is relative to."""
     key, vector = noise.stream(bytes(range(16)), "gate"), jax.ShapeDtypeStruct((2**18,), jnp.float32)
@@ -74,12 +79,11 @@ def calls(engine: Any = "auto") -> Iterator[tuple[str, Step, Step]]:
             grads = clipped(params, batch).grads
             return jax.tree.map(jnp.add, grads, noise.gaussian(key, grads, 1.0))
 
-        steps = {"plain": jax.grad(mean), "clipped": lambda p, b, f=clipped: f(p, b).grads, "private": private}
-        compiled = {kind: jax.jit(step).lower(params, batch).compile() for kind, step in steps.items()}
-        bound = {kind: functools.partial(step, params, batch) for kind, step in compiled.items()}
-        for kind in ("clipped", "private"):
+        steps = {"clipped": lambda p, b, f=clipped: f(p, b).grads, "private": private}
+        plain = compiled(jax.grad(mean), params, batch)
+        for kind, step in steps.items():
             if f"{name} {kind}" in LIMITS:
-                yield f"{name} {kind}", bound[kind], bound["plain"]
+                yield f"{name} {kind}", compiled(step, params, batch), plain
     ours = jax.jit(lambda key: noise.gaussian(key, vector, 1.0))
     theirs = jax.jit(lambda key: jax.random.normal(key, vector.shape))
     yield "noise", functools.partial(ours, key), functools.partial(theirs, jax.random.key(0))
