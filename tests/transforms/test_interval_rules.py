@@ -312,34 +312,45 @@ def sample(boxes_, rng, count=POINTS):
     return points
 
 
-@functools.cache
+GROUP = 16  # cases that share a program, because compilation takes most of the time
+
+
 def evaluated(index):
     """Bounds [FAMILIES, LEVELS, n] in float32 and values [FAMILIES, LEVELS, POINTS, n] in float64 of a case."""
-    case, rng = CASES[index], np.random.default_rng(index)
-    given = nested_boxes(case, rng)
-    points = sample(given, rng)
+    return evaluated_together(index // GROUP)[index % GROUP]
 
-    def bounds(ends):
+
+@functools.cache
+def evaluated_together(group):
+    first = group * GROUP
+    cases, given, points = CASES[first : first + GROUP], [], []
+    for index, case in enumerate(cases, first):
+        rng = np.random.default_rng(index)
+        given.append(nested_boxes(case, rng))
+        points.append([x.reshape(-1, *x.shape[3:]) for x in sample(given[-1], rng)])
+
+    def bounds(case, ends):
         result = jaxdp.interval(case.fun, product=case.product)(*(boxes.unchecked(*pair) for pair in ends))
         leaves = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, jaxdp.Interval))
         return [[end.ravel() for end in (x.lower, x.upper)] for x in leaves]
 
+    def value(case, *operands):
+        leaves = jax.tree.leaves((case.exact or case.fun)(*operands))
+        return jnp.concatenate([jnp.ravel(x).astype(jnp.float64) for x in leaves])
+
+    def of_all(evaluate, operands):
+        return jax.device_get(jax.jit(lambda all: [evaluate(*one) for one in zip(cases, all, strict=True)])(operands))
+
     # One box after the other: the very same program for every box, which is what isotonicity is about.
-    flat = [tuple(end.reshape(-1, *end.shape[2:]) for end in pair) for pair in given]
-    found = jax.jit(lambda ends: lax.map(bounds, ends))(flat)
-    lower, upper = (
-        np.concatenate([np.asarray(pair[i], np.float64) for pair in found], 1).reshape(FAMILIES, LEVELS, -1)
-        for i in range(2)
-    )
+    flat = [[tuple(end.reshape(-1, *end.shape[2:]) for end in pair) for pair in pairs] for pairs in given]
+    found = of_all(lambda case, ends: lax.map(functools.partial(bounds, case), ends), flat)
     with jax.enable_x64(True):
-
-        def value(*operands):
-            leaves = jax.tree.leaves((case.exact or case.fun)(*operands))
-            return jnp.concatenate([jnp.ravel(x).astype(jnp.float64) for x in leaves])
-
-        flat_points = [x.reshape(-1, *x.shape[3:]) for x in points]
-        values = np.asarray(jax.jit(jax.vmap(value))(*flat_points)).reshape(FAMILIES, LEVELS, POINTS, -1)
-    return lower, upper, values
+        values = of_all(lambda case, xs: jax.vmap(functools.partial(value, case))(*xs), points)
+    ends = [[np.concatenate([np.float64(pair[i]) for pair in pairs], 1) for i in range(2)] for pairs in found]
+    return [
+        (*(end.reshape(FAMILIES, LEVELS, -1) for end in pair), x.reshape(FAMILIES, LEVELS, POINTS, -1))
+        for pair, x in zip(ends, values, strict=True)
+    ]
 
 
 @pytest.mark.slow
