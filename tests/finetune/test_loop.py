@@ -80,13 +80,11 @@ def killed(tmp_path_factory):
     """Folders of one run twice: whole, and killed at chosen instants. `tests/faults` kills at every operation."""
     folder = tmp_path_factory.mktemp("killed")
     scenarios = {"whole": [], "chosen": [kill for kill, _, _ in CHOSEN]}
-    # Unoptimised code compiles faster, and is as deterministic.
-    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
     root = str(PROGRAM.parents[2])
     process = subprocess.run(
         [*PYTHON, PROGRAM, folder],
         input=json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()]),
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=300,
