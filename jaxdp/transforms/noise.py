@@ -519,9 +519,11 @@ def _series(y: jax.Array, last: int) -> jax.Array:
     return total
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _standard_laplace(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     blocks, rest = _exponential(key, (2, size), dtype)
-    return (blocks[0] - blocks[1]).astype(dtype) * _BLOCK + (rest[0] - rest[1])
+    drawn: jax.Array = (blocks[0] - blocks[1]).astype(dtype) * _BLOCK + (rest[0] - rest[1])
+    return drawn
 
 
 def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array) -> jax.Array:
@@ -530,9 +532,11 @@ def _geometric(key: jax.Array, shape: tuple[int, ...], scale: float | jax.Array)
     whole = jnp.floor(block)
     # Whole numbers are added as integers because float32 does not represent all of them beyond 2**24.
     rest = rest * scale + blocks.astype(jnp.float32) * (block - whole)
-    return blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
+    drawn: jax.Array = blocks * whole.astype(jnp.int32) + jnp.floor(rest).astype(jnp.int32)
+    return drawn
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _standard_cauchy(key: jax.Array, size: int, dtype: Any) -> jax.Array:
     # |C| < 1 has probability 1/2, and 1/|C| has the law of |C|. So the draws are precise near zero and far out.
     key_uniform, key_choice = jax.random.split(key)
@@ -550,6 +554,7 @@ def _standard_cauchy(key: jax.Array, size: int, dtype: Any) -> jax.Array:
 _BLOCK = 32 * math.log(2)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _exponential(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Draws exponentials blocks * _BLOCK + rest. Returns (blocks, rest) with int32 blocks and 0 <= rest <= _BLOCK."""
     blocks, high, low = _leading_bits(key, shape)
