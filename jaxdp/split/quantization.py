@@ -150,6 +150,7 @@ class QuantizedFrontend:
 jax.tree_util.register_dataclass(QuantizedFrontend, data_fields=["codes", "units", "scales"], meta_fields=["bits"])
 
 
+@functools.partial(jax.jit, static_argnames="bits")
 def quantize_frontend(front: Params, scales: Scales, *, bits: int = 8) -> QuantizedFrontend:
     """Quantises all parameters of a frontend (`Backbone.divide`) with scales of `search_scales` for the same bits."""
     _check_bits(bits)
