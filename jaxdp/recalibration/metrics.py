@@ -8,6 +8,7 @@ example, a value is NaN or a label is out of range. The functions raise ValueErr
 below 1 and an unknown binning.
 """
 
+import functools
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -139,6 +140,7 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
     return -_mean(jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0], labels, logits.shape[1])
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def _tabulate(confidence: jax.Array, correct: jax.Array, index: jax.Array, bins: int) -> Reliability:
     """Counts and averages by bin. It leaves out examples with index `bins`."""
     # These are sums over comparisons. Scattered sums add one by one and lose three digits over 10^5 examples.
