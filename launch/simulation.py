@@ -104,7 +104,7 @@ class Order(NamedTuple):
         rows = np.stack([generator.permutation(records)[: ends[-1]] for _ in range(trials)]).astype(np.int32)
         rank = np.full((trials, records), records, np.int32)
         np.put_along_axis(rank, rows, np.arange(ends[-1], dtype=np.int32)[None], 1)
-        return cls(jnp.asarray(rows), jnp.asarray(rank), tuple(ends))
+        return cls(jax.device_put(rows), jax.device_put(rank), tuple(ends))
 
 
 class Sums(NamedTuple):
@@ -123,10 +123,8 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, summand: Any, records: Records, temperatures: np.ndarray, order: Order) -> "Sums":
         """Returns the sums of `summand(records, temperature) -> [N, s]`."""
-        at = jnp.asarray(temperatures, jnp.float32)
-        table = _table(summand, records, at)
-        sums = _beginnings(table.reshape(len(table), -1), order.rows, order.ends)
-        return cls(at, sums.reshape(*sums.shape[:2], *table.shape[1:]), table.sum(0))
+        at = jax.device_put(np.asarray(temperatures, np.float32))
+        return cls(at, *_sums(summand, records, at, order.rows, order.ends))
 
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
@@ -142,21 +140,18 @@ class Sums(NamedTuple):
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _table(summand: Any, records: Records, temperatures: jax.Array) -> jax.Array:
-    """Returns the contribution of every record at every temperature, [N, T, s]."""
-    return jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _beginnings(table: jax.Array, rows: jax.Array, ends: tuple[int, ...]) -> jax.Array:
-    """Returns sums of rows of a table [N, C] over the beginnings, [trials, P, C], with one trial's rows in memory."""
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _sums(
+    summand: Any, records: Records, temperatures: jax.Array, rows: jax.Array, ends: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums over beginnings and over everyone, with one trial's rows in memory."""
+    table = jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
     part = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
 
     def one(order: jax.Array) -> jax.Array:
         return jnp.cumsum(jax.ops.segment_sum(table[order], part, len(ends), indices_are_sorted=True), 0)
 
-    return jax.lax.map(one, rows)
+    return jax.lax.map(one, rows), table.sum(0)
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
@@ -168,7 +163,8 @@ def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
     """Returns the scores from the sums [trials, 16] over test splits of `tested` records."""
-    return Outcome(np.asarray(jnp.abs(fit[:, :-1]).sum(1) / tested), np.asarray(fit[:, -1] / tested))
+    sums = np.asarray(fit)
+    return Outcome(np.abs(sums[:, :-1]).sum(1) / tested, sums[:, -1] / tested)
 
 
 # --- Methods over all settings ----------------------------------------------------------------------------------------
