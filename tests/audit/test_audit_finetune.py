@@ -228,7 +228,7 @@ def test_sampling_that_is_larger_than_it_says_is_caught():
             return data.PoissonSampler(self.num_examples, 0.15, seed=self.seed).batch(step)
 
     trainer = dataclasses.replace(trainer_of(200), sampler=Larger(200, 0.1))
-    audit = canaries.audit_sampling(trainer, trials=2000, confidence=0.999, seed=SEED)
+    audit = canaries.audit_sampling(trainer, trials=4000, confidence=0.999, seed=SEED)
     assert audit.verdict == "VIOLATED"
 
 

@@ -179,7 +179,7 @@ def test_noise_of_accumulated_updates():
     # Fixed keys; over their choice, a correct scale fails with probability below 1e-6.
     accumulate, size, sigma, clip_norm = 3, 2, 0.8, 0.5
     adapter = adapter_of(private(TENT, clip_norm, sigma), optax.sgd(1.0), accumulate=accumulate, reset_every=accumulate)
-    nothing = np.zeros((accumulate * 100, size), bool)
+    nothing = np.zeros((accumulate * 150, size), bool)
     batches = np.zeros((len(nothing), size, tiny.SIDE, tiny.SIDE, 3), np.float32)
     states, _ = tiny.run(adapter, batches, masks=nothing)
     noise = np.stack([tiny.theta_of(s.params) - tiny.THETA for s in states])
