@@ -27,7 +27,6 @@ import optax
 
 from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Records, Source
 from jaxdp.data.protocol import check_members
-from jaxdp.finetune.meshes import Layout, ParamSharding, check_mesh, data_devices, rounded_up
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
@@ -35,6 +34,7 @@ from jaxdp.privacy.events import compose
 from jaxdp.release import derive, new_seed, stream
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
+from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, rounded_up
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
@@ -388,7 +388,12 @@ class PrivateTrainer:
             batch = jax.vmap(self._views)(jax.random.split(augment_key, len(mask)), batch)
             mask = jnp.repeat(mask, self.augmult, axis=1) if self.group else mask
         params = _ascended(state.params, state.released, self.ascent_radius) if self.ascent_radius else state.params
-        added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
+        whole = None if state.layout is None else state.layout.whole()
+        mesh = contextlib.nullcontext() if whole is None else jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh)
+        with mesh:
+            params = self._laid_out(params, whole, params)
+            added = self.query.sums(params, state.carried, batch, mask, loss_key if self.stochastic else None)
+            added = self._laid_out(params, whole, added)
         return self._laid_out(state.params, state.layout, jax.tree.map(jnp.add, sums, added))
 
     def _views(self, key: jax.Array, example: Any) -> Any:

@@ -5,6 +5,7 @@ not, and these functions report every value as equal on all devices.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,12 @@ _LOCAL = frozenset({"pvary", "pcast", "axis_index"})
 def manual_axes() -> frozenset[str]:
     """Returns the mesh axes of the enclosing `jax.shard_map`, or the empty set outside of one."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def auto_devices() -> int:
+    """Returns how many devices of the mesh in context divide the work by themselves, 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
 
 
 def varying_axes(*values: Any) -> frozenset[str]:

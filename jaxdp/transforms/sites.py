@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdp.transforms import shards
+
 # Below this fraction of (sum_t |u_t||w_t|)^2 the Gram form is mostly rounding error, so no smaller norm is reported.
 CANCELLATION_FLOOR = 1e-5
 # The same for a dV that is formed twice, for its norm and for the sum: terms that cancel round differently each time.
@@ -256,12 +258,15 @@ class Conv(Rule):
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         x, w = jax.vmap(self._channels_last)(record), jax.vmap(self._cotangent)(g)
+        # Each device adds up its own block of examples. Otherwise they exchange a sum for each kernel position.
+        parts = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
+        x, w = (y.reshape(parts, -1, *y.shape[1:]) for y in (x, w))
 
-        def at(offset: Any) -> jax.Array:  # [in, groups, out]
-            return _outer_sum(jax.vmap(lambda x: self._patch(x, offset))(x), w).swapaxes(0, 1)
+        def at(offset: Any) -> jax.Array:  # [parts, in, groups, out]
+            return jax.vmap(_outer_sum)(jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x), w).swapaxes(1, 2)
 
         # The loop over kernel positions takes less memory and time than all patches at once.
-        grad = lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())
+        grad = (lax.map(at, jnp.asarray(self._offsets)) if self._looped else at(())[None]).sum(1)
         grad = grad.reshape(*self.window, -1, self.groups * self.cols)  # [*window, in, out]
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return _transposed_back(grad, (*spatial, in_feature, out_feature))

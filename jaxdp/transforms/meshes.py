@@ -77,6 +77,16 @@ class Layout:
             specs.append(spec)
         return cls(mesh, tuple(data_axes), tuple(specs))
 
+    def whole(self) -> "Layout":
+        """Returns the layout while gradients are computed: parameters are not divided along the data axes (FSDP)."""
+
+        def undivided(spec: PartitionSpec) -> PartitionSpec:
+            axes = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in spec]
+            kept = [tuple(name for name in names if name not in self.data_axes) for names in axes]
+            return PartitionSpec(*(names or None for names in kept))
+
+        return dataclasses.replace(self, specs=tuple(map(undivided, self.specs)))
+
     @property
     def rows(self) -> NamedSharding:
         """The sharding of arrays with a leading axis of examples."""

@@ -1,0 +1,139 @@
+"""Counts the work of one device in a private step that is divided over many, beside that of a plain step.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.bench_scale
+
+Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be. "plain" is an ordinary
+step with the same shardings. "private" is the sum of the programs of a trainer's step: the clipped sum of one physical
+batch, and noise with the update. "data" divides the batch, "fsdp" also all parameters.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import bench_steps, hlo, timing
+from jaxdp import finetune, models
+from jaxdp.data import PoissonSampler
+from jaxdp.report import format_table
+
+DEVICES, LAYOUTS = 8, ("data", "fsdp")
+
+
+def mesh_of(count: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:count]), ("data",))
+
+
+def divided(count: int) -> Callable[[str, Any], PartitionSpec]:
+    """Returns the rule that divides the largest dimension of a parameter that is a multiple of the devices."""
+
+    def rule(path: str, leaf: Any) -> PartitionSpec:
+        whole = [d for d, n in enumerate(leaf.shape) if n % count == 0]
+        longest = max(whole, key=lambda d: leaf.shape[d], default=None)
+        return PartitionSpec(*("data" if d == longest else None for d in range(leaf.ndim)))
+
+    return rule
+
+
+def whole(path: str, leaf: Any) -> PartitionSpec:
+    return PartitionSpec()
+
+
+def steps(
+    loss: Callable[..., Any],
+    mean_loss: Callable[..., Any],
+    params: Any,
+    source: Any,
+    size: int,
+    *,
+    devices: int,
+    layout: str,
+    optimizer: optax.GradientTransformation,
+) -> dict[str, hlo.Count]:
+    """Returns the work of one device in the plain step, the private one, and its two programs.
+
+    Args:
+      loss: The loss of an example.
+      mean_loss: The mean loss of a batch.
+      params: The parameters.
+      source: The examples.
+      size: The number of examples in the batch.
+      devices: The number of devices.
+      layout: "data" or "fsdp".
+      optimizer: The optimizer of both steps.
+    """
+    mesh = mesh_of(devices)
+    trainer = finetune.dp_sgd(
+        loss,
+        optimizer,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        sampler=PoissonSampler(len(source), size / len(source)),
+        physical_batch_size=size,
+        mesh=mesh,
+        param_sharding=divided(devices) if layout == "fsdp" else whole,
+    )
+    state = trainer.init(params)
+    lie = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
+
+    @functools.partial(jax.jit, out_shardings=lie)
+    def plain(params: Any, opt_state: Any, batch: Any) -> Any:
+        grads = jax.lax.with_sharding_constraint(jax.grad(mean_loss)(params, batch), lie[0])
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.device_put(source.gather(np.arange(size)), rows)
+    found = {"plain": hlo.count(plain.lower(state.params, state.opt_state, batch).compile())}
+    programs = trainer.programs(state, source).items()
+    parts = {name.split()[0]: hlo.count(f.lower(*args).compile()) for name, (f, args) in programs}
+    return found | {"private": parts["accumulate"].plus(parts["update"])} | parts
+
+
+def cases() -> dict[str, bench_steps.Case]:
+    vit = {"patch_size": 4, "width": 64, "depth": 2, "num_heads": 2, "mlp_width": 256, "pool": "mean"}
+    return {
+        "MLP": bench_steps.Case(models.create("mlp", num_classes=10, hidden=(512, 512)), (28, 28, 1), 64),
+        "CNN": bench_steps.Case(bench_steps.Digits(), (28, 28, 1), 64),
+        "ViT": bench_steps.Case(models.create("vit_tiny", num_classes=10, **vit), (32, 32, 3), 64),
+        "transformer": bench_steps.Case(bench_steps.Language(), (bench_steps.LENGTH + 1,), 16, tokens=True),
+    }
+
+
+def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
+    """Yields the counts of the steps of a case on one device and, in both layouts, on many."""
+    source, (loss, mean_loss) = bench_steps.source_of(case), bench_steps.losses_of(case)
+    example = source.gather(np.arange(1))
+    params = case.network.init(jax.random.key(0), example["tokens"][:, :-1] if case.tokens else example["x"])
+    alone = None
+    for devices, layout in ((1, "data"), *((DEVICES, layout) for layout in LAYOUTS)):
+        options = {"devices": devices, "layout": layout, "optimizer": optax.sgd(0.01, momentum=0.9)}
+        found = steps(loss, mean_loss, params, source, case.batch_size, **options)
+        alone = alone or found
+        for step, count in found.items():
+            yield {
+                "network": name,
+                "devices": devices,
+                "layout": layout,
+                "step": step,
+                "collectives": count.messages,
+                "sent_bytes": count.moved,
+                "kinds": count.collectives,
+                "flops": count.flops,
+                "share": count.flops / alone[step].flops,
+            }
+
+
+def main() -> None:
+    flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
+    rows = [row for name, case in cases().items() for row in rows_of(name, case)]
+    print(format_table([{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4))
+    timing.write(timing.machine() | {"steps": rows}, flags.output)
+
+
+if __name__ == "__main__":
+    main()
