@@ -65,6 +65,7 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
         ),
     }
     frame.known("train.schedule", [how.schedule], schedules)
+    devices = np.array(jax.devices()[: config.ascent.devices])
     return pretrain.METHODS[name](
         lambda params, batch: jax.vmap(loss, in_axes=(None, 0))(params, batch).mean(),
         optax.chain(
@@ -72,6 +73,7 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
             optax.sgd(schedules[how.schedule], momentum=how.momentum or None),
         ),
         microbatch_size=config.ascent.microbatch_size or None,
+        mesh=jax.sharding.Mesh(devices, ("data",)) if len(devices) > 1 else None,
         **dict(config.method[name]),
     )
 
@@ -102,7 +104,6 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             task.train,
             **{name: value for name, value in vars(batches).items() if name != "num_examples"},
             augment=augmentation(config.data),
-            devices=jax.devices()[: config.ascent.devices] if config.ascent.devices > 1 else None,
             evaluate=lambda state: {"accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])},
             workdir=folder,
             checkpoint_every=config.train.checkpoint_every,

@@ -200,7 +200,7 @@ class PrivateTrainer:
     def _laid_out(self, params: Any, layout: Layout | None, tree: Any) -> Any:
         if layout is None:
             return tree
-        return jax.lax.with_sharding_constraint(tree, self._shardings(params, layout, tree))
+        return layout.constrained(tree, params, moving_params(self.query.gradient, params))
 
     def check(self, source: Source) -> None:
         """Raises TypeError if `source` is no `Source`, ValueError if it does not fit sampler and unit."""

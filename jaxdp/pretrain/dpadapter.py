@@ -22,13 +22,16 @@ code projects every tensor separately, which is `ball="per_tensor"`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
 Ball = Literal["global", "per_tensor"]
 Rule = Literal["project", "normalise"]
@@ -65,6 +68,9 @@ class SharpnessTrainer:
     rule: Rule
     microbatch_size: int | None
     stateful: bool
+    mesh: jax.sharding.Mesh | None = None
+    data_axes: Sequence[str] = ("data",)
+    param_sharding: ParamSharding | None = None
     zeros: Any = dataclasses.field(init=False, repr=False)  # compiled functions of these names
     gradient: Any = dataclasses.field(init=False, repr=False)
     ascend: Any = dataclasses.field(init=False, repr=False)
@@ -87,6 +93,7 @@ class SharpnessTrainer:
             raise ValueError(f"rule must be 'project' or 'normalise', got {self.rule!r}.")
         if self.microbatch_size is not None and self.microbatch_size < 1:
             raise ValueError(f"microbatch_size must be at least 1 or None, got {self.microbatch_size}.")
+        check_mesh(self.mesh, self.data_axes, self.param_sharding)
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))
         object.__setattr__(self, "ascend", jax.jit(self._ascend))
@@ -100,14 +107,20 @@ class SharpnessTrainer:
           stats: A pytree of arrays if the trainer is stateful, otherwise None.
 
         Raises:
-          ValueError: stats are missing or superfluous.
+          ValueError: stats are missing or superfluous, or params do not suit the mesh.
         """
         if (stats is not None) != self.stateful:
             raise ValueError(f"stats must be {'given' if self.stateful else 'None'} with stateful={self.stateful}.")
         # Weak types compile the step twice.
         params, stats = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), (params, stats))
+        layout = None
+        if self.mesh is not None:
+            layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
+            params = jax.device_put(params, layout.shardings(params, params, params))
         wide = _wide(params)
-        return SharpnessState(jnp.zeros((), jnp.int32), params, self.optimizer.init(wide), self.zeros(wide), stats)
+        opt_state = self.optimizer.init(wide)
+        state = SharpnessState(jnp.zeros((), jnp.int32), params, opt_state, self.zeros(wide), stats)
+        return state if layout is None else jax.device_put(state, layout.shardings(state, params, params))
 
     def step(
         self, state: SharpnessState, perturbation_batch: Any, update_batch: Any
@@ -126,18 +139,21 @@ class SharpnessTrainer:
           the last gradient on B1.
 
         Raises:
-          ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not divide it.
+          ValueError: A batch is empty, its arrays differ in length, or microbatch_size does not divide it. The devices
+            that share a perturbation batch do not divide it.
         """
+        layout = self.layout(state)
         perturbation, stats, metrics = state.perturbation, state.stats, {}
         if perturbation_batch is not None and self.gamma > 0:
             perturbation = self.zeros(perturbation)  # line 4
             for _ in range(self.ascent_steps):
                 _, gradient, stats = self._mean(
-                    "perturbation_batch", state.params, perturbation, stats, perturbation_batch
+                    "perturbation_batch", layout, state.params, perturbation, stats, perturbation_batch
                 )
                 perturbation, metrics["ascent_gradient_norm"] = self.ascend(perturbation, gradient)  # lines 5-8
-        loss, gradient, stats = self._mean("update_batch", state.params, perturbation, stats, update_batch)  # 9-10
-        state, norm = self.descend(state._replace(perturbation=perturbation, stats=stats), gradient)  # lines 11-12
+        loss, gradient, stats = self._mean("update_batch", layout, state.params, perturbation, stats, update_batch)
+        state = state._replace(perturbation=perturbation, stats=stats)
+        state, norm = self.descend(state, gradient, layout)  # lines 11-12
         return state, {"loss": loss, "perturbation_norm": norm, **metrics}
 
     def microbatches(self, name: str, size: int) -> int:
@@ -151,26 +167,59 @@ class SharpnessTrainer:
             raise ValueError(f"microbatch_size must divide the {size} examples of {name}, got {micro}.")
         return size // micro
 
-    def _mean(self, name: str, params: Any, perturbation: Any, stats: Any, batch: Any) -> tuple[jax.Array, Any, Any]:
+    def check_devices(self, name: str, size: int) -> None:
+        """Raises ValueError if the devices of the mesh cannot share a batch of this size. The error uses the name."""
+        if size % (count := data_devices(self.mesh, self.data_axes)):
+            raise ValueError(f"{name} must have a multiple of {count} examples, one part for each device, got {size}.")
+
+    def placed(self, batch: Any) -> Any:
+        """Returns a batch on the devices. They share it where their number divides it. Otherwise each has a copy."""
+        if self.mesh is None or len(jax.tree.leaves(batch)[0]) % data_devices(self.mesh, self.data_axes):
+            return self.everywhere(batch)
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(tuple(self.data_axes))))
+
+    def everywhere(self, tree: Any) -> Any:
+        """Returns arrays with a copy on every device of the mesh, or on the default device."""
+        return jax.device_put(tree, None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec()))
+
+    def layout(self, state: SharpnessState) -> Layout | None:
+        """Returns where the arrays of a state lie on the mesh, None without a mesh."""
+        return None if self.mesh is None else Layout.of(state.params, self.mesh, self.data_axes, None)
+
+    def _mean(
+        self, name: str, layout: Layout | None, params: Any, perturbation: Any, stats: Any, batch: Any
+    ) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(f"{name} must be arrays [m, ...] of one length m >= 1, got lengths {sorted(lengths)}.")
         parts = self.microbatches(name, *lengths)
-        batch = jax.device_put(batch)  # once, not with every microbatch
+        if name == "perturbation_batch":
+            self.check_devices(name, *lengths)
+        batch = self.placed(batch)  # once, not with every microbatch
         # A loop in Python: XLA runs convolutions inside a compiled loop several times slower on CPUs.
-        total = self.gradient(params, perturbation, stats, batch, jax.device_put(np.int32(0)), parts=parts)
+        total = self.gradient(params, perturbation, stats, batch, self.everywhere(np.int32(0)), layout, parts=parts)
         for part in range(1, parts):
-            number = jax.device_put(np.int32(part))
-            total = _add(total, self.gradient(params, perturbation, stats, batch, number, parts=parts))
+            number = self.everywhere(np.int32(part))
+            total = _add(total, self.gradient(params, perturbation, stats, batch, number, layout, parts=parts))
         return total if parts == 1 else _divide(total, parts)
 
     def _gradient(
-        self, params: Any, perturbation: Any, stats: Any, batch: Any, part: jax.Array, *, parts: int
+        self,
+        params: Any,
+        perturbation: Any,
+        stats: Any,
+        batch: Any,
+        part: jax.Array,
+        layout: Layout | None = None,
+        *,
+        parts: int,
     ) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient at theta + Delta and the new statistics from one part of a batch."""
         # A part takes every parts-th example, so that each device cuts only its own share of a spread batch.
         batch = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:])[:, part], batch)
+        if layout is not None:  # Each device computes with whole parameters.
+            params, perturbation = layout.whole().constrained((params, perturbation), params, params)
         point = jax.tree.map(lambda p, d: (p + d).astype(p.dtype), params, perturbation)
         if self.stateful:
             (loss, seen), gradient = jax.value_and_grad(self.batch_loss_fn, has_aux=True)(point, stats, batch)
@@ -178,6 +227,8 @@ class SharpnessTrainer:
             stats = jax.tree.map(functools.partial(jnp.where, clean), seen, stats)
         else:
             loss, gradient = jax.value_and_grad(self.batch_loss_fn)(point, batch)
+        if layout is not None:
+            gradient = layout.constrained(layout.whole().constrained(gradient, params, params), params, params)
         return loss, _wide(gradient), stats
 
     def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
@@ -196,11 +247,15 @@ class SharpnessTrainer:
             return jnp.where(norm > self.gamma, self.gamma / norm, 1)
         return jnp.where(norm > 0, self.gamma / norm, 0)
 
-    def _descend(self, state: SharpnessState, gradient: Any) -> tuple[SharpnessState, jax.Array]:
+    def _descend(
+        self, state: SharpnessState, gradient: Any, layout: Layout | None = None
+    ) -> tuple[SharpnessState, jax.Array]:
         """Runs lines 11 and 12. The optimizer sees theta and the gradient at theta + Delta."""
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, _wide(state.params))
         params = optax.apply_updates(state.params, updates)
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+        if layout is not None:
+            state = layout.constrained(state, params, params)
         return state, optax.tree.norm(state.perturbation)
 
 
@@ -234,6 +289,9 @@ def dpadapter(
     rule: Rule = "project",
     microbatch_size: int | None = None,
     stateful: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: Sequence[str] = ("data",),
+    param_sharding: ParamSharding | None = None,
 ) -> SharpnessTrainer:
     """Returns a trainer for DPAdapter, which perturbs by a large batch and updates by a small one.
 
@@ -243,9 +301,7 @@ def dpadapter(
         state.params
 
     `jaxdp.pretrain.fit` is this loop with batches, warm-up and checkpoints. A step computes the gradients of m1 + m2
-    examples, (m1 + m2) / m2 times plain training: 101 times with the paper's m1 = 5000 and m2 = 50. A batch may lie
-    over several devices along its first axis (a `jax.sharding.Mesh`), with a copy of the state on each.
-    Results agree up to rounding.
+    examples, (m1 + m2) / m2 times plain training: 101 times with the paper's m1 = 5000 and m2 = 50.
 
     Args:
       batch_loss_fn: `batch_loss_fn(params, batch) -> scalar`, the MEAN loss over the batch. With `stateful`,
@@ -263,12 +319,28 @@ def dpadapter(
       stateful: Whether the model has running statistics. Only passes at theta update them, never passes at theta +
         Delta: passes on B1 if there is an ascent, on B2 in plain training. They get the mean over microbatches. Prefer
         GroupNorm before private training, which cannot use BatchNorm.
+      mesh: The devices. They share B1, and they share B2 if their number divides m2. Otherwise each computes all of B2.
+        Results are those of one device up to rounding. None is one device, or where the arrays are.
+      data_axes: The axes of the mesh along which batches are divided.
+      param_sharding: `param_sharding(path, leaf) -> PartitionSpec`, how each parameter lies on the mesh, with what the
+        optimizer and the perturbation keep for it. None keeps the shardings that the parameters have.
 
     Raises:
-      ValueError: An argument is out of range.
+      TypeError, ValueError: An argument is out of range or does not describe a mesh.
     """
     return SharpnessTrainer(
-        batch_loss_fn, optimizer, gamma, ascent_rate, ascent_steps, ball, rule, microbatch_size, stateful
+        batch_loss_fn,
+        optimizer,
+        gamma,
+        ascent_rate,
+        ascent_steps,
+        ball,
+        rule,
+        microbatch_size,
+        stateful,
+        mesh,
+        data_axes,
+        param_sharding,
     )
 
 
@@ -280,6 +352,9 @@ def sam(
     ball: Ball = "global",
     microbatch_size: int | None = None,
     stateful: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: Sequence[str] = ("data",),
+    param_sharding: ParamSharding | None = None,
 ) -> SharpnessTrainer:
     """Returns a trainer for SAM (Foret et al. 2021), in which Delta = gamma g / ||g||.
 
@@ -287,7 +362,7 @@ def sam(
 
     Args:
       gamma: The paper's rho.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful: As in `dpadapter`.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -297,6 +372,9 @@ def sam(
         rule="normalise",
         microbatch_size=microbatch_size,
         stateful=stateful,
+        mesh=mesh,
+        data_axes=data_axes,
+        param_sharding=param_sharding,
     )
 
 
@@ -310,6 +388,9 @@ def amp(
     ball: Ball = "global",
     microbatch_size: int | None = None,
     stateful: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: Sequence[str] = ("data",),
+    param_sharding: ParamSharding | None = None,
 ) -> SharpnessTrainer:
     """Returns a trainer for AMP (Zheng et al. 2021), the "vanilla SAM" of DPAdapter.
 
@@ -319,7 +400,7 @@ def amp(
 
     Args:
       gamma, ascent_rate, ascent_steps: The paper's epsilon, zeta and N.
-      batch_loss_fn, optimizer, ball, microbatch_size, stateful: As in `dpadapter`.
+      batch_loss_fn, optimizer, ball, microbatch_size, stateful, mesh, data_axes, param_sharding: As in `dpadapter`.
     """
     return dpadapter(
         batch_loss_fn,
@@ -330,6 +411,9 @@ def amp(
         ball=ball,
         microbatch_size=microbatch_size,
         stateful=stateful,
+        mesh=mesh,
+        data_axes=data_axes,
+        param_sharding=param_sharding,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.data import FixedBatchSampler, Source, check_source
 from jaxdp.files import read_json, write_json
@@ -34,7 +33,6 @@ def fit(
     ascent_every: int = 1,
     augment: Callable[[jax.Array, Any], Any] | None = None,
     stats: Any = None,
-    devices: Sequence[jax.Device] | None = None,
     evaluate: Callable[[SharpnessState], dict[str, float]] | None = None,
     evaluate_every: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -60,7 +58,6 @@ def fit(
       ascent_every: The number of steps between ascents. The steps between them keep the perturbation.
       augment: `augment(key, example) -> example`, jittable, one view per example and step.
       stats: The first running statistics, for a stateful trainer.
-      devices: The devices that share B1. Their number divides m1 and microbatch_size. Each gets a copy of the rest.
       evaluate: `evaluate(state) -> {name: number}`.
       evaluate_every: The number of steps between calls of `evaluate`, which also runs after the last step. The default
         is checkpoint_every.
@@ -89,12 +86,8 @@ def fit(
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}.")
     plan.check_microbatches(trainer)
-    if devices is not None and perturbation_batch_size % len(devices):
-        raise ValueError(
-            f"perturbation_batch_size must be a multiple of {len(devices)} devices, got {perturbation_batch_size}."
-        )
-    spread, copied = (None, None) if devices is None else _shardings(devices)
-    key = jax.device_put(stream(seed, "augmentation", impl="threefry2x32"), copied)
+    trainer.check_devices("perturbation_batch_size", perturbation_batch_size)
+    key = trainer.everywhere(stream(seed, "augmentation", impl="threefry2x32"))
 
     @jax.jit
     def views(key: jax.Array, step: jax.Array, number: jax.Array, examples: Any) -> Any:
@@ -102,23 +95,23 @@ def fit(
         assert augment is not None
         return jax.vmap(augment)(jax.random.split(key, len(jax.tree.leaves(examples)[0])), examples)
 
-    def batch(indices: np.ndarray, step: int, number: int, place: Any) -> Any:
-        examples = jax.device_put(source.gather(indices), place)
+    def batch(indices: np.ndarray, step: int, number: int) -> Any:
+        examples = trainer.placed(source.gather(indices))
         if augment is None:
             return examples
-        return views(key, *jax.device_put((np.uint32(step), np.uint32(number)), copied), examples)
+        return views(key, *trainer.everywhere((np.uint32(step), np.uint32(number))), examples)
 
     with _Run(workdir, trainer, plan, source) as run:
-        state, first = run.restore(jax.device_put(trainer.init(params, stats), copied), copied)
+        state, first = run.restore(trainer.init(params, stats))
         rows = collections.deque[tuple[int, dict[str, Any]]]()
         with progress_bar(total=steps, initial=first, label=label, unit="step", show=progress) as bar:
             for step in range(first, steps):
                 perturbing, updating = plan.batches(step)
-                second = batch(updating, step, 1, copied)
+                second = batch(updating, step, 1)
                 if perturbing is None or plan.shared_batch:
                     ascent = None if perturbing is None else second
                 else:
-                    ascent = batch(perturbing, step, 0, spread)
+                    ascent = batch(perturbing, step, 0)
                 state, row = trainer.step(state, ascent, second)
                 rows.append((step + 1, row))
                 save, judge = ((step + 1) % count == 0 or step + 1 == steps for count in every.values())
@@ -137,12 +130,6 @@ def fit(
                     run.save(step + 1, state)
                 bar.update()
     return state
-
-
-def _shardings(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
-    """Returns the sharding along the first axis and the sharding that copies to each device."""
-    mesh = Mesh(np.array(devices), "examples")
-    return NamedSharding(mesh, PartitionSpec("examples")), NamedSharding(mesh, PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +232,8 @@ class _Run:
     def __exit__(self, *error: Any) -> None:
         self._opened.close()
 
-    def restore(self, state: SharpnessState, copied: Any) -> tuple[SharpnessState, int]:
-        """Returns the newest checkpoint, placed by `copied`, or `state`, and the number of finished steps."""
+    def restore(self, state: SharpnessState) -> tuple[SharpnessState, int]:
+        """Returns the newest checkpoint, placed like `state`, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(state._asdict())
@@ -255,7 +242,7 @@ class _Run:
         self._metrics.truncate_after(step)  # The run repeats these steps.
         if not step:
             return state, 0
-        return SharpnessState(**jax.device_put(saved, copied)), step
+        return jax.device_put(SharpnessState(**saved), jax.tree.map(lambda x: x.sharding, state)), step
 
     def write(self, step: int, ended: float, row: dict[str, float]) -> None:
         """Writes the metrics of a step that ended at a time."""

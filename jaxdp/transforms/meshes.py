@@ -1,4 +1,4 @@
-"""How the arrays of a training run lie on a mesh of devices.
+"""How the arrays of training or adaptation lie on a mesh of devices.
 
 JAX's compiler divides the work (`jax.jit` with `NamedSharding`s). Batches are divided along the data axes. Parameters,
 their sums of gradients and the state of the optimizer lie as the caller gives them. All other arrays are replicated.
@@ -86,6 +86,10 @@ class Layout:
             return PartitionSpec(*(names or None for names in kept))
 
         return dataclasses.replace(self, specs=tuple(map(undivided, self.specs)))
+
+    def constrained(self, tree: Any, params: Any, moving: Any) -> Any:
+        """Returns a pytree inside `jax.jit` whose parts lie as in `shardings`."""
+        return jax.lax.with_sharding_constraint(tree, self.shardings(tree, params, moving))
 
     @property
     def rows(self) -> NamedSharding:

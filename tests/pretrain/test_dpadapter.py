@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxdp.pretrain import amp, dpadapter, sam
 
@@ -233,21 +233,45 @@ def test_microbatches_change_nothing(microbatch_size, whole):
     jax.tree.map(close, whole, (parts, others))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatch_size", [None, 8])
-def test_batches_over_several_devices_change_nothing(microbatch_size, whole):
-    devices = jax.devices()[:4]
-    assert len(devices) == 4
-    mesh = Mesh(np.array(devices), "data")
-    over, copied = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-    trainer = dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size)
-    state = jax.device_put(trainer.init(float32(PARAMS)), copied)
-    for first, second in BATCHES:
-        state, _ = trainer.step(state, jax.device_put(first, over), jax.device_put(second, copied))
-    expected, _ = whole
+MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
+
+
+def rows_of(path, leaf):
+    return PartitionSpec("data") if path == "w1" else PartitionSpec()
+
+
+@pytest.mark.parametrize(("make", "microbatch_size"), [(dpadapter, 8), (sam, None), (amp, None)])
+def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbatch_size):
+    traces = []
+
+    def traced(params, batch):
+        traces.append(len(batch["y"]))
+        return mean_loss(params, batch)
+
+    batches = [(first, second if make is dpadapter else first) for first, second in BATCHES]
+    alone, _ = run(make(mean_loss, optimizer(), gamma=0.2), batches)
+    trainer = make(traced, optimizer(), gamma=0.2, microbatch_size=microbatch_size, mesh=MESH, param_sharding=rows_of)
+    state = trainer.init(float32(PARAMS))
+    state, _ = trainer.step(state, *batches[0])
+    first = len(traces)
+    for batch in batches[1:]:
+        state, _ = trainer.step(state, *batch)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
-    jax.tree.map(close, state, expected)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+    jax.tree.map(close, state, alone)
+    assert len(traces) == first
+    assert state.params["w1"].sharding.spec == state.perturbation["w1"].sharding.spec == PartitionSpec("data")
+
+
+def test_devices_divide_the_work_of_a_batch():
+    # A copied batch takes as many operations on each device as on one.
+    flops = []
+    for mesh in (None, MESH):
+        trainer = dpadapter(mean_loss, optimizer(), mesh=mesh)
+        state, batch = trainer.init(float32(PARAMS)), trainer.placed(BATCHES[0][0])
+        layout = None if mesh is None else trainer.layout(state)
+        arguments = (state.params, state.perturbation, None, batch, trainer.everywhere(np.int32(0)), layout)
+        flops.append(trainer.gradient.lower(*arguments, parts=1).compile().cost_analysis()["flops"])
+    assert flops[1] < flops[0] / 3
 
 
 def test_a_second_step_compiles_nothing(caplog):

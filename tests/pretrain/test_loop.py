@@ -197,7 +197,8 @@ def test_a_stateful_trainer_keeps_its_statistics(tmp_path):
 @pytest.mark.slow
 def test_the_large_batch_over_several_devices():
     options = {"steps": 4, "augment": jitter, **SIZES}
-    over = fit(trainer(microbatch_size=10), PARAMS, SOURCE, devices=jax.devices()[:4], **options)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    over = fit(trainer(microbatch_size=10, mesh=mesh), PARAMS, SOURCE, **options)
     alone = fit(trainer(), PARAMS, SOURCE, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), over, alone)
     assert len(over.params["w"].sharding.device_set) == 4
@@ -215,7 +216,6 @@ def test_the_large_batch_over_several_devices():
         ({"ascent_every": 0}, r"ascent_every must be at least 1, got 0"),
         ({"checkpoint_every": 0}, r"checkpoint_every must be at least 1, got 0"),
         ({"evaluate_every": 0}, r"evaluate_every must be at least 1, got 0"),
-        ({"devices": [None] * 3}, r"perturbation_batch_size must be a multiple of 3 devices, got 20"),
         ({"seed": b"short"}, r"seed must be 16 bytes such as .* got b'short'"),
     ],
 )
@@ -257,3 +257,10 @@ def test_another_run_in_the_workdir_is_refused(tmp_path):
 def test_no_step_at_all_is_the_start():
     state = fit(trainer(), PARAMS, SOURCE, steps=0, **SIZES)
     jax.tree.map(np.testing.assert_array_equal, state.params, jax.tree.map(jnp.asarray, PARAMS))
+
+
+def test_a_batch_that_devices_cannot_share_is_refused_before_anything_is_done(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
+    with pytest.raises(ValueError, match=r"perturbation_batch_size must have a multiple of 3 examples, .* got 20"):
+        fit(trainer(mesh=mesh), PARAMS, SOURCE, workdir=tmp_path / "run", steps=4, **SIZES)
+    assert not (tmp_path / "run").exists()
