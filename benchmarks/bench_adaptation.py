@@ -76,7 +76,7 @@ def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """Returns the compiled step of an adapter, which knows its memory."""
     state = adapter.init()
     args = (adapter.constants, adapter._moving(state), images, jnp.ones(len(images), bool), state.key)
-    return compiled(program._step.lower(adapter._program, *args), *args)
+    return compiled(program._step.lower(adapter._program, len(images), *args), *args)
 
 
 def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:

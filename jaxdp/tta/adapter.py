@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
 from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
 from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.method import Method, Sample, check_name
 from jaxdp.tta.private import Private
@@ -60,6 +63,7 @@ class _Program(NamedTuple):
     reset_every: int | None
     predict: Predict
     private: bool
+    layout: Layout | None
     noisy: bool = False
     filters: str = "keep"
     clip_rule: Any = "global"
@@ -107,9 +111,15 @@ class Adapter:
       predict: "before" (the methods' default) returns logits of the parameters before this batch. "after" returns
         logits of the parameters adapted to it. That takes another forward pass and costs no privacy: an image reaches
         the logits of other images only through the private gradient.
+      mesh: The devices that share each batch, which is padded to a multiple of them. Results are those of one device up
+        to rounding, and the noise has the same bits. None is one device.
+      data_axes: The axes of the mesh along which batches are divided.
+      param_sharding: `param_sharding(path, leaf) -> PartitionSpec`, how each parameter lies on the mesh. None keeps the
+        shardings that the parameters have.
 
     Raises:
-      TypeError, ValueError: An argument has the wrong type or is out of range, or no parameter adapts. When stepping:
+      TypeError, ValueError: An argument has the wrong type or is out of range, no parameter adapts, or the parameters
+        do not suit the mesh. When stepping:
         apply_fn mixes the images of a batch, or has another number of classes than the method.
     """
 
@@ -121,6 +131,9 @@ class Adapter:
     accumulate: int = 1
     reset_every: int | None = None
     predict: Predict = "before"
+    mesh: Mesh | None = None
+    data_axes: Sequence[str] = ("data",)
+    param_sharding: ParamSharding | None = None
     _program: _Program = dataclasses.field(init=False, repr=False)
     constants: _Constants = dataclasses.field(init=False, repr=False)  # all that a step reads besides its arguments
     _separate: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)  # (shape, dtype) found good
@@ -151,15 +164,22 @@ class Adapter:
         adapted = self.adapted or (lower_blocks(self.params) if method.lower_blocks_only else None)
         paths = selected(self.params, adapted)
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), self.params)
+        check_mesh(self.mesh, self.data_axes, self.param_sharding)
+        layout = None
+        if self.mesh is not None:
+            layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
+            params = jax.device_put(params, layout.shardings(params, params, params))
         moving = trainable_part(params, paths)
         static: tuple[Any, ...] = (self.apply_fn, method, self.optimizer.update, paths)
-        static += (self.accumulate, self.reset_every, self.predict, form is not None)
+        static += (self.accumulate, self.reset_every, self.predict, form is not None, layout)
         numbers: tuple[float, ...] = ()
         if form:
             static += (form.noise_multiplier > 0, form.filters, form.clip_rule)
             numbers = (form.clip_norm, form.noise_std, form.kept_fraction)
         object.__setattr__(self, "_program", _Program(*static))
-        object.__setattr__(self, "constants", _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers))
+        constants = _Constants(params, moving, self.optimizer.init(_wide(moving)), *numbers)
+        constants = constants._replace(opt_state=self._placed(constants.opt_state, constants))
+        object.__setattr__(self, "constants", constants)
 
     @property
     def adapted_paths(self) -> tuple[str, ...]:
@@ -180,11 +200,11 @@ class Adapter:
                     "one key. Call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
-        return self._whole(_fresh(self._program, self.constants, step, _typed(key)))
+        return self._whole(self._placed(_fresh(self._program, self.constants, step, _typed(key)), self.constants))
 
     def reset(self, state: AdaptState) -> AdaptState:
         """Returns the source model's parameters, momentum, memory and previous gradient. Step and key stay."""
-        return self._whole(_fresh(self._program, self.constants, state.step, state.key))
+        return self._whole(self._placed(_fresh(self._program, self.constants, state.step, state.key), self.constants))
 
     def step(
         self, state: AdaptState, batch: jax.Array, key: jax.Array | None = None, mask: jax.Array | None = None
@@ -225,20 +245,19 @@ class Adapter:
                 "(jaxdp.models.FrozenBatchNorm), LayerNorm or GroupNorm."
             )
         self._separate.add(kind)
-        mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
         key = _typed(state.key if key is None else key)
-        moving, logits = _step(self._program, self.constants, self._moving(state), batch, mask, key)
+        moving, logits = _step(self._program, len(batch), self.constants, *self._arguments(state, batch, mask, key))
         return self._whole(moving), logits
 
     def lowered_text(self, state: AdaptState, batch: jax.typing.ArrayLike) -> str:
         """Returns the text of the program of `step` for a batch. Each kind of batch is lowered once."""
         batch = jnp.asarray(batch)
-        arguments = (self.constants, self._moving(state), batch, jnp.ones(len(batch), bool), state.key)
+        arguments = (self.constants, *self._arguments(state, batch, None, state.key))
         facts = ("weak_type", "sharding", "committed")  # a program depends on these too, keys lack the first
         leaves = jax.tree.leaves(arguments[1:])
         kind = tuple((x.shape, x.dtype, *(getattr(x, fact, None) for fact in facts)) for x in leaves)
         if kind not in self._texts:
-            self._texts[kind] = program_text(_step, self._program, *arguments)
+            self._texts[kind] = program_text(_step, self._program, len(batch), *arguments)
         return self._texts[kind]
 
     def parts(self, state: AdaptState) -> tuple[Any, ...]:
@@ -247,7 +266,23 @@ class Adapter:
 
     def whole(self, parts: tuple[Any, ...], key: jax.Array) -> AdaptState:
         """Returns the state of these parts."""
-        return self._whole(AdaptState._make((*parts, _typed(key))))
+        return self._whole(self._placed(AdaptState._make((*parts, _typed(key))), self.constants))
+
+    def _placed(self, tree: Any, constants: _Constants) -> Any:
+        """Returns a pytree whose arrays lie on the mesh, if there is one."""
+        layout = self._program.layout
+        return tree if layout is None else jax.device_put(tree, layout.shardings(tree, *constants[:2]))
+
+    def _arguments(self, state: AdaptState, batch: jax.Array, mask: Any, key: jax.Array) -> tuple[Any, ...]:
+        """Returns the arrays of a step. Copies of image 0, which do not count, pad a batch that devices share."""
+        mask = jnp.ones(len(batch), bool) if mask is None else jnp.asarray(mask)
+        layout = self._program.layout
+        if layout is not None:
+            (size,) = rounded_up((len(batch),), layout.mesh, layout.data_axes)
+            rows = np.where(np.arange(size) < len(batch), np.arange(size), 0)
+            batch, mask = batch[rows], mask[rows] & (np.arange(size) < len(batch))
+            batch, mask, key = jax.device_put((batch, mask, key), (layout.rows, layout.rows, layout.everywhere))
+        return self._moving(state), batch, mask, key
 
     def _moving(self, state: AdaptState) -> AdaptState:
         kept = jax.tree.map(
@@ -290,9 +325,35 @@ def _fresh(program: _Program, constants: _Constants, step: jax.Array, key: jax.A
     return AdaptState(step, constants.moving, constants.opt_state, memory, released, pending, key)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _step(
-    program: _Program, constants: _Constants, state: AdaptState, images: jax.Array, mask: jax.Array, key: jax.Array
+    program: _Program,
+    size: int,
+    constants: _Constants,
+    state: AdaptState,
+    images: jax.Array,
+    mask: jax.Array,
+    key: jax.Array,
+) -> tuple[AdaptState, jax.Array]:
+    """Makes one step on a batch of `size` images, whose rows from `size` on are padding."""
+    layout = program.layout
+    if layout is None:
+        return _advanced(program, size, constants, state, images, mask, key)
+    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+        like = constants[:2]
+        given = layout.whole().constrained((constants, state), *like)  # Each device computes with whole parameters.
+        state, logits = _advanced(program, size, *given, images, mask, key)
+        return layout.constrained(state, *like), logits[:size]
+
+
+def _advanced(
+    program: _Program,
+    size: int,
+    constants: _Constants,
+    state: AdaptState,
+    images: jax.Array,
+    mask: jax.Array,
+    key: jax.Array,
 ) -> tuple[AdaptState, jax.Array]:
     if program.reset_every is not None:
         due = (state.step > 0) & (state.step % program.reset_every == 0)
@@ -303,10 +364,12 @@ def _step(
     noise_key, view_key = jax.random.split(jax.random.fold_in(key, state.step))
     # Keys of this kind stay independent under vmap, and reveal nothing about the noise.
     view_key = jax.random.wrap_key_data(jax.random.bits(view_key, (2,), jnp.uint32), impl="threefry2x32")
-    own_keys, common_key = jax.random.split(view_key, len(images)), jax.random.fold_in(view_key, len(images))
+    own_keys, common_key = jax.random.split(view_key, size), jax.random.fold_in(view_key, size)
+    if size < len(images):
+        own_keys = own_keys[np.minimum(np.arange(len(images)), size - 1)]
     views = jax.vmap(program.method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
     if program.private:
-        new, logits = _private_step(program, constants, state, (images, views), mask, noise_key)
+        new, logits = _private_step(program, size, constants, state, (images, views), mask, noise_key)
     else:
         new, logits = _plain_step(program, constants, state, images, views, mask)
     if program.predict == "after":
@@ -343,7 +406,13 @@ def _plain_step(
 
 
 def _private_step(
-    program: _Program, constants: _Constants, state: AdaptState, examples: Any, mask: jax.Array, noise_key: jax.Array
+    program: _Program,
+    size: int,
+    constants: _Constants,
+    state: AdaptState,
+    examples: Any,
+    mask: jax.Array,
+    noise_key: jax.Array,
 ) -> tuple[AdaptState, jax.Array]:
     """Makes one step of the private form by the equations in `jaxdp.tta.private`."""
     method, images = program.method, examples[0]
@@ -373,8 +442,8 @@ def _private_step(
 
     def release(total: Any) -> AdaptState:
         noisy = _add(total, gaussian(noise_key, total, constants.noise_std)) if program.noisy else total
-        size = len(images) * program.accumulate * constants.divisor_scale
-        gradient = jax.tree.map(lambda x: x / size, noisy)
+        divisor = size * program.accumulate * constants.divisor_scale
+        gradient = jax.tree.map(lambda x: x / divisor, noisy)
         return _update(program, constants, state, gradient)._replace(
             released=gradient if method.radius else None,
             pending=None if state.pending is None else jax.tree.map(jnp.zeros_like, total),

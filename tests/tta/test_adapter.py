@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from scipy import stats
 
 from jaxdp import tta
@@ -301,6 +302,48 @@ def test_keys():
         same(adapter.init().key, adapter.init().key)
 
 
+# -------------------------------------------------------------------------------------------------------------- meshes
+
+
+def mesh_of(count=4):
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+
+
+def divided(path, leaf):
+    return PartitionSpec("data") if path == "embed" else PartitionSpec()
+
+
+@pytest.mark.parametrize("method", [EATA, private(DEYO, noise_multiplier=1.0)], ids=["published", "private"])
+def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
+    # Six images on four devices. Padding that counted in the divisor, or drew other keys, would change the parameters.
+    alone, many = adapter_of(method), adapter_of(method, mesh=mesh_of(), param_sharding=divided)
+    one, other, traces = alone.init(jax.random.key(0)), many.init(jax.random.key(0)), []
+    for t, batch in enumerate(tiny.stream(0, 3)):
+        mask = np.arange(6) != t
+        one, want = alone.step(one, batch, None, mask)
+        other, got = many.step(other, batch, None, mask)
+        close(got, want)
+        traces.append(len(tiny.CALLS) if t else None)
+    close(tiny.theta_of(other.params), tiny.theta_of(one.params))
+    assert traces[1] == traces[2]
+    assert other.params["embed"].sharding.spec == PartitionSpec("data")
+    again = many.whole(jax.device_get(many.parts(other)), jax.random.key(0))  # as a resumed stream begins
+    assert again.params["embed"].sharding.spec == PartitionSpec("data")
+    assert len({a.lowered_text(a.init(), tiny.stream(0)[0]) for a in (alone, many)}) == 2
+
+
+def test_each_device_gets_its_part_of_a_batch():
+    seen = []
+
+    def watched(params, images):
+        jax.debug.inspect_array_sharding(images, callback=seen.append)
+        return tiny.apply_fn(params, images)
+
+    adapter = adapter_of(TENT, apply_fn=watched, mesh=mesh_of())
+    adapter.step(adapter.init(), tiny.stream(0)[0])
+    assert any(sharding.shard_shape((8, 4, 4, 3)) == (2, 4, 4, 3) for sharding in seen)
+
+
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -310,6 +353,10 @@ def test_keys():
         ({"method": "tent"}, TypeError, r"method must be a jaxdp.tta.Method or private\(...\) of one, got str"),
         ({"reset_every": 0}, ValueError, "reset_every must be at least 1 or None, got 0"),
         ({"predict": "now"}, ValueError, "predict must be 'before' or 'after', got 'now'"),
+        ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh, got int"),
+        ({"mesh": mesh_of(), "data_axes": ("rows",)}, ValueError, "data_axes must be a tuple of names of mesh axes"),
+        ({"mesh": mesh_of(5), "param_sharding": divided}, ValueError, "param_sharding gives 'embed' of shape .48, 6."),
+        ({"param_sharding": divided}, ValueError, "param_sharding needs mesh="),
         ({"adapted": lambda path, leaf: False}, ValueError, "adapted selects no parameter.*block_0/norm/bias"),
     ],
 )
