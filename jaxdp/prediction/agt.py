@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.data import Records
 from jaxdp.prediction.checks import check_queries, distances, one_of
@@ -31,6 +32,7 @@ from jaxdp.report import progress_bar
 from jaxdp.transforms.boxes import Interval, lower, slack, unchecked, upper, widen
 from jaxdp.transforms.interval_rules import certain_argmax
 from jaxdp.transforms.intervals import bound, stage
+from jaxdp.transforms.meshes import check_mesh, rounded_up
 
 # Halvings of the interval that contains the threshold of the largest entries (T6).
 _HALVINGS = 8
@@ -102,6 +104,8 @@ def train_with_bounds(
     lr_min: float = 0.0,
     trainable: Trainable | None = None,
     group: bool = False,
+    mesh: Mesh | None = None,
+    data_axes: Sequence[str] = ("data",),
 ) -> Bounds:
     """Trains with per-record clipped gradients and bounds the results of all data sets within distance k.
 
@@ -141,13 +145,16 @@ def train_with_bounds(
       group: Whether a row is an owner with all of its records: `patients.gather(np.arange(len(patients)))` of
         `jaxdp.data.by_group`. The loss of an owner is the mean of `loss_fn` over its records. Everything here that is
         said of a record then holds for an owner: `clip`, `batch_size` and ks count owners.
+      mesh: The devices that share the distances. Each holds all records. The bounds are those of one device up to
+        rounding, and rounded outward too. None is one device.
+      data_axes: The axes of the mesh along which the distances are divided.
 
     Returns:
       `Bounds`, computed for all ks at once (compiled once per loss function, shapes and settings).
 
     Raises:
       ValueError: An argument is out of range or cannot be certified. Raised before any computation.
-      TypeError: ks or order are not integers, or a trained leaf is not floating point.
+      TypeError: ks or order are not integers, a trained leaf is not floating point, or mesh is not a mesh.
 
     Formal guarantees:
       *Containment.* Let data' be within distance ks[i] of `data`. Let each added record be assigned to one batch per
@@ -194,11 +201,15 @@ def train_with_bounds(
         lr_min=lr_min,
         trainable=trainable,
     )
+    check_mesh(mesh, data_axes, None)
     if group:
         if not isinstance(data, Records):
             raise TypeError(f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}.")
         loss_fn = _MeanLoss(loss_fn)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
+    if mesh is not None:
+        plan = dataclasses.replace(plan, mesh=mesh, data_axes=tuple(data_axes))
+        arrays = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
     nominal, low, high = _train(loss_fn, plan, *arrays)
     frozen = plan.layout.split(params)[1]
     rows = [np.broadcast_to(np.asarray(leaf), (len(plan.ks), *np.shape(leaf))) for leaf in frozen]
@@ -346,8 +357,8 @@ def _replace_one(gradients: _Gradients, batch: _Batch, box: Box) -> Descent:
 
     def descent(k: jax.Array) -> Box:
         # (tau, sum of the excesses over it) at both ends of the search, where all entries or none exceed tau.
-        left = [(jnp.full_like(total[0], -charge), add_units(total, size - absent, charge)) for total in sums]
-        right = [(-tau, jax.tree.map(jnp.zeros_like, excess)) for tau, excess in left]
+        left = [(0 * total[0] - charge, add_units(total, size - absent, charge)) for total in sums]
+        right = [(-tau, jax.tree.map(lambda x: 0 * x, excess)) for tau, excess in left]
 
         def halve(_: Any, ends: Any) -> Any:
             taus = [(a + b) >> 1 for (a, _), (b, _) in zip(*ends, strict=True)]
@@ -521,8 +532,7 @@ def _step(
     """
     plan, (params, velocity, lines) = gradients.plan, state
     descent = functools.partial(_DESCENT[plan.threat], gradients, batch)
-    # A processor runs the lines in sequence, for its cache. An accelerator runs them in parallel.
-    each = lax.map if jax.default_backend() == "cpu" else lambda f, xs: jax.vmap(f)(xs)
+    each = functools.partial(_each, plan)
     grads = gradients.mean(params, batch)
     if lines is None:
         point, at_point = (params, params, velocity, velocity), descent((params, params))
@@ -537,6 +547,24 @@ def _step(
     if used is not None:
         lines = _share(plan, lines, used, rate)
     return _State(*_advance(plan, params, velocity, grads, rate), lines)
+
+
+def _each(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
+    """Returns `function` of every line. The devices of a mesh share the lines, the last of which pads them."""
+
+    def run(xs: Any) -> Line:
+        # A processor runs the lines in sequence, for its cache. An accelerator runs them in parallel.
+        lines: Line = lax.map(function, xs) if jax.default_backend() == "cpu" else jax.vmap(function)(xs)
+        return lines
+
+    if plan.mesh is None:
+        return run(xs)
+    count = len(jax.tree.leaves(xs)[0])
+    (size,) = rounded_up((count,), plan.mesh, plan.data_axes)
+    divided = PartitionSpec(plan.data_axes)
+    shared = jax.shard_map(run, mesh=plan.mesh, in_specs=divided, out_specs=divided, check_vma=False)
+    padded = jax.tree.map(lambda x: x[np.minimum(np.arange(size), count - 1)], xs)
+    return jax.tree.map(lambda x: x[:count], shared(padded))
 
 
 def _share(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:

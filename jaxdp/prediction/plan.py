@@ -9,6 +9,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
 from jaxdp.prediction.ensembles import partition_by_hash
@@ -107,6 +108,8 @@ class Plan:
     blocks: tuple[int, int, int]  # of a batch: outer blocks, fragments in each, records in a fragment
     groups: tuple[int, ...]  # lengths of runs of steps in which no record occurs twice, which share a budget
     shared_budget: bool
+    mesh: Mesh | None = None  # whose devices share the distances
+    data_axes: tuple[str, ...] = ()
 
 
 def make_plan(

@@ -799,6 +799,12 @@ BAD = {
         ValueError,
         "order",
     ),
+    "mesh": ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
+    "data_axes": (
+        {"mesh": jax.make_mesh((1,), ("data",)), "data_axes": ("rows",)},
+        ValueError,
+        "data_axes must be a tuple of names of mesh axes",
+    ),
     "not trainable": ({"trainable": lambda path, leaf: False}, ValueError, "trainable"),
 }
 
@@ -943,6 +949,43 @@ def test_one_program():
     with compilations() as seen:
         dataclasses.replace(case, momentum=0.0, ks=0).bounds(params, x, y, order)
     assert seen
+
+
+# --------------------------------------------------------------------------------------------------------- meshes
+
+
+def mesh_of(count):
+    return jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batches", "replace, batches"])
+def test_devices_share_the_distances_and_change_no_bound(name):
+    # Five distances and up to fifteen lines on three devices: the last device has padding.
+    problem, alone = solved(name, 0)
+    with compilations() as seen:
+        many = CASES[name].bounds(*problem, mesh=mesh_of(3))
+    assert seen
+    with compilations() as seen:
+        CASES[name].bounds(*CASES[name].problem(1), mesh=mesh_of(3))
+    assert not seen
+    for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    queries, _ = answers(name, 0)
+    np.testing.assert_array_equal(*(certify(bounds, logits, queries).distance for bounds in (many, alone)))
+
+
+def test_a_device_computes_its_lines_only(monkeypatch):
+    counts, lines = [], jax.lax.map
+
+    def counted(function, xs, **options):
+        counts.append(len(jax.tree.leaves(xs)[0]))
+        return lines(function, xs, **options)
+
+    monkeypatch.setattr(jax.lax, "map", counted)
+    case = dataclasses.replace(CASES["full"], ks=14, epochs=1)
+    case.bounds(*case.problem(), mesh=mesh_of(8))
+    assert 2 in counts and 15 not in counts
 
 
 # --------------------------------------------------------------------------------------------------------- models
