@@ -72,7 +72,8 @@ class Layout:
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{'params' if rule is None else 'param_sharding'} gives {path!r} of shape {leaf.shape} the spec "
-                    f"{spec}, which does not fit mesh={dict(mesh.shape)}: {' '.join(str(error).split())[:200]}"
+                    f"{spec}, which does not fit mesh={dict(mesh.shape)}. Give param_sharding a spec whose axes mesh "
+                    f"has and whose sizes divide the shape. JAX says: {' '.join(str(error).split())[:200].rstrip('.')}."
                 ) from error
             specs.append(spec)
         return cls(mesh, tuple(data_axes), tuple(specs))

@@ -1,5 +1,7 @@
 """Private training on a mesh of eight devices equals training on one."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.finetune import adp_clip, dp_sgd, fit
+from jaxdp.finetune import adp_alloc, adp_clip, dp_sgd, exponential_noise, fit, gep
 from jaxdp.privacy import Ledger
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
@@ -53,16 +55,42 @@ def trained(trainer, params, steps=2):
     return state
 
 
-@pytest.mark.parametrize("make", [dp_sgd, adp_clip])
-def test_a_mesh_gives_the_parameters_of_one_device_and_keeps_their_shardings(make):
-    one, many = (
-        trained(trainer_of(make), PARAMS),
-        trained(trainer_of(make, mesh=mesh_of(), param_sharding=rule), PARAMS),
-    )
+ANCHORS = {"x": RNG.normal(size=(12, 16)).astype(np.float32), "y": RNG.normal(size=12).astype(np.float32)}
+METHODS = {
+    "dp_sgd": (dp_sgd, {"ascent_radius": 0.1, "ema_decay": 0.9}),
+    "adp_alloc": (adp_alloc, {"schedule": exponential_noise(0.1)}),
+    "adp_clip": (adp_clip, {}),
+    "gep": (gep, {"residual_clip_norm": 1.0, "anchors": ANCHORS, "basis_size": 4, "groups": 1, "basis_every": 2}),
+}
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that grows with every program that XLA compiles, or loads from its cache."""
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(kwargs)
+
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_mesh_gives_the_parameters_of_one_device_keeps_their_shardings_and_compiles_once(name):
+    make, options = METHODS[name]
+    one = trained(trainer_of(make, **options), PARAMS, steps=3)
+    trainer = trainer_of(make, mesh=mesh_of(), param_sharding=rule, **options)
+    many = trained(trainer, PARAMS, steps=2)
+    with compilations() as compiled:
+        many, _ = trainer.step(many, SOURCE)
     for name, value in one.params.items():
         np.testing.assert_allclose(many.params[name], value, atol=1e-5)
     for kept in (many.params["w"], many.opt_state[0].mu["w"]):
         assert kept.sharding.spec == PartitionSpec("data")
+    assert not compiled
 
 
 def test_each_device_computes_its_part_of_a_batch():
@@ -100,6 +128,11 @@ def test_the_program_names_the_mesh():
     assert len(texts) == 2
 
 
+def on_another_mesh(params):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("model",))
+    return params | {"w": jax.device_put(params["w"], NamedSharding(mesh, PartitionSpec("model")))}
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -109,9 +142,14 @@ def test_the_program_names_the_mesh():
         ({"mesh": mesh_of(), "param_sharding": lambda path, leaf: PartitionSpec("model")}, "param_sharding gives 'v'"),
         ({"mesh": mesh_of(3), "param_sharding": rule}, "param_sharding gives 'w'"),
         ({"mesh": mesh_of(4)}, "params has 'v' on devices"),
+        ({"mesh": mesh_of()}, "params gives 'w' .* the spec .*'model',., which does not fit mesh="),
     ],
 )
-def test_arguments_that_do_not_fit_the_mesh(options, match):
-    elsewhere = jax.device_put(PARAMS, jax.devices()[7]) if "on devices" in match else PARAMS
-    with pytest.raises((TypeError, ValueError), match=match):
-        trainer_of(**options).init(elsewhere)
+def test_arguments_that_do_not_fit_the_mesh_cost_nothing(tmp_path, options, match):
+    moves = {"on devices": lambda tree: jax.device_put(tree, jax.devices()[7]), "'model',": on_another_mesh}
+    params = next((move(PARAMS) for text, move in moves.items() if text in match), PARAMS)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5)
+        with pytest.raises((TypeError, ValueError), match=match):
+            fit(trainer_of(**options), params, SOURCE, steps=1, account=ledger.account("d"), progress=False)
+        assert ledger.epsilon("d") == 0

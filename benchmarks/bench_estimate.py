@@ -1,0 +1,140 @@
+"""Estimates a private step of a transformer with a billion parameters on 256 accelerators, on paper.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=256 python -m benchmarks.bench_estimate
+
+Nothing is run. Models of the full width with one, two and three layers are compiled and divided for 256 devices that
+the processor pretends to be. All counts are linear in the number of layers: two models give the line, and the third
+checks it. Times are counts over the peak rates that the makers state, so no step is faster than these.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import bench_scale, hlo, timing
+from jaxdp import finetune
+from jaxdp.data import PoissonSampler
+from jaxdp.report import format_table
+from jaxdp.transforms.meshes import Layout
+
+DEVICES, LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH = 256, 19, 2048, 16, 32768, 1024
+EXAMPLES = {"physical": 256, "step": 4096, "records": 2**24}
+# Peak rates of a chip: FLOP/s of bfloat16 products, bytes/s of its memory, bytes/s that it sends to other chips.
+# Google Cloud, "TPU v5p": 459 TFLOPs, 2765 GBps, 4800 Gbps. NVIDIA, "H100 SXM" and "DGX H100": 989 TFLOPS, 3.35 TB/s,
+# and an adapter of 400 Gb/s for each of 8 GPUs. Half of the 4800 Gbps of a TPU is counted for one direction.
+CHIPS = {"TPU v5p": (459e12, 2.765e12, 300e9), "H100 SXM": (989e12, 3.35e12, 50e9)}
+
+
+class Transformer(nn.Module):
+    """A causal transformer whose input and output embeddings are one array."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embedding = nn.Embed(VOCABULARY, WIDTH)
+        places = self.param("places", nn.initializers.normal(0.02), (LENGTH, WIDTH))
+        x, mask = embedding(tokens) + places, nn.make_causal_mask(tokens)
+        for _ in range(self.layers):
+            x += nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
+            x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+        return embedding.attend(nn.LayerNorm()(x))
+
+
+def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count]]:
+    """Returns the number of parameters, and the work of one device in the programs of a step with `layers` layers."""
+    network, optimizer = Transformer(layers), optax.adam(1e-3)
+
+    def losses(params: Any, batch: jax.Array) -> jax.Array:
+        logits = network.apply(params, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(-1)
+
+    mesh, rule = bench_scale.mesh_of(DEVICES), bench_scale.divided(DEVICES)
+    trainer = finetune.dp_sgd(
+        lambda params, example: losses(params, example[None])[0],
+        optimizer,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        sampler=PoissonSampler(EXAMPLES["records"], EXAMPLES["step"] / EXAMPLES["records"]),
+        physical_batch_size=EXAMPLES["physical"],
+    )
+    params = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
+    layout = Layout.of(params, mesh, ("data",), rule)
+
+    def placed(tree: Any) -> Any:
+        lie = layout.shardings(tree, params, params)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
+
+    state = placed(jax.eval_shape(trainer.init, params))._replace(layout=layout)
+    sums = placed(jax.eval_shape(trainer.zeros, params, layout))
+    shape, rows = (EXAMPLES["physical"], LENGTH + 1), NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    mask = jax.ShapeDtypeStruct(shape[:1], jnp.bool_, sharding=rows)
+    part = jax.ShapeDtypeStruct((), jnp.uint32, sharding=layout.everywhere)
+
+    @jax.jit
+    def gradient(params: Any, sums: Any, batch: Any) -> Any:
+        whole = layout.whole().constrained(params, params, params)
+        grads = jax.grad(lambda params: losses(params, batch).sum())(whole)
+        grads = layout.whole().constrained(grads, params, params)
+        return layout.constrained(jax.tree.map(jnp.add, sums, grads), params, params)
+
+    @jax.jit
+    def update(params: Any, opt_state: Any, grads: Any) -> Any:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return layout.constrained((optax.apply_updates(params, updates), opt_state), params, params)
+
+    programs = {
+        "plain gradient": gradient.lower(state.params, sums, batch),
+        "plain update": update.lower(state.params, state.opt_state, sums),
+        "clipped sum": trainer.accumulate.lower(state, sums, batch, mask, part),
+        "noise and update": trainer.update.lower(state, sums),
+    }
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return size, {name: hlo.count(lowered.compile()) for name, lowered in programs.items()}
+
+
+def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
+    """Returns the count at a number of layers, on the line through one and two layers."""
+    return one.plus(two, layers - 1).plus(one, 1 - layers)
+
+
+def main() -> None:
+    flags = timing.arguments(__doc__, output=".bench/estimate.json").parse_args()
+    (few, one), (more, two), (_, three) = (counts_of(layers) for layers in (1, 2, 3))
+    size, passes = few + (LAYERS - 1) * (more - few), EXAMPLES["step"] // EXAMPLES["physical"]
+    full = {name: at(LAYERS, one[name], two[name]) for name in one}
+    line = {name: at(3, one[name], two[name]) for name in one}
+    parts = {"plain": ("plain gradient", "plain update"), "private": ("clipped sum", "noise and update")}
+    rows = []
+    for step, (gradient, update) in parts.items():
+        count = full[update].plus(full[gradient], passes)
+        row = {"step": step, "flops": count.flops, "memory_bytes": count.bytes, "sent_bytes": count.moved}
+        row |= {"collectives": count.messages, "kinds": count.collectives}
+        for chip, (flops, memory, network) in CHIPS.items():
+            row[f"{chip}, s"] = {"flops": count.flops / flops, "sent": count.moved / network}
+        rows.append(row)
+    print(format_table([{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows], digits=4))
+    off = {name: abs(line[name].flops / three[name].flops - 1) for name in one}
+    off_sent = {name: abs(line[name].moved / max(three[name].moved, 1) - 1) for name in one if three[name].moved > 1e6}
+    report = {
+        "parameters": size,
+        "devices": DEVICES,
+        "sizes": {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "length": LENGTH, **EXAMPLES},
+        "passes": passes,
+        "line_off": {"flops": off, "sent": off_sent},
+        "programs": {
+            name: {"flops": c.flops, "memory_bytes": c.bytes, "sent_bytes": c.moved, "kinds": c.collectives}
+            for name, c in full.items()
+        },
+        "steps": rows,
+    }
+    timing.write(timing.machine() | report, flags.output)
+
+
+if __name__ == "__main__":
+    main()
