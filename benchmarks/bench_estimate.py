@@ -45,8 +45,8 @@ class Transformer(nn.Module):
         return embedding.attend(nn.LayerNorm()(x))
 
 
-def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count]]:
-    """Returns the number of parameters, and the work of one device in the programs of a step with `layers` layers."""
+def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
+    """Returns the number of parameters, and for the programs of a step the work and the bytes of one device."""
     network, optimizer = Transformer(layers), optax.adam(1e-3)
 
     def losses(params: Any, batch: jax.Array) -> jax.Array:
@@ -69,7 +69,10 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count]]:
         lie = layout.shardings(tree, params, params)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
 
-    state = placed(jax.eval_shape(trainer.init, params))._replace(layout=layout)
+    small = trainer.init({"any": jnp.zeros(1)})._replace(
+        params=params, opt_state=jax.eval_shape(optimizer.init, params)
+    )
+    state = placed(small)._replace(layout=layout)
     sums = placed(jax.eval_shape(trainer.zeros, params, layout))
     shape, rows = (EXAMPLES["physical"], LENGTH + 1), NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
@@ -95,7 +98,9 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count]]:
         "noise and update": trainer.update.lower(state, sums),
     }
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return size, {name: hlo.count(lowered.compile()) for name, lowered in programs.items()}
+    compiled = {name: lowered.compile() for name, lowered in programs.items()}
+    held = {name: bench_scale.held_bytes(program) for name, program in compiled.items()}
+    return size, {name: hlo.count(program) for name, program in compiled.items()}, held
 
 
 def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
@@ -103,9 +108,31 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
     return one.plus(two, layers - 1).plus(one, 1 - layers)
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """Returns the estimate as tables of a page."""
+    lines = ["| one chip, one step | plain | private | private / plain |", "|---|---|---|---|"]
+    plain, private = report["steps"]
+    for label, key, unit in (
+        ("TFLOP", "flops", 1e12),
+        ("GB sent", "sent_bytes", 1e9),
+        ("collectives", "collectives", 1),
+        ("GB read and written, at most", "memory_bytes", 1e9),
+    ):
+        values = plain[key] / unit, private[key] / unit
+        lines.append(f"| {label} | {values[0]:,.4g} | {values[1]:,.4g} | {values[1] / values[0]:.3f} |")
+    for chip in CHIPS:
+        for label, key in (("compute", "flops"), ("send", "sent")):
+            a, b = plain[chip][key], private[chip][key]
+            lines.append(f"| s to {label} at the peak of {chip} | {a:.3g} | {b:.3g} | {b / a:.3f} |")
+    held = {name: row["held_bytes"] / 1e9 for name, row in report["programs"].items()}
+    plain_held, private_held = held["plain gradient"], held["clipped sum"]
+    lines.append(f"| GB held by XLA | {plain_held:.3g} | {private_held:.3g} | {private_held / plain_held:.3f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     flags = timing.arguments(__doc__, output=".bench/estimate.json").parse_args()
-    (few, one), (more, two), (_, three) = (counts_of(layers) for layers in (1, 2, 3))
+    (few, one, little), (more, two, much), (_, three, _) = (counts_of(layers) for layers in (1, 2, 3))
     size, passes = few + (LAYERS - 1) * (more - few), EXAMPLES["step"] // EXAMPLES["physical"]
     full = {name: at(LAYERS, one[name], two[name]) for name in one}
     line = {name: at(3, one[name], two[name]) for name in one}
@@ -116,7 +143,11 @@ def main() -> None:
         row = {"step": step, "flops": count.flops, "memory_bytes": count.bytes, "sent_bytes": count.moved}
         row |= {"collectives": count.messages, "kinds": count.collectives}
         for chip, (flops, memory, network) in CHIPS.items():
-            row[f"{chip}, s"] = {"flops": count.flops / flops, "sent": count.moved / network}
+            row[chip] = {
+                "flops": count.flops / flops,
+                "memory": count.bytes / memory,
+                "sent": count.moved / network,
+            }
         rows.append(row)
     print(format_table([{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows], digits=4))
     off = {name: abs(line[name].flops / three[name].flops - 1) for name in one}
@@ -128,12 +159,19 @@ def main() -> None:
         "passes": passes,
         "line_off": {"flops": off, "sent": off_sent},
         "programs": {
-            name: {"flops": c.flops, "memory_bytes": c.bytes, "sent_bytes": c.moved, "kinds": c.collectives}
+            name: {
+                "flops": c.flops,
+                "memory_bytes": c.bytes,
+                "sent_bytes": c.moved,
+                "held_bytes": little[name] + (LAYERS - 1) * (much[name] - little[name]),
+                "kinds": c.collectives,
+            }
             for name, c in full.items()
         },
         "steps": rows,
     }
     timing.write(timing.machine() | report, flags.output)
+    print(markdown(report))
 
 
 if __name__ == "__main__":

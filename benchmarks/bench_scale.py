@@ -128,11 +128,38 @@ def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
             }
 
 
+def held_bytes(compiled: Any) -> int:
+    """Returns the bytes of arguments, results and temporary arrays of a compiled program on one device."""
+    memory = compiled.memory_analysis()
+    total: int = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return total
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Returns the counts as a table of a page."""
+    found = {(row["network"], row["layout"], row["step"]): row for row in rows if row["devices"] == DEVICES}
+    lines = [
+        "| network | divided | collectives, plain | private | MB sent, plain | private | work, plain | private |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in found):
+        pair = [found[network, layout, step] for step in ("plain", "private")]
+        cells = [
+            *(f"{row['collectives']:.0f}" for row in pair),
+            *(f"{row['sent_bytes'] / 1e6:.3g}" for row in pair),
+            *(f"1/{1 / row['share']:.1f}" for row in pair),
+        ]
+        what = {"data": "batch", "fsdp": "batch and parameters"}[layout]
+        lines.append(f"| {network} | {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
     print(format_table([{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4))
     timing.write(timing.machine() | {"steps": rows}, flags.output)
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

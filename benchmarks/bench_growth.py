@@ -1,0 +1,245 @@
+"""Measures how time and memory of private training grow with batch, parameters, devices, steps and ledger rows.
+
+    python -m benchmarks.bench_growth --output benchmarks/results/growth_cpu.json --picture docs/design/growth.png
+
+Every point is a process of its own, because memory that one point used would count for the next. Time is processor
+time, the median of the rounds, because other programs may use the machine. "rss" is the most memory that the process
+held. "held" is what XLA allocates for the arguments, results and temporary arrays of the largest program.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import timing
+
+ROUNDS, DEVICES = 11, (1, 2, 4, 8)
+POINTS = {
+    "batch": (64, 128, 256, 512, 1024, 2048),
+    "parameters": (128, 256, 512, 1024, 2048),  # units in each of two hidden layers
+    "devices": DEVICES,
+    "steps": (50, 200, 800, 3200),
+    "ledger rows": (100, 300, 1000, 3000, 10000),
+}
+FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
+
+
+def timed(call: Callable[[], Any]) -> dict[str, float]:
+    """Returns processor and wall seconds of a call, the medians of the rounds after a first one."""
+    call()
+    wall, cpu = [], []
+    for _ in range(ROUNDS):
+        start, start_cpu = time.perf_counter(), time.process_time()
+        call()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - start_cpu)
+    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+
+
+def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
+    """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss of a batch."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    from benchmarks import bench_scale
+    from jaxdp import finetune
+    from jaxdp.data import PoissonSampler, from_arrays
+
+    rng = np.random.default_rng(0)
+    sizes = (FEATURES, units, units, CLASSES)
+    params = [jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32) for pair in itertools.pairwise(sizes)]
+    records = 8192
+    source = from_arrays(
+        x=rng.normal(size=(records, FEATURES)).astype(np.float32), y=rng.integers(CLASSES, size=records)
+    )
+
+    def mean_loss(params: Any, batch: Any) -> jax.Array:
+        h = jnp.tanh(jnp.tanh(batch["x"] @ params[0]) @ params[1]) @ params[2]
+        return optax.softmax_cross_entropy_with_integer_labels(h, batch["y"]).mean()
+
+    trainer = finetune.dp_sgd(
+        lambda params, example: mean_loss(params, jax.tree.map(lambda x: x[None], example)),
+        optax.sgd(0.1, momentum=0.9),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        sampler=PoissonSampler(records, batch / records),
+        physical_batch_size=batch,
+        mesh=bench_scale.mesh_of(devices) if devices > 1 else None,
+        param_sharding=bench_scale.divided(devices) if devices > 1 else None,
+    )
+    return trainer, params, source, mean_loss
+
+
+def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict[str, float]:
+    """Measures a step on one physical batch of `batch` examples, and the plain step."""
+    import jax
+    import numpy as np
+    import optax
+
+    from benchmarks import bench_scale, hlo
+
+    trainer, params, source, mean_loss = training(units, batch, devices)
+    state, rows = trainer.init(params), np.arange(batch)
+    programs = [function.lower(*args).compile() for function, args in trainer.programs(state, source).values()]
+
+    def private() -> None:
+        jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
+
+    found = timed(private)
+    counts = [hlo.count(program) for program in programs]
+    found |= {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "flops": sum(count.flops for count in counts),
+        "sent_bytes": sum(count.moved for count in counts),
+        "held_mb": max(map(bench_scale.held_bytes, programs)) / 1e6,
+    }
+    if devices == 1:
+        optimizer = trainer.optimizer
+
+        @jax.jit
+        def updated(params: Any, opt_state: Any, batch: Any) -> Any:
+            updates, opt_state = optimizer.update(jax.grad(mean_loss)(params, batch), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        opt_state = optimizer.init(params)
+        plain = timed(lambda: jax.block_until_ready(updated(params, opt_state, jax.device_put(source.gather(rows)))))
+        found["plain_cpu_s"] = plain["cpu_s"]
+    return found
+
+
+def steps_point(steps: int) -> dict[str, float]:
+    """Measures a whole run of `steps` steps with a ledger and checkpoints, without its first step."""
+    from jaxdp import finetune
+    from jaxdp.privacy import Ledger
+
+    trainer, params, source, _ = training(128, 128, 1)
+    with tempfile.TemporaryDirectory() as folder, Ledger(pathlib.Path(folder) / "ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
+        options = {"account": ledger.account("data"), "checkpoint_every": 50, "progress": False}
+        finetune.fit(trainer, params, source, steps=1, workdir=pathlib.Path(folder) / "first", **options)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        finetune.fit(trainer, params, source, steps=steps, workdir=pathlib.Path(folder) / "run", **options)
+        return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
+
+
+def ledger_point(rows: int) -> dict[str, float]:
+    """Measures opening a ledger of `rows` spends, a question about epsilon, and one more spend."""
+    from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
+
+    event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "ledger.sqlite"
+        with Ledger(path) as ledger:
+            ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
+            for _ in range(rows):
+                with ledger.spend("data", event):
+                    pass
+
+        def one_more() -> None:
+            with Ledger(path) as ledger:
+                ledger.epsilon("data")
+                with ledger.spend("data", event):
+                    pass
+
+        return timed(one_more) | {"file_mb": path.stat().st_size / 1e6}
+
+
+MEASURES: dict[str, Callable[[int], dict[str, float]]] = {
+    "batch": lambda value: step_point(batch=value),
+    "parameters": lambda value: step_point(units=value),
+    "devices": lambda value: step_point(devices=value),
+    "steps": steps_point,
+    "ledger rows": ledger_point,
+}
+
+
+def measured(axis: str, value: int) -> dict[str, float]:
+    """Measures a point in a process of its own."""
+    flags = f"--xla_force_host_platform_device_count={value}" if axis == "devices" else ""
+    command = [sys.executable, "-m", "benchmarks.bench_growth", "--point", axis, str(value)]
+    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def draw(report: dict[str, Any], path: str) -> None:
+    """Draws time and memory of each axis, and work and bytes of a device."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = Figure(figsize=(17, 6.4), layout="constrained")
+    times, memories = figure.subplots(2, len(POINTS))
+    names = {
+        "batch": "examples in a physical batch",
+        "parameters": "parameters",
+        "devices": "virtual devices on two cores",
+        "steps": "steps of a run, a checkpoint every 50",
+        "ledger rows": "rows of the ledger",
+    }
+    for axis, above, below in zip(POINTS, times, memories, strict=True):
+        points = report["axes"][axis]
+        x = [point.get("parameters", point["value"]) if axis == "parameters" else point["value"] for point in points]
+
+        def line(axes: Any, key: str, label: str, scale: float = 1.0, x: Any = x, points: Any = points) -> None:
+            axes.plot(x, [point[key] * scale for point in points], marker="o", markersize=4, label=label)
+
+        line(above, "cpu_s", "private", 1e3)
+        if all("plain_cpu_s" in point for point in points):
+            line(above, "plain_cpu_s", "plain", 1e3)
+        if axis == "devices":
+            line(above, "flops", "MFLOP of one device", 1e-6)
+        above.set_title({"steps": "ms of a run", "ledger rows": "ms to open, ask and spend"}.get(axis, "ms of a step"))
+        line(below, "rss_mb", "resident memory of the process")
+        if "held_mb" in points[0]:
+            line(below, "held_mb", "of XLA, for one device")
+        if "file_mb" in points[0]:
+            line(below, "file_mb", "file of the ledger")
+        below.set_title("MB")
+        for axes in (above, below):
+            axes.set_xscale("log")
+            axes.set_xticks(x, [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x])
+            axes.minorticks_off()
+            values = [value for drawn in axes.lines for value in drawn.get_ydata()]
+            if max(values) > 5 * min(values):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_minor_locator(NullLocator())
+            else:
+                axes.set_ylim(0, 1.3 * max(values))
+            axes.yaxis.set_major_formatter("{x:,g}")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+        below.set_xlabel(names[axis])
+    figure.suptitle("Processor time and memory, medians of processes of their own")
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, output=".bench/growth.json")
+    parser.add_argument("--picture", default=".bench/growth.png")
+    parser.add_argument("--point", nargs=2, help="an axis and a value: measure this point here")
+    flags = parser.parse_args()
+    if flags.point:
+        found = MEASURES[flags.point[0]](int(flags.point[1]))
+        # Linux counts in units of 1024 bytes.
+        print(json.dumps(found | {"rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6}))
+        return
+    axes = {axis: [{"value": value} | measured(axis, value) for value in values] for axis, values in POINTS.items()}
+    report = timing.machine() | {"rounds": ROUNDS, "axes": axes}
+    timing.write(report, flags.output)
+    draw(report, flags.picture)
+
+
+if __name__ == "__main__":
+    main()
