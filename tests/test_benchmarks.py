@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import run
+from benchmarks import bench_estimate, bench_scale, run
 
 
 def gated(*arguments):
@@ -46,3 +46,10 @@ def test_every_benchmark_of_a_suite_has_rows_in_the_table(suite):
 def test_the_page_of_speed_has_the_table():
     page = (run.ROOT / "docs" / "results" / "speed.md").read_text()
     assert run.markdown(run.table("cpu")) in page
+
+
+def test_the_page_of_scale_has_the_tables():
+    page = (run.ROOT / "docs" / "design" / "scale.md").read_text()
+    counts, estimate = (json.loads((run.RESULTS / f"scale_{name}.json").read_text()) for name in ("cpu", "estimate"))
+    assert bench_scale.markdown(counts["steps"]) in page
+    assert bench_estimate.markdown(estimate) in page

@@ -341,8 +341,9 @@ def _step(
         return _advanced(program, size, constants, state, images, mask, key)
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
         like = constants[:2]
-        given = layout.whole().constrained((constants, state), *like)  # Each device computes with whole parameters.
-        state, logits = _advanced(program, size, *given, images, mask, key)
+        # Each device computes with whole parameters.
+        constants, state = layout.whole().constrained((constants, state), *like)
+        state, logits = _advanced(program, size, constants, state, images, mask, key)
         return layout.constrained(state, *like), logits[:size]
 
 
