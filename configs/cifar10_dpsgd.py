@@ -55,6 +55,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "epsilon": 1.0,
                 "delta": 1e-5,
                 "batch_size": 4096,
+                "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 875,
                 "clip_norm": 1.0,

@@ -42,6 +42,7 @@ def get_config() -> ConfigDict:
                 "epsilon": 4.0,
                 "delta": 1e-5,
                 "batch_size": 192,  # expected size of a Poisson-sampled batch
+                "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 240,
                 "steps": 100,
                 "clip_norm": 1.0,

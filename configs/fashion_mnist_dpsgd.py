@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
                 "epsilon": 3.0,
                 "delta": 1e-5,
                 "batch_size": 1024,
+                "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 600,
                 "clip_norm": 1.0,

@@ -162,10 +162,10 @@ def _estimated(item: Item) -> tuple[Rows, float]:
         if (needs := compiled.memory_analysis()) is not None:
             total = needs.temp_size_in_bytes + needs.argument_size_in_bytes + needs.output_size_in_bytes
             memory = max(memory, total - needs.alias_size_in_bytes)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else x, arguments)
-        jax.block_until_ready(compiled(*zeros))
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*zeros))
+        # The first run warms up. A program may write over its arguments.
+        for zeros in (_zeros(arguments), _zeros(arguments)):
+            started = time.perf_counter()
+            jax.block_until_ready(compiled(*zeros))
         running += calls * (time.perf_counter() - started)
     rows = [
         ("memory (estimate)", f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program"),
@@ -173,6 +173,10 @@ def _estimated(item: Item) -> tuple[Rows, float]:
         ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}"),
     ]
     return rows, compiling + item.runs * running
+
+
+def _zeros(arguments: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x), arguments)
 
 
 def _duration(seconds: float) -> str:

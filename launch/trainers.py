@@ -37,6 +37,7 @@ def make(
         method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, steps
+        truncated_batch_size         the largest batch, with its own event; 0 or no field truncates none
         physical_batch_size          the number of examples per compiled call; 0 lets the library choose
         clip_norm
         learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
@@ -60,7 +61,8 @@ def make(
             f"config.{part}.batch_size must be at most {len(private)}, the number of private examples, got "
             f"{config.batch_size}."
         )
-    sampler = PoissonSampler(len(private), config.batch_size / len(private))
+    share, most = config.batch_size / len(private), config.get("truncated_batch_size") or None
+    sampler = PoissonSampler(len(private), share, truncated_batch_size=most)
     if config.method == "adp_alloc":
         frame.known(f"{part}.method_options.adp_alloc.schedule.kind", [options["schedule"].kind], finetune.SCHEDULES)
         kind = options["schedule"].kind

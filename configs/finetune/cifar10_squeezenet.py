@@ -61,6 +61,7 @@ def get_config(size: str = "small") -> ConfigDict:
                 "epsilon": 1.0,
                 "delta": 1e-5,
                 "batch_size": records,  # all images in every step: the least noise for the same epsilon
+                "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
                 "steps": 30,
                 "clip_norm": 0.15,

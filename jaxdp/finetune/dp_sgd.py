@@ -73,11 +73,12 @@ def dp_sgd(
       adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and the `method` of
         `jaxdp.privacy.calibrate_noise`. The relation must be that of the account.
       sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor. Its own seed is not
-        used: every run draws its batches from its own secret (`PrivateTrainer.drawn`).
+        used: every run draws its batches from its own secret (`PrivateTrainer.drawn`). With `truncated_batch_size`, the
+        event is that of truncated Poisson sampling, which needs more noise and has no rule in RDP.
       physical_batch_size: The number of examples per compiled call. A sampled batch of any size is cut into such calls
-        and the last is padded. Nothing is truncated. None, the default, chooses up to three sizes that suit sampler and
-        memory (`PrivateTrainer.physical`). Padding then costs about 3 % or less, and up to three programs compile. Give
-        a number if memory is short, or to compile once.
+        and the last is padded. No example is left out. None, the default, chooses up to three sizes that suit sampler
+        and memory (`PrivateTrainer.physical`). Padding then costs about 3 % or less, and up to three programs compile.
+        Give a number if memory is short, or to compile once.
       augment: `augment(key, example) -> example`, jittable, for one example. None, the default, is no augmentation.
       augmult: K >= 1 (default 1), the augmented views per example (De et al. 2022). Their mean gradient is clipped.
       ema_decay: The decay of a moving average of the parameters in `state.ema`. None, the default, keeps no average.
@@ -89,7 +90,8 @@ def dp_sgd(
         `physical_batch_size` counts users. The default is False.
       unit: What one example of the source is, in the words of the ledger. `fit` refuses an account with another unit.
         The default is "example". Without `group`, "patient" says that every patient has one record.
-      mesh: The `jax.sharding.Mesh` of devices of this process that share the work. Its axes are Auto in the state.
+      mesh: The `jax.sharding.Mesh` of devices that share the work, of this process or of all. Its axes are Auto in the
+        state. All processes of `jax.distributed` make the same calls, and each reads its own rows of a batch.
         None, the default, uses one device. Results are those of one device up to rounding, and the noise has the same
         bits. For `fit` another mesh is another program: an interrupted chunk is charged again.
       data_axes: The mesh axes along which batches are divided, ("data",) by default. Physical batches are rounded up

@@ -15,7 +15,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -23,7 +23,7 @@ from jaxdp.data import Source, check_source
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import Account
 from jaxdp.privacy.cautions import warn_if_weak
-from jaxdp.release import Checkpoints, Release, Till, stream
+from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 
@@ -37,7 +37,7 @@ def fit(
     source: Source,
     *,
     steps: int,
-    account: Account,
+    account: Account | None,
     workdir: str | os.PathLike[str] | None = None,
     checkpoint_every: int = 100,
     evaluate: Callable[[Any], dict[str, float]] | None = None,
@@ -58,18 +58,22 @@ def fit(
         several records, with a trainer of group=True. All other pairs are refused.
       steps: The total number of steps.
       account: The account that is charged, `ledger.account(name)` of the data set, registered with the trainer's unit.
+        Where the mesh has several processes, only process 0 gives one, and the others give None.
       workdir: The directory of the run, for checkpoints, metrics, notes of charges and the secret seed of an unfinished
-        chunk. None keeps nothing and cannot resume.
+        chunk. None keeps nothing and cannot resume. Several processes share it.
       checkpoint_every: The number of steps per chunk.
       evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is one. It must read
         public or held-out data only. For private data see `charged_accuracy`. After a crash it is called again for the
-        steps that are repeated.
+        steps that are repeated. Every process of the mesh calls it, and process 0 writes the numbers.
       evaluate_every: The number of steps between calls of `evaluate`, which also runs after the last step. The default
         is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every step, once its row is
-        written. `metrics` are the numbers of the row, `params` those for `evaluate`. They are released values, so what
-        a callback does with them is post-processing. A callback that raises stops the run. A later call with the same
-        workdir repeats the unfinished chunk at no charge, and calls the callbacks again for its steps.
+        written. Later steps write over the arrays of params: a callback or `evaluate` copies what it keeps
+        (`jax.device_get`). Where the mesh has several processes, process 0 alone calls them, and one that raises stops
+        the run at the end of the chunk. `metrics` are the numbers of the row, `params` those for `evaluate`. They are
+        released values, so what a callback does with them is post-processing. A callback that raises stops the run. A
+        later call with the same workdir repeats the unfinished chunk at no charge, and calls the callbacks again for
+        its steps.
       delta: The delta of the epsilon in the metrics. The default is the delta of the registered budget.
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to reproduce a test.
       progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
@@ -83,6 +87,7 @@ def fit(
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
         groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
         another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
+        Processes of the mesh differ in config, program, data or versions, or share no workdir.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed on private data. On
@@ -91,71 +96,115 @@ def fit(
       chunk is charged again. No secret is left when the call returns, or when it fails between two chunks. The times
       in the metrics are not protected: the time of a step tells about the size of its sampled batch.
     """
-    check_source(source)
-    trainer.check(source)
+    hosts, pays = Hosts(trainer.mesh), cast(Account, account)  # only process 0 has an account
+
+    def check() -> None:
+        check_source(source)
+        trainer.check(source)
+        if checkpoint_every < 1 or steps < 0:
+            raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
+        if evaluate_every is not None and evaluate_every < 1:
+            raise ValueError(
+                f"evaluate_every must be at least 1, got {evaluate_every}. None evaluates after every chunk."
+            )
+        if hosts.leads:
+            _check_account(trainer, account, delta)
+
+    hosts.each(check)
+    with (
+        hosts.explained(),
+        Till(workdir, seed=seed, hosts=hosts) as till,
+        contextlib.closing(_Files(till.workdir, hosts)) as files,
+    ):
+        state, first = files.restore(trainer.init(params))
+        state = trainer.placed(state)
+        texts: list[str] = []  # All chunks share one program.
+        shown: dict[str, float] = {}
+
+        def programs(start: TrainState) -> list[str]:
+            if not texts:
+                texts.append(trainer.lowered_text(start, source))
+            return texts
+
+        def chunk(pays: Account, start: TrainState, first: int) -> Release[TrainState]:
+            last = min(first + checkpoint_every, steps)
+            return Release(
+                label=f"training, steps {first}..{last - 1}",
+                charges=[(pays, trainer.event(first, last))],
+                facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
+                programs=lambda: programs(start),
+                deterministic=True,  # The trainer compiles its steps with `repeatable`.
+                compute=lambda secret: _run(trainer, start, source, secret, last - first, finished),
+                keep=files.save,
+            )
+
+        def shared() -> dict[str, str]:
+            config = [steps, checkpoint_every, evaluate_every, repr(trainer.sampler), str(trainer.event(0, steps))]
+            return {
+                "config": repr([*config, workdir is None, seed is None]),
+                "data": source.fingerprint,
+                "program": digest([programs(state), trainer.query.public]),
+            }
+
+        def settle() -> None:
+            if first > steps:
+                raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}. Use a new workdir.")
+            till.settle([pays])
+
+        hosts.agree(shared)
+        hosts.first(settle)
+        with (
+            progress_bar(
+                total=steps, initial=first, label="training", unit="step", show=progress and hosts.leads
+            ) as bar,
+            contextlib.ExitStack() as room,
+        ):
+
+            def finished(state: TrainState, row: dict[str, float], last: bool) -> None:
+                ended, step = time.time(), int(state.step)
+                params = state.params if state.ema is None else state.ema
+                due = last if evaluate_every is None else step % evaluate_every == 0 or step == steps
+                found = evaluate(params) if evaluate is not None and due else {}
+
+                def write() -> None:
+                    if last:
+                        row["epsilon"] = pays.epsilon(delta=delta)
+                    row.update(found)
+                    files.write(step, ended, row)
+                    for callback in callbacks:
+                        callback(step, row, params)
+                    shown.update(row)
+                    bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
+                    bar.update()
+
+                (hosts.first if last else hosts.later)(write)
+
+            def hold() -> None:
+                nonlocal pays
+                # An interrupted chunk has been charged and needs no room.
+                after = min(first + checkpoint_every, steps) if first < steps and pays.paid(token) else first
+                held = pays.hold(trainer.event(after, steps), key=till.name, seconds=_HELD_SECONDS)
+                pays = room.enter_context(held).account(pays)
+
+            token = till.token(chunk(pays, state, first)) if first < steps else ""
+            hosts.first(hold)
+            if first < steps:
+                hosts.each(lambda: trainer.compile(state, source))
+            for start in range(first, steps, checkpoint_every):
+                state = till.release(chunk(pays, state, start))
+    return state
+
+
+def _check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
+    if account is None:
+        raise TypeError("account must be an account of a ledger in process 0, got None. Use ledger.account(name).")
     _check_unit(trainer, account)
-    if checkpoint_every < 1 or steps < 0:
-        raise ValueError(f"checkpoint_every must be >= 1 and steps >= 0, got {checkpoint_every} and {steps}.")
-    if evaluate_every is not None and evaluate_every < 1:
-        raise ValueError(f"evaluate_every must be at least 1, got {evaluate_every}. None evaluates after every chunk.")
     warn_if_weak(
         delta=account.delta if delta is None else delta,
         records=trainer.sampler.num_examples,
         sampling_probability=trainer.sampler.sampling_probability,
     )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
-    with Till(workdir, seed=seed) as till, contextlib.closing(_Files(till.workdir)) as files:
-        state, first = files.restore(trainer.init(params))
-        state = trainer.placed(state)
-        if first > steps:
-            raise ValueError(f"workdir holds a run of {first} steps, more than steps={steps}. Use a new workdir.")
-        till.settle([account])
-        texts: list[str] = []  # All chunks share one program.
-        shown: dict[str, float] = {}
-        with progress_bar(total=steps, initial=first, label="training", unit="step", show=progress) as bar:
-
-            def finished(state: TrainState, row: dict[str, float], last: bool) -> None:
-                ended, step = time.time(), int(state.step)
-                params = state.params if state.ema is None else state.ema
-                if last:
-                    row["epsilon"] = account.epsilon(delta=delta)
-                due = last if evaluate_every is None else step % evaluate_every == 0 or step == steps
-                if evaluate is not None and due:
-                    row |= evaluate(params)
-                files.write(step, ended, row)
-                for callback in callbacks:
-                    callback(step, row, params)
-                shown.update(row)
-                bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
-                bar.update()
-
-            def programs(start: TrainState) -> list[str]:
-                if not texts:
-                    texts.append(trainer.lowered_text(start, source))
-                return texts
-
-            def chunk(pays: Account, start: TrainState, first: int) -> Release[TrainState]:
-                last = min(first + checkpoint_every, steps)
-                return Release(
-                    label=f"training, steps {first}..{last - 1}",
-                    charges=[(pays, trainer.event(first, last))],
-                    facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
-                    programs=lambda: programs(start),
-                    deterministic=True,  # The trainer compiles its steps with `repeatable`.
-                    compute=lambda secret: _run(trainer, start, source, secret, last - first, finished),
-                    keep=files.save,
-                )
-
-            # An interrupted chunk has been charged and needs no room.
-            paid = first < steps and account.paid(till.token(chunk(account, state, first)))
-            rest = trainer.event(min(first + checkpoint_every, steps) if paid else first, steps)
-            with account.hold(rest, key=till.name, seconds=_HELD_SECONDS) as hold:
-                held = hold.account(account)
-                if first < steps:
-                    trainer.compile(state, source)
-                for start in range(first, steps, checkpoint_every):
-                    state = till.release(chunk(held, state, start))
-    return state
 
 
 def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
@@ -184,45 +233,54 @@ def _run(
             key=stream(secret, "augmentation", impl="threefry2x32"),
         )
     )
-    done: tuple[TrainState, Any] | None = None
+    row: dict[str, jax.Array] = {}
+
+    def meanwhile() -> None:
+        """Writes the row of the step before. What it is given to do may move arrays as it likes."""
+        with jax.transfer_guard("allow"):
+            if row:
+                finished(state, _fetched(row), False)
+
     with trainer.batches(state, source, steps) as batches:
         for batch in batches:
-            state, row = trainer.step(state, source, batch)
-            if done is not None:  # The device computes this step while the row of the step before is written.
-                finished(*_fetched(*done), False)
-            done = state, row
-    if done is not None:
-        finished(*_fetched(*done), True)
+            with jax.transfer_guard("disallow"):
+                state, row = trainer.step(state, source, batch, meanwhile)
+    if row:
+        finished(state, _fetched(row), True)
     return state
 
 
-def _fetched(state: TrainState, row: dict[str, jax.Array]) -> tuple[TrainState, dict[str, float]]:
-    return state, {name: float(value) for name, value in jax.device_get(row).items()}
+def _fetched(row: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(row).items()}
 
 
 class _Files:
     """The checkpoints and metrics of a run in its workdir."""
 
-    def __init__(self, workdir: pathlib.Path | None):
+    def __init__(self, workdir: pathlib.Path | None, hosts: Hosts):
         self._checkpoints: Checkpoints | None = None
+        self._hosts = hosts
         self._opened = contextlib.ExitStack()
         if workdir is None:
             return
         with self._opened as opened:  # closes open files if the rest fails
-            self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
-            self._checkpoints = opened.enter_context(contextlib.closing(Checkpoints(workdir, keep=2)))
+            hosts.first(lambda: self._open_metrics(workdir, opened))
+            self._checkpoints = opened.enter_context(contextlib.closing(Checkpoints(workdir, keep=2, hosts=hosts)))
             self._opened = opened.pop_all()
+
+    def _open_metrics(self, workdir: pathlib.Path, opened: contextlib.ExitStack) -> None:
+        self._metrics = opened.enter_context(MetricsWriter(workdir / "metrics.jsonl"))
 
     def close(self) -> None:
         """Closes the files."""
         self._opened.close()
 
     def restore(self, state: TrainState) -> tuple[TrainState, int]:
-        """Returns the newest checkpoint on the host, or `state`, and the number of finished steps."""
+        """Returns the newest checkpoint, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
         saved, step = self._checkpoints.restore(_resumable(state))
-        self._metrics.truncate_after(step)  # The run repeats these steps.
+        self._hosts.first(lambda: self._metrics.truncate_after(step))  # The run repeats these steps.
         return state._replace(**saved) if step else state, step
 
     def write(self, step: int, ended: float, row: dict[str, float]) -> None:

@@ -31,10 +31,10 @@ from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibra
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.cautions import warn_if_weak
 from jaxdp.privacy.events import compose
-from jaxdp.release import derive, new_seed, stream
+from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import ClippedGrad, Engine, check_params, clipped_grad, paths_of
-from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, rounded_up
+from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices, put, rounded_up
 from jaxdp.transforms.noise import Privatizer, PrivatizeState, privatize
 from jaxdp.transforms.walker import forward_bytes
 
@@ -134,8 +134,9 @@ class PrivateTrainer:
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
     zeros: Any = dataclasses.field(init=False)  # compiled `_zeros`, `_accumulate` and `_update`
-    accumulate: Any = dataclasses.field(init=False)
+    accumulate: Any = dataclasses.field(init=False)  # writes into the buffers of its sums
     update: Any = dataclasses.field(init=False)
+    update_in_place: Any = dataclasses.field(init=False)  # of `apart(state)`, writes into the buffers of the large part
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -149,17 +150,20 @@ class PrivateTrainer:
             )
         if self.group and self.unit == "example":
             raise ValueError("unit must name what group=True protects, for example unit='patient', got 'example'.")
-        check_mesh(self.mesh, self.data_axes, self.param_sharding)
+        check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
         object.__setattr__(self, "zeros", repeatable(self._zeros))
-        object.__setattr__(self, "accumulate", repeatable(self._accumulate))
+        object.__setattr__(self, "accumulate", repeatable(self._accumulate, donate=(1,)))
         object.__setattr__(self, "update", repeatable(self._update))
+        object.__setattr__(self, "update_in_place", repeatable(self._update_in_place, donate=(0,)))
 
     def init(self, params: Any) -> TrainState:
         """Returns the state before the first step, with noise and augmentation keys from OS entropy.
 
+        All processes of the mesh call it. They share the keys of process 0.
+
         Raises:
           TypeError: A leaf of params is not an array.
-          ValueError: params do not suit the method's query or the mesh.
+          ValueError: params do not suit the method's query or the mesh, or processes have different params.
         """
         check_params(params)
         for path, leaf in paths_of(params):
@@ -170,12 +174,13 @@ class PrivateTrainer:
                     "static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in loss_fn."
                 )
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), params)  # weak types retrace
-        layout = None
+        layout, hosts = None, Hosts(self.mesh)
+        hosts.agree(lambda: {"params": digest([x for x in jax.tree.leaves(params) if x.is_fully_addressable])})
+        seed = bytes.fromhex(hosts.first(lambda: new_seed().hex()))
         if self.mesh is not None:
             layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
             params = jax.device_put(params, layout.shardings(params, params, params))
         moving = moving_params(self.query.gradient, params)
-        key = stream(new_seed(), "augmentation", impl="threefry2x32")
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -183,15 +188,18 @@ class PrivateTrainer:
             ema=jax.tree.map(_wide, params) if self.ema_decay is not None else None,
             carried=self.query.init(params),
             released=jax.tree.map(jnp.zeros_like, moving) if self.ascent_radius else None,
-            noise=self.privatizer.init(moving),
-            key=key,
+            noise=PrivatizeState(stream(seed, "gradient noise"), jnp.zeros((), jnp.int32)),
+            key=stream(seed, "augmentation", impl="threefry2x32"),
             layout=layout,
         )
-        return self.placed(state)
+        return self.placed(state, copy=True)
 
-    def placed(self, state: TrainState) -> TrainState:
-        """Returns a state whose arrays, or NumPy arrays, all lie as its layout says."""
-        return jax.device_put(state, self._shardings(state.params, state.layout, state))
+    def placed(self, state: TrainState, *, copy: bool = False) -> TrainState:
+        """Returns a state whose arrays, or NumPy arrays, all lie as its layout says.
+
+        With `copy`, no array shares memory with another, so that `fit` may write into all of them.
+        """
+        return put(state, self._shardings(state.params, state.layout, state), copy=copy)
 
     def _shardings(self, params: Any, layout: Layout | None, tree: Any) -> Any:
         """Returns the shardings of a pytree that has parts like the parameters, or None without a layout."""
@@ -230,24 +238,34 @@ class PrivateTrainer:
         return dataclasses.replace(self.sampler, seed=derive(key, "jaxdp sampling")).batch(step)
 
     def step(
-        self, state: TrainState, source: Source, batch: list[Any] | None = None
+        self,
+        state: TrainState,
+        source: Source,
+        batch: list[Any] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes one step on a batch of `source`.
 
-        The metrics are functions of the released values and cost nothing beyond the step's event.
+        The metrics are functions of the released values and cost nothing beyond the step's event. Every process of the
+        mesh takes the step, and reads its own part of the batch.
 
         Args:
-          state: The state, whose buffers stay valid.
+          state: The state, whose buffers stay valid without `meanwhile`.
           source: The private examples.
           batch: The batch of this step from `batches`. None, the default, draws and reads it now.
+          meanwhile: A function that is called while the device computes the sum of the batch. The step then writes the
+            new state into the buffers of `state`. Its arrays are deleted, and JAX raises if they are used again.
 
         Raises:
           TypeError, ValueError: As in `check`.
         """
         self.check(source)
         state = self.refreshed(state)
-        parts = self.load(state, source, self.drawn(state)) if batch is None else batch
-        return self.update(state, self._sums(state, parts))
+        sums = self.total(state, self.load(state, source, self.drawn(state)) if batch is None else batch)
+        if meanwhile is None:
+            return self.update(state, sums)
+        meanwhile()
+        return self.update_in_place(*apart(state), sums)
 
     @contextlib.contextmanager
     def batches(self, state: TrainState, source: Source, steps: int) -> Iterator[Iterator[list[Any]]]:
@@ -289,7 +307,7 @@ class PrivateTrainer:
             return PhysicalSizes(rounded_up((self.physical_batch_size,), self.mesh, self.data_axes))
         known = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))  # `load` asks in every step
         if known not in self._sizes:
-            memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
+            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 4 * _MEMORY) / 4
             largest = int(memory / max(1, self._row_bytes(state, source)))
             largest = max(1, largest) * data_devices(self.mesh, self.data_axes)
             chosen = PhysicalSizes.choose(self.sampler, largest=largest)
@@ -309,20 +327,23 @@ class PrivateTrainer:
         return 2 * views * forward + held * moving
 
     def load(self, state: TrainState, source: Source, rows: np.ndarray) -> list[Any]:
-        """Reads the examples at `rows`, [B >= 0] indices into `source`, and cuts them into physical batches."""
+        """Cuts `rows`, [B >= 0] indices into `source`, into physical batches, and reads what this process needs."""
         parts = enumerate(self.physical(state, source).cut(rows))
-        return [self._put(state, source.gather(rows), mask, part) for part, (rows, mask) in parts]
+        return [self._put(state, source, *rows_and_mask, part) for part, rows_and_mask in parts]
 
-    def _put(self, state: TrainState, examples: Any, mask: np.ndarray, part: int) -> Any:
-        layout = state.layout
-        where = None if layout is None else (layout.rows, layout.rows, layout.everywhere)
-        return jax.device_put((examples, mask, np.uint32(part)), where)
+    def _put(self, state: TrainState, source: Source, rows: np.ndarray, mask: np.ndarray, part: int) -> Any:
+        if (layout := state.layout) is None:
+            return jax.device_put((source.gather(rows), mask, np.uint32(part)))
+        own, number = layout.own_rows(len(rows)), np.uint32(part)
+        batch, mask = layout.batch((source.gather(rows[own]), mask[own]), len(rows))
+        return batch, mask, jax.make_array_from_process_local_data(layout.everywhere, number, ())
 
     def sums(self, state: TrainState, source: Source, rows: np.ndarray) -> Any:
         """Sums the contributions of the examples at `rows`, [B >= 0] indices into `source`. Private, without noise."""
-        return self._sums(state, self.load(state, source, rows))
+        return self.total(state, self.load(state, source, rows))
 
-    def _sums(self, state: TrainState, parts: list[Any]) -> Any:
+    def total(self, state: TrainState, parts: list[Any]) -> Any:
+        """Sums the contributions of the examples of a batch from `batches` or `load`. Private, without noise."""
         sums = self.zeros(state.params, state.layout)
         for part in parts:
             sums = self.accumulate(state, sums, *part)
@@ -355,9 +376,9 @@ class PrivateTrainer:
             found["refresh"] = (jax.jit(self.query.refresh), args)
             state = state._replace(carried=jax.eval_shape(self.query.refresh, *args))
         for size in self.physical(state, source).sizes:
-            batch = self._put(state, source.gather(np.zeros(size, np.int64)), np.zeros(size, bool), 0)
+            batch = self._put(state, source, np.zeros(size, np.int64), np.zeros(size, bool), 0)
             found[f"accumulate {size}"] = (self.accumulate, (state, sums, *batch))
-        return found | {"update": (self.update, (state, sums))}
+        return found | {"update": (self.update_in_place, (*apart(state), sums))}
 
     def _shapes(self, state: TrainState, tree: Any) -> Any:
         """Returns shapes with the shardings that the steps give them."""
@@ -367,7 +388,7 @@ class PrivateTrainer:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie)
 
     def compile(self, state: TrainState, source: Source) -> None:
-        """Compiles the programs of a step side by side. Without it `step` compiles each when it first needs it."""
+        """Compiles the programs of `fit` side by side. Without it each is compiled when it is first needed."""
         programs = self.programs(state, source)
         programs.pop("refresh", None)  # It is compiled where it is called.
         lowered = [function.lower(*args) for function, args in programs.values()]
@@ -408,6 +429,11 @@ class PrivateTrainer:
         assert self.augment is not None
         return jax.vmap(self.augment, in_axes=(0, None))(jax.random.split(key, self.augmult), record)
 
+    def _update_in_place(
+        self, large: dict[str, Any], rest: TrainState, sums: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self._update(rest._replace(**large), sums)
+
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         mean, noise = self.privatizer.update(
             sums, state.noise, shardings=self._shardings(state.params, state.layout, sums)
@@ -427,6 +453,12 @@ class PrivateTrainer:
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
         after = TrainState(state.step + 1, params, opt_state, ema, carried, released, noise, state.key, state.layout)
         return self._laid_out(params, state.layout, after), metrics
+
+
+def apart(state: TrainState) -> tuple[dict[str, Any], TrainState]:
+    """Returns the large arrays of a state from which an update makes new ones, and the state without them."""
+    large = {"params": state.params, "opt_state": state.opt_state, "ema": state.ema}
+    return large, state._replace(params=None, opt_state=None, ema=None)
 
 
 def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
@@ -536,13 +568,14 @@ def check_clip_norm(name: str, value: float) -> None:
         )
 
 
-def repeatable(function: Callable[..., Any]) -> Any:
+def repeatable(function: Callable[..., Any], *, donate: Sequence[int] = ()) -> Any:
     """Compiles a function so that a repeated step has the same bits. Otherwise one noise falls on two gradients.
 
+    The result may take the buffers of the arguments whose numbers are in `donate`. They are invalid after the call.
     XLA's GPU backend promises this only on request. The other backends always do.
     """
     options = {"xla_gpu_deterministic_ops": True} if jax.default_backend() == "gpu" else None
-    return jax.jit(function, compiler_options=options)
+    return jax.jit(function, compiler_options=options, donate_argnums=donate)
 
 
 def moving_params(gradient: ClippedGrad, params: Any) -> Any:

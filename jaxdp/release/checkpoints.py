@@ -5,6 +5,9 @@ Orbax reads them, and the digest of the state is compared after. The file is wri
 that it does not name was interrupted by a crash, and its steps are repeated. A checkpoint that it names and that is
 missing or differs is damaged. The run does not continue from an older one. The secrets of the later steps are deleted,
 so these steps would be computed and charged once more.
+
+Several processes write one checkpoint together, each its own parts of the arrays, into a folder that they share.
+Process 0 has the digests. A state of which no process has the whole has no digest. Its files have one.
 """
 
 import hashlib
@@ -15,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxdp.files import read_json, sync_tree, write_json
+from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
 _REMEDY = "Restore the workdir from a copy, or begin again in a new one. Charges stay charged."
@@ -23,35 +27,33 @@ _REMEDY = "Restore the workdir from a copy, or begin again in a new one. Charges
 class Checkpoints:
     """The newest `keep` checkpoints of one run, by Orbax, in its workdir.
 
+    Args:
+      workdir: The run's folder. Several processes share it.
+      keep: The number of checkpoints.
+      hosts: The processes that write them together, by default this one alone.
+
     Raises:
-      ValueError: The newest checkpoint is damaged or missing. The message has its path.
+      ValueError: The newest checkpoint is damaged or missing, or the folder is not shared. The message has its path.
     """
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int):
+    def __init__(self, workdir: pathlib.Path, *, keep: int, hosts: Hosts | None = None):
         import orbax.checkpoint as ocp
 
         self._folder, self._list = (workdir / "checkpoints").absolute(), workdir / "checkpoints.json"
-        old = not self._list.exists()  # a new run, or one of an earlier release
-        self._digests = {} if old else self._listed()
-        for newest in sorted(self._digests)[-1:]:
-            path = self._folder / str(newest)
-            if not path.is_dir():
-                raise ValueError(f"{path} is missing, but {self._list.name} names it as the newest one. {_REMEDY}")
-            if self._digests[newest][0] != _digest_of_files(path):
-                raise ValueError(f"{path} is damaged: its files differ from the written ones. {_REMEDY}")
+        self._hosts = hosts or Hosts()
+        self._digests = {int(step): tuple(both) for step, both in self._hosts.first(self._found)}
+        self._hosts.each(self._check_shared)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager, self._args = ocp.CheckpointManager(self._folder, options=options), ocp.args
-        if old:
-            for newest in sorted(self._manager.all_steps())[-1:]:  # accepted without digests
-                self._digests[newest] = _digest_of_files(self._folder / str(newest)), ""
-            self._write(self._digests)
 
     def close(self) -> None:
         """Closes the files."""
         self._manager.close()
 
     def restore(self, like: Any) -> tuple[Any, int]:
-        """Returns the newest state on the host and its number, or `like` (a similar pytree) and 0 without any.
+        """Returns the newest state and its number, or `like` (a similar pytree) and 0 without any.
+
+        The state is on the host. Arrays that several processes share lie like those of `like`.
 
         Raises:
           ValueError: The newest checkpoint is damaged or has another structure. The message has its path.
@@ -63,20 +65,43 @@ class Checkpoints:
             return like, 0
         path = self._folder / str(step)
         try:
-            state = jax.device_get(self._manager.restore(step, args=self._args.StandardRestore(like)))
+            state = jax.tree.map(_fetched, self._manager.restore(step, args=self._args.StandardRestore(like)))
         except Exception as error:  # Orbax raises many kinds
             what = " ".join(str(error).split())[:200].removesuffix(".")
             raise ValueError(f"{path} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}") from error
-        if self._digests[step][1] not in (digest(state), ""):
+        if "" not in (saved := self._digests[step][1], found := _digest_of_state(state)) and saved != found:
             raise ValueError(f"{path} is damaged: its state differs from the saved one. {_REMEDY}")
         return state, step
 
     def save(self, step: int, state: Any) -> None:
         """Saves a state durably."""
         self._manager.save(step, args=self._args.StandardSave(state))
+        self._hosts.first(lambda: self._name(step, state))
+
+    def _name(self, step: int, state: Any) -> None:
         sync_tree(self._folder)
-        self._digests[step] = _digest_of_files(self._folder / str(step)), digest(state)
+        self._digests[step] = _digest_of_files(self._folder / str(step)), _digest_of_state(state)
         self._write({number: self._digests[number] for number in sorted(self._manager.all_steps())})
+
+    def _found(self) -> list[tuple[int, tuple[str, str]]]:
+        """Returns the listed digests after a check of the newest files."""
+        if not self._list.exists():  # a new run, or one of an earlier release, which is accepted without digests
+            kept = [int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()]
+            digests = {step: (_digest_of_files(self._folder / str(step)), "") for step in sorted(kept)[-1:]}
+            self._write(digests)
+            return list(digests.items())
+        digests = self._listed()
+        for newest in sorted(digests)[-1:]:
+            path = self._folder / str(newest)
+            if not path.is_dir():
+                raise ValueError(f"{path} is missing, but {self._list.name} names it as the newest one. {_REMEDY}")
+            if digests[newest][0] != _digest_of_files(path):
+                raise ValueError(f"{path} is damaged: its files differ from the written ones. {_REMEDY}")
+        return list(digests.items())
+
+    def _check_shared(self) -> None:
+        if not self._list.exists():
+            raise ValueError(f"workdir has no {self._list} here, which process 0 has. Use a folder that all share.")
 
     def _listed(self) -> dict[int, tuple[str, str]]:
         found = read_json(self._list, remedy=_REMEDY, keys=["digests", "sum"])
@@ -91,6 +116,15 @@ class Checkpoints:
 
 def _sum(digests: Any) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _fetched(x: Any) -> Any:
+    return jax.device_get(x) if getattr(x, "is_fully_addressable", True) else x
+
+
+def _digest_of_state(state: Any) -> str:
+    leaves = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    return digest(state) if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves) else ""
 
 
 def _digest_of_files(folder: pathlib.Path) -> str:

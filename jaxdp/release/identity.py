@@ -36,6 +36,8 @@ _HOST_CALL = re.compile(r"custom_call\s*@\w*callback|is_host_transfer\s*=\s*true
 def digest(tree: Any) -> str:
     """Returns the SHA-256 of a pytree of arrays, numbers, strings and bytes, with its paths, shapes and dtypes.
 
+    Of an array that several processes share, each hashes the parts that it has.
+
     Raises:
       TypeError: A leaf has no value to hash, such as a function or a typed key.
     """
@@ -43,7 +45,9 @@ def digest(tree: Any) -> str:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path)
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            found.update(f"{name} {leaf.dtype} {leaf.shape}\n{digest(_own_parts(leaf))}".encode())
+        elif is_array and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             if array.dtype.hasobject:
                 raise TypeError(f"a fact at {name!r} is an array of Python objects. Give arrays of numbers.")
@@ -56,6 +60,10 @@ def digest(tree: Any) -> str:
                 f"a fact at {name!r} is a {type(leaf).__name__}, which has no bytes to hash. Give arrays or text."
             )
     return found.hexdigest()
+
+
+def _own_parts(array: jax.Array) -> dict[str, Any]:
+    return {repr(part.index): part.data for part in array.addressable_shards}
 
 
 def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
@@ -78,12 +86,19 @@ def environment() -> dict[str, Any]:
     """Returns the facts, other than program and data, that determine the last bits of a result."""
     devices = jax.devices()
     return {
-        "library": [__version__, _library()],
-        "versions": _versions(importlib.metadata.version) | {"python": platform.python_version()},
+        **versions(),
         "devices": [f"{device.device_kind}, {device.client.platform_version}" for device in devices],
         "flags": {n: repr(v) for n, v in jax.config.values.items() if not n.upper().startswith(_HARMLESS)},
         "variables": {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not n.startswith(_HARMLESS)},
         "host": [platform.node(), *processor()],
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Returns the source of jaxdp and the versions of the packages that determine results."""
+    return {
+        "library": [__version__, _library()],
+        "versions": _versions(importlib.metadata.version) | {"python": platform.python_version()},
     }
 
 

@@ -38,6 +38,7 @@ from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.privacy.events import from_json, to_json
 from jaxdp.privacy.ledger import Head
 from jaxdp.release import identity, secrets
+from jaxdp.release.hosts import Hosts
 from jaxdp.release.workdir import alone
 from jaxdp.report import MetricsWriter, read_metrics
 
@@ -108,6 +109,8 @@ class Till:
       seed: 16 secret bytes, to reproduce a run in a test. The same release is then paid once. The default is random.
       forget: When the seed is deleted: after each "release", or at the end of the "run" if several releases share a
           secret (`stream`). An unfinished release keeps it.
+      hosts: The processes that release together, by default this one alone. All call the same methods with the same
+          releases. Process 0 pays and has the files. The accounts of the others may be None.
 
     Raises:
       TypeError, ValueError: The seed is not 16 bytes, or another process runs in the workdir.
@@ -119,8 +122,10 @@ class Till:
         *,
         seed: bytes | None = None,
         forget: Literal["release", "run"] = "release",
+        hosts: Hosts | None = None,
     ):
         secrets.check_seed(seed)
+        self._hosts = hosts or Hosts()
         self.workdir = None if workdir is None else pathlib.Path(workdir)
         self._given, self._drawn, self._forget = seed, seed, forget
         self._unfinished = False
@@ -130,12 +135,7 @@ class Till:
         if self.workdir is None:
             return
         self._secret, self._kept = self.workdir / secrets.FILE, self.workdir / _KEPT
-        with contextlib.ExitStack() as opened:  # closes open files if a later step fails
-            opened.enter_context(alone(self.workdir))
-            if self._secret.exists() or seed is not None:
-                secrets.stored(self._secret, seed)  # raises if the file is damaged or holds another seed
-            self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
-            self._files = opened.pop_all()
+        self._hosts.first(self._open)
 
     def __enter__(self) -> Self:
         return self
@@ -171,30 +171,26 @@ class Till:
     @contextlib.contextmanager
     def paying(self, what: Release[Any]) -> Iterator[bytes]:
         """Pays for a value that comes bit by bit, yields the secret, and ends the release with the body."""
-        if isinstance(what.charges, Sequence):
-            self.settle([account for account, _ in what.charges])
         token = self.token(what)
-        paid = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex() if what.once_in else token
-        with _reserved(what, paid) as charged:
-            self._unfinished = True
-            if self.workdir is not None:
-                events = [[account.name, to_json(event)] for account, event in charged]
-                head = {"head": dataclasses.astuple(charged[0][0].ledger.head)} if charged else {}
-                self._writer.write(0, token=paid, charges=events, **head, **what.note)
-            yield secrets.derive(self._seed(), f"release {token}")
+        with contextlib.ExitStack() as paid:
+            yield bytes.fromhex(self._hosts.first(lambda: self._pay(what, token, paid).hex()))
         self._unfinished = False
         if self._forget == "release":
             self._delete_seed()
 
     def token(self, what: Release[Any]) -> str:
-        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing about private data."""
+        """Returns a hash of all that determines a release, keyed by the seed. It reveals nothing about private data.
+
+        Only process 0 has it. It covers the facts of every process.
+        """
         used_once = self.workdir is None and self._given is None
         if used_once or not what.deterministic or any(map(identity.calls_host, what.texts)):
             return entropy.token_hex(32)
-        if self._environment is None:
-            self._environment = identity.environment()
+        parts = self._hosts.each(lambda: self._part(what))
+        if not self._hosts.leads:
+            return ""
         charges = [to_json(event) for _, event in what.charges] if isinstance(what.charges, Sequence) else []
-        message = json.dumps([charges, self._environment, what.digest], sort_keys=True)
+        message = json.dumps([charges, parts], sort_keys=True)
         return hmac.digest(self._seed(), b"token" + message.encode(), "sha256").hex()
 
     def stream(self, purpose: str, *, impl: str = "chacha12") -> jax.Array:
@@ -275,6 +271,34 @@ class Till:
 
     # --- Inside -------------------------------------------------------------------------------------------------------
 
+    def _open(self) -> None:
+        assert self.workdir is not None
+        with contextlib.ExitStack() as opened:  # closes open files if a later step fails
+            opened.enter_context(alone(self.workdir))
+            if self._secret.exists() or self._given is not None:
+                secrets.stored(self._secret, self._given)  # raises if the file is damaged or holds another seed
+            self._writer = opened.enter_context(MetricsWriter(self.workdir / _NOTES, fsync=True))
+            self._files = opened.pop_all()
+
+    def _pay(self, what: Release[Any], token: str, until: contextlib.ExitStack) -> bytes:
+        """Reserves and notes a release, which `until` commits when it ends. Returns its secret."""
+        if isinstance(what.charges, Sequence):
+            self.settle([account for account, _ in what.charges])
+        paid = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex() if what.once_in else token
+        charged = until.enter_context(_reserved(what, paid))
+        self._unfinished = True
+        if self.workdir is not None:
+            events = [[account.name, to_json(event)] for account, event in charged]
+            head = {"head": dataclasses.astuple(charged[0][0].ledger.head)} if charged else {}
+            self._writer.write(0, token=paid, charges=events, **head, **what.note)
+        return secrets.derive(self._seed(), f"release {token}")
+
+    def _part(self, what: Release[Any]) -> list[Any]:
+        """Returns what this process contributes to the token."""
+        if self._environment is None:
+            self._environment = identity.environment()
+        return [self._environment, what.digest]
+
     def _seed(self) -> bytes:
         if self.workdir is not None:
             return secrets.stored(self._secret, self._given)
@@ -284,7 +308,7 @@ class Till:
 
     def _delete_seed(self) -> None:
         self._drawn = self._given
-        if self.workdir is not None:
+        if self.workdir is not None and self._hosts.leads:
             secrets.forget(self._secret)
 
 

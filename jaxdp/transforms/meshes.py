@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.transforms.clipping import paths_of
@@ -18,8 +20,10 @@ ParamSharding = Callable[[str, Any], PartitionSpec]
 """A rule from the path of a parameter, such as "Dense_0/kernel", and the parameter to how it lies on the mesh."""
 
 
-def check_mesh(mesh: Any, data_axes: Sequence[str], param_sharding: ParamSharding | None) -> None:
-    """Raises TypeError or ValueError if the arguments of a trainer do not describe a mesh of this process."""
+def check_mesh(
+    mesh: Any, data_axes: Sequence[str], param_sharding: ParamSharding | None, *, processes: bool = False
+) -> None:
+    """Raises TypeError or ValueError if the arguments do not describe a mesh of this process or, if allowed, of all."""
     if mesh is None:
         if param_sharding is not None:
             raise ValueError("param_sharding needs mesh=, the mesh whose axes it names.")
@@ -30,8 +34,16 @@ def check_mesh(mesh: Any, data_axes: Sequence[str], param_sharding: ParamShardin
         raise ValueError(
             f"data_axes must be a tuple of names of mesh axes, got {data_axes!r}. The mesh has {mesh.axis_names}."
         )
-    if mesh.is_multi_process:
-        raise ValueError("mesh has devices of other processes, which would each charge. Use jax.local_devices().")
+    if mesh.is_multi_process and not processes:
+        raise ValueError(
+            "mesh has devices of other processes, which only jaxdp.finetune divides its work among. Make it of "
+            "jax.local_devices()."
+        )
+    if mesh.is_multi_process and len(there := {x.process_index for x in mesh.devices.flat}) < jax.process_count():
+        raise ValueError(
+            f"mesh has devices of the processes {sorted(there)} only, of {jax.process_count()}. Make it of "
+            "jax.devices(), or of jax.local_devices() to train in this process alone."
+        )
 
 
 @jax.tree_util.register_static
@@ -97,6 +109,17 @@ class Layout:
         """The sharding of arrays with a leading axis of examples."""
         return NamedSharding(self.mesh, PartitionSpec(self.data_axes))
 
+    def own_rows(self, size: int) -> np.ndarray:
+        """Returns the positions of a batch of `size` examples that devices of this process need, ascending."""
+        parts = self.rows.addressable_devices_indices_map((size,)).values()
+        return np.unique(np.concatenate([np.arange(size)[part] for part in parts]))
+
+    def batch(self, tree: Any, size: int) -> Any:
+        """Returns a batch of `size` examples on the devices, from the examples at `own_rows` on the host."""
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(self.rows, x, (size, *x.shape[1:])), jax.device_get(tree)
+        )
+
     @property
     def everywhere(self) -> NamedSharding:
         """The sharding of replicated arrays."""
@@ -118,6 +141,24 @@ class Layout:
             return next((lie for like, lie in known if _alike(part, like)), None)
 
         return jax.tree.map(lambda part: find(part) or self.everywhere, tree, is_leaf=lambda x: find(x) is not None)
+
+
+def put(tree: Any, shardings: Any, *, copy: bool = False) -> Any:
+    """Returns a pytree whose arrays lie as given. JAX sends no typed keys to other processes, so their words are sent.
+
+    All processes have equal arrays on the host. JAX compares them.
+    """
+
+    def is_key(x: Any) -> bool:
+        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    there = jax.device_put(words, shardings, may_alias=False if copy else None)
+
+    def typed(x: Any, old: Any) -> Any:
+        return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old)) if is_key(old) else x
+
+    return jax.tree.map(typed, there, tree)
 
 
 def rounded_up(sizes: Sequence[int], mesh: Mesh | None, data_axes: Sequence[str]) -> tuple[int, ...]:

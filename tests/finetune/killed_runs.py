@@ -45,12 +45,14 @@ class Recorded:
     def __init__(self, update):
         self._update, self.lower, self.file = update, update.lower, None
 
-    def __call__(self, state, sums):
-        after, metrics = self._update(state, sums)
+    def __call__(self, large, rest, sums):
         record = {
-            "step": int(state.step),
-            "noise": digest([state.noise.key]),
+            "step": int(rest.step),
+            "noise": digest([rest.noise.key]),
             "sum": digest(jax.tree.leaves(sums)),
+        }
+        after, metrics = self._update(large, rest, sums)
+        record |= {
             "result": digest(jax.tree.leaves((after.params, after.opt_state))),
         }
         os.write(self.file, json.dumps(record).encode() + b"\n")
@@ -78,7 +80,7 @@ def trainer_of(num_examples, clip_norm=0.5):
         engine="vmap",  # compiles faster
         ema_decay=0.9,
     )
-    object.__setattr__(trainer, "update", Recorded(trainer.update))
+    object.__setattr__(trainer, "update_in_place", Recorded(trainer.update_in_place))
     return trainer
 
 
@@ -87,7 +89,7 @@ def run(folder, source, seed=SEED, steps=STEPS, start=0, **kwargs):
     folder.mkdir(parents=True, exist_ok=True)
     released = os.open(folder / "released.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     trainer = trainer_of(len(source), **kwargs)
-    trainer.update.file = released
+    trainer.update_in_place.file = released
     rng = np.random.default_rng(start)
     params = {
         "hidden": rng.normal(size=(64, 8)).astype(np.float32) / 8,

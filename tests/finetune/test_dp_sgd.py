@@ -468,7 +468,7 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
             break
     for step in range(30):
         with jax.transfer_guard("disallow" if step > sizes.index(2) else "allow"):
-            state, _ = trainer.step(state, source)
+            state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
     assert {0, 1, 2} <= set(sizes[sizes.index(2) + 1 :])
     assert traces["update"] == 1
     assert traces["accumulate"] == 1
@@ -513,12 +513,12 @@ def test_programs_are_compiled_ahead(caplog):
         caplog.clear()
         with jax.log_compiles():
             for _ in range(2):
-                state, _ = trainer.step(state, source)
-        names = ("_accumulate", "_update")
+                state, _ = trainer.step(state, source, meanwhile=bool)  # as `fit` takes it
+        names = ("_accumulate", "_update_in_place")
         return {name for name in names if f"Finished XLA compilation of jit({name})" in caplog.text}
 
     assert compiled_by_steps(ahead=True) == set()
-    assert compiled_by_steps(ahead=False) == {"_accumulate", "_update"}
+    assert compiled_by_steps(ahead=False) == {"_accumulate", "_update_in_place"}
 
 
 def test_memory_bounds_the_chosen_sizes():

@@ -1,6 +1,7 @@
 """`fit`: runs that are killed, changed or refused never release what the ledger has not charged."""
 
 import collections
+import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
@@ -269,7 +270,7 @@ def blobs_trainer(source=BLOBS, noise_multiplier=1.0, **kwargs):
         return ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
 
     return finetune.dp_sgd(
-        loss,
+        kwargs.pop("loss_fn", loss),
         kwargs.pop("optimizer", optax.sgd(0.01)),
         sampler=data.PoissonSampler(len(source), 0.2),
         clip_norm=1.0,
@@ -299,7 +300,7 @@ def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
     budget = epsilon(trainer.event(0, 5), delta=1e-5)
     ledger = blobs_ledger(epsilon=budget, delta=1e-5)
     steps = []
-    object.__setattr__(trainer, "update", Counted(trainer.update, steps))
+    object.__setattr__(trainer, "update_in_place", Counted(trainer.update_in_place, steps))
     with pytest.raises(BudgetExceeded) as error:
         fit(trainer, ledger, steps=10, workdir=tmp_path)
     assert error.value.would_spend == pytest.approx(epsilon(trainer.event(0, 10), delta=1e-5))
@@ -384,7 +385,7 @@ class Counted:
 def test_what_would_fail_after_the_first_chunk_fails_before(tmp_path):
     trainer, ledger = blobs_trainer(), blobs_ledger()
     steps = []
-    object.__setattr__(trainer, "update", Counted(trainer.update, steps))
+    object.__setattr__(trainer, "update_in_place", Counted(trainer.update_in_place, steps))
     with pytest.raises(ValueError, match="delta is needed"):
         fit(trainer, ledger)
     with pytest.raises(ValueError, match="'other' is not registered"):
@@ -434,11 +435,11 @@ def test_chunks_of_any_size_are_one_run_of_independent_noise():
         def __init__(self, update):
             self._update, self.lower = update, update.lower
 
-        def __call__(self, state, sums):
-            seen.append((jax.random.key_data(state.noise.key).tobytes(), jax.random.key_data(state.key).tobytes()))
-            return self._update(state, sums)
+        def __call__(self, large, rest, sums):
+            seen.append((jax.random.key_data(rest.noise.key).tobytes(), jax.random.key_data(rest.key).tobytes()))
+            return self._update(large, rest, sums)
 
-    object.__setattr__(trainer, "update", Keys(trainer.update))
+    object.__setattr__(trainer, "update_in_place", Keys(trainer.update_in_place))
     drawn = []
     batch = data.PoissonSampler.batch
 
@@ -608,7 +609,7 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     source = data.bundled("digits").take(np.arange(150))
     trainer = killed_runs.trainer_of.__wrapped__(150)
     params = {"hidden": np.ones((64, 8), np.float32) / 8, "head": np.ones((8, 10), np.float32)}
-    object.__setattr__(trainer, "update", trainer.update._update)
+    object.__setattr__(trainer, "update_in_place", trainer.update_in_place._update)
     totals = []
     for path, steps in (("first", CHUNK), ("first", 2 * CHUNK), ("second", 2 * CHUNK), ("second", 3 * CHUNK)):
         with Ledger(tmp_path / path) as ledger:
@@ -685,3 +686,27 @@ def test_a_callback_that_raises_loses_nothing_that_was_paid(tmp_path, at):
     assert [step for step, _ in seen] == [*range(1, at + 1), *range(3, 7)]
     assert seen[2] == seen[at]  # the repeated step has the same noise
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 7))
+
+
+def test_a_step_of_fit_moves_no_array_by_accident(tmp_path):
+    class Careless(finetune.PrivateTrainer):
+        def total(self, state, parts):
+            return super().total(state, [(batch, np.ones(8, bool), part) for batch, _, part in parts])
+
+    trainer = blobs_trainer()
+    fields = {f.name: getattr(trainer, f.name) for f in dataclasses.fields(trainer) if f.init}
+    fit(trainer, blobs_ledger(delta=1e-5), steps=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        fit(Careless(**fields), blobs_ledger(delta=1e-5), steps=1)
+
+
+def test_fit_leaves_the_parameters_that_it_was_given():
+    # An integer leaf and a frozen leaf are equal before and after, and in params and ema. No buffer is donated twice.
+    def loss(params, example):
+        return ((example["features"] * params["scale"]) @ params["w"] * params["frozen"] - example["label"]) ** 2
+
+    params = {"w": jnp.ones(2), "frozen": jnp.ones(()), "scale": jnp.arange(2), "same": jnp.ones(2)}
+    trainer = blobs_trainer(loss_fn=loss, ema_decay=0.9, trainable=lambda path, leaf: path in ("w", "same"))
+    state = fit(trainer, blobs_ledger(delta=1e-5), params=params, steps=4)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+    np.testing.assert_array_equal(state.ema["scale"], params["scale"])

@@ -117,6 +117,39 @@ def fit(trainer, ledger, steps=7, **kwargs):
     )
 
 
+@every_method
+def test_truncated_batches_have_their_event(name):
+    most = 5
+    trainer = trainer_of(name, sampler=data.PoissonSampler(N, Q, truncated_batch_size=most))
+    state = keyed(trainer)
+    sizes = [len(trainer.drawn(state._replace(step=jnp.int32(step)))) for step in range(20)]
+    assert max(sizes) == most < max(np.random.default_rng(0).binomial(N, Q, 20))
+    events = composition(trainer.event(0, 3))
+    assert sum(events.values()) == 3
+    for event in events:
+        assert isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent)
+        assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (N, Q, most)
+
+
+@every_method
+def test_what_fit_gives_to_a_step_is_used_in_place(name):
+    trainer, source = compiled(name), source_of()
+    params = params_of()
+    state = trainer.init(params)
+    kept, _ = trainer.step(state, source)
+    calls = []
+    after, _ = trainer.step(state, source, meanwhile=lambda: calls.append(state.params["kernel"].is_deleted()))
+    assert calls == [False]  # Evaluation and callbacks read the state before it is written over.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state, state.ema)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert_same(kept, after)
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        trainer.step(state, source)
+    function, arguments = trainer.programs(after, source)["update"]
+    in_place = function.lower(*arguments).compile().memory_analysis().alias_size_in_bytes
+    assert in_place >= sum(x.nbytes for x in jax.tree.leaves((after.params, after.opt_state, after.ema)))
+
+
 @pytest.mark.slow
 @every_method
 def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dtypes(name):

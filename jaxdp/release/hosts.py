@@ -1,0 +1,114 @@
+"""The processes of `jax.distributed` that run one program together. One process is the case of n = 1.
+
+Every process runs the same Python program, and their devices compute together. Process 0 leads: it alone has the
+ledger, draws secrets, and writes notes and metrics. What it finds reaches the others by `Hosts.each`, and so does its
+error. The others would otherwise wait for a process that has given up.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxdp.privacy import BudgetExceeded, LedgerDamaged
+from jaxdp.release import identity
+
+_ERRORS = {kind.__name__: kind for kind in (BudgetExceeded, LedgerDamaged, TypeError, ValueError)}
+
+
+class Hosts:
+    """The processes that have devices of a mesh, or this process alone. Their calls must come in the same order.
+
+    Attributes:
+      count: The number of processes.
+    """
+
+    def __init__(self, mesh: Mesh | None = None):
+        self.count = jax.process_count() if mesh is not None and mesh.is_multi_process else 1
+        self._late: Exception | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has the ledger and the files."""
+        return self.count == 1 or jax.process_index() == 0
+
+    def each(self, function: Callable[[], Any]) -> list[Any]:
+        """Calls a function on every process. Returns the results, which JSON must hold, in the order of the processes.
+
+        Raises:
+          Exception: The function failed on a process. All processes raise its error.
+        """
+        if self.count == 1:
+            return [function()]
+        error: Exception | None = None
+        try:
+            if self._late is not None:
+                raise self._late
+            mine: dict[str, Any] = {"value": function()}
+        except Exception as raised:  # The others have to know.
+            error, mine = raised, {"error": [type(raised).__name__, str(raised), vars(raised)]}
+        rows = self._gathered(json.dumps(mine, default=repr).encode())
+        if error is not None:
+            raise error
+        for process, row in enumerate(rows):
+            if "error" in row:
+                raise _error(process, *row["error"])
+        return [row["value"] for row in rows]
+
+    def first(self, function: Callable[[], Any]) -> Any:
+        """Calls a function on process 0. Returns its result, which JSON must hold, or raises its error on all."""
+        return self.each(function if self.leads else lambda: None)[0]
+
+    def later(self, function: Callable[[], None]) -> None:
+        """Calls a function on process 0, and waits for nobody. The next `each` raises its error on all."""
+        if not self.leads or self._late is not None:
+            return
+        try:
+            function()
+        except Exception as error:
+            if self.count == 1:
+                raise
+            self._late = error
+
+    def agree(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Raises ValueError on all processes if they have different texts under a name, or different versions."""
+        if self.count == 1:
+            return
+        rows = self.each(lambda: {"versions": repr(identity.versions()), **facts()})
+        for process, row in enumerate(rows):
+            if differ := [name for name, text in rows[0].items() if row[name] != text]:
+                raise ValueError(
+                    f"processes disagree: process {process} has another {' and '.join(differ)} than process 0. Start "
+                    "all processes with the same program, config, data and versions. Nothing was spent."
+                )
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds to an error of JAX what it means if a process has died."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self.count > 1:
+                error.add_note(
+                    "If another process has died: everything that was computed is charged. Start all processes again "
+                    "with the same workdir and ledger, and the run goes on after its newest checkpoint."
+                )
+            raise
+
+    def _gathered(self, message: bytes) -> list[Any]:
+        lengths = multihost_utils.process_allgather(np.int32(len(message)))
+        padded = np.zeros(int(lengths.max()), np.uint8)
+        padded[: len(message)] = np.frombuffer(message, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _error(process: int, kind: str, text: str, fields: dict[str, Any]) -> Exception:
+    if kind not in _ERRORS:
+        return RuntimeError(f"process {process} failed: {kind}: {text}")
+    return _ERRORS[kind](text, **(fields if kind == BudgetExceeded.__name__ else {}))

@@ -1,0 +1,250 @@
+"""Runs jobs in several processes of `jax.distributed`, on four virtual devices in all.
+
+    python tests/finetune/host_jobs.py FOLDER < jobs.json
+
+The jobs are {folder: [[job, number of processes, kill], ...]}. A kill is [i, "compile" | "batches" | "step" | "save"]:
+process i kills itself where `fit` gets there, at "step" and "save" the second time. This program imports everything
+once, and forks the processes before JAX has started. It writes what they raised, and what the ledger has charged after
+each job.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401  (imported before the forks)
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from jaxdp import data, finetune, release
+from jaxdp.privacy import Ledger, NoOpDpEvent
+from jaxdp.privacy.events import composition
+
+DEVICES, SIZE, CHUNK = 4, 40, 2
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(SIZE, 8)).astype(np.float32), RNG.normal(size=SIZE).astype(np.float32)
+PARAMS = {"w": RNG.normal(size=(8, 4)).astype(np.float32), "v": np.ones(4, np.float32)}
+
+
+class Counted:
+    """A source that counts what this process reads."""
+
+    def __init__(self, x=X):
+        self._source, self.read = data.from_arrays(x=x, y=Y[: len(x)]), 0
+        self.fingerprint = self._source.fingerprint
+
+    def __len__(self):
+        return len(self._source)
+
+    def gather(self, indices):
+        self.read += len(indices)
+        return self._source.gather(indices)
+
+
+def trainer_of(make=finetune.dp_sgd, **options):
+    def loss(params, example):
+        return jnp.square(jnp.tanh(example["x"] @ params["w"]) @ params["v"] - example["y"])
+
+    def rule(path, leaf):
+        return PartitionSpec("data") if path == "w" else PartitionSpec()
+
+    options = {"noise_multiplier": 1.0, "clip_norm": 1.0, "physical_batch_size": 8, "engine": "vmap"} | options
+    options = {"mesh": jax.make_mesh((DEVICES,), ("data",)), "param_sharding": rule, "ema_decay": 0.9} | options
+    return make(loss, optax.adam(0.1), sampler=data.PoissonSampler(SIZE, 0.4), **options)
+
+
+def whole(tree):
+    return jax.tree.map(lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True)), tree)
+
+
+def fit(folder, steps, source=None, trainer=None, params=PARAMS, budget=None, payers=(0,), **options):
+    """Runs `fit` with a ledger that only process 0 opens."""
+    folder.mkdir(exist_ok=True)
+    with contextlib.ExitStack() as opened:
+        account = None
+        if jax.process_index() in payers:
+            ledger = opened.enter_context(Ledger(folder / "ledger.sqlite"))
+            ledger.register("d", adjacency="add_remove", unit="example", delta=1e-5, epsilon=budget)
+            account = ledger.account("d")
+        options = {"account": account, "workdir": folder / "run", "checkpoint_every": CHUNK} | options
+        return finetune.fit(
+            trainer or trainer_of(), params, source or Counted(), steps=steps, progress=False, **options
+        )
+
+
+# --- Jobs -------------------------------------------------------------------------------------------------------------
+
+
+def same_steps(folder):
+    """Takes two steps of each query under known keys, and one without data, whose result is the noise."""
+    found = {}
+    anchors = {"x": X[:16], "y": Y[:16]}
+    methods = {
+        "dp_sgd": {},
+        "adp_clip": {},
+        "gep": {"residual_clip_norm": 1.0, "anchors": anchors, "basis_size": 4, "groups": 1},
+    }
+    if jax.process_count() == 4:
+        methods = {"dp_sgd": {}}
+        with contextlib.suppress(ValueError):
+            trainer_of(mesh=jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",)))
+            raise AssertionError("a mesh without devices of every process")
+    for name, options in methods.items():
+        trainer, source = trainer_of(finetune.METHODS[name], **options), Counted()
+        state = trainer.init(PARAMS)
+        noise = state.noise._replace(key=release.stream(bytes(16), "test"))
+        state = trainer.placed(state._replace(noise=noise, key=release.stream(bytes(16), "test", impl="threefry2x32")))
+        if name == "dp_sgd":
+            found["noise"] = whole(trainer.update(state, trainer.zeros(state.params, state.layout))[0].opt_state)
+            source.read = 0
+        for _ in range(2):
+            state, _ = trainer.step(state, source)
+        if name == "dp_sgd":
+            found["read"] = source.read
+        found[name] = whole(state.params)
+    if jax.process_index() == 0:
+        leaves = jax.tree_util.tree_flatten_with_path(found)[0]
+        np.savez(
+            folder / "result.npz", **{jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+        )
+
+
+def four_steps(folder):
+    fit(folder, 4)
+
+
+def six_steps(folder):
+    state = fit(folder, 6)
+    assert state.step == 6 and state.params["w"].sharding.spec == PartitionSpec("data")
+
+
+def refused(folder):
+    """Calls that end with one error on all processes, at no cost."""
+    me, said = jax.process_index(), {}
+
+    def attempt(name, function=fit, **options):
+        try:
+            function(folder, **{"steps": 2, **options})
+        except Exception as error:
+            said[name] = [type(error).__name__, str(error)]
+
+    attempt("steps", steps=2 + me)
+    attempt("noise", trainer=trainer_of(noise_multiplier=1.0 + me))
+    attempt("clip norm", trainer=trainer_of(clip_norm=1.0 + me))
+    attempt("data", source=Counted(X + np.float32(me)))
+    attempt("params", params={**PARAMS, "v": PARAMS["v"] + np.float32(me)})
+    attempt("workdir", workdir=folder / f"run {me}")
+    attempt("size", source=Counted(X[: SIZE - me]))
+    attempt("account", account=None)
+    attempt("budget", function=lambda folder, **options: fit(folder / "small", budget=1e-3, **options))
+
+    def callback(step, metrics, params):
+        assert me == 0
+        raise OSError("the disk is full")
+
+    attempt("callback", callbacks=[callback])
+    # Broken libraries, in which every process draws its own seeds, or pays.
+    first, leads = release.Hosts.first, release.Hosts.leads
+    release.Hosts.first = lambda self, function: first(self, function) and function()
+    attempt("own seeds", workdir=None)
+    release.Hosts.first, release.Hosts.leads = first, True
+    attempt("each pays", lambda folder, **options: fit(folder / "twice", payers=(0, 1), **options), workdir=None)
+    release.Hosts.leads = leads
+    (folder / f"said{me}.json").write_text(json.dumps(said))
+
+
+JOBS = {job.__name__: job for job in (same_steps, four_steps, six_steps, refused)}
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def arm(at):
+    """Makes this process kill itself where `fit` gets to a method."""
+    owner, name = {
+        "compile": (finetune.PrivateTrainer, "compile"),  # before anything is paid
+        "batches": (finetune.PrivateTrainer, "batches"),  # paid, before the first step
+        "step": (finetune.PrivateTrainer, "step"),
+        "save": (release.Checkpoints, "save"),  # after the last step of a chunk, before its commit
+    }[at]
+    original, left = getattr(owner, name), [2 if at in ("step", "save") else 1]
+
+    def wrapped(*args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def work(folder, job, process, processes, port, kill):
+    """Runs one process of a job."""
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, **limits)
+    if kill and kill[0] == process:
+        arm(kill[1])
+    JOBS[job](folder)
+    if processes > 1:
+        jax.distributed.shutdown()
+
+
+def forked(log, *arguments):
+    """Starts a process of a job, which writes what it raises into `log`. Returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    signal.alarm(60)  # kills a process that waits for ever
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+    try:
+        work(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # at a normal exit JAX waits for processes that are dead
+
+
+def run(folder, job, processes, kill=None):
+    """Runs a job. Returns the statuses of its processes and what the ledger has charged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    pids = [forked(folder / f"log{i}", folder, job, i, processes, port, kill) for i in range(processes)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    said = [(folder / f"log{i}").read_text() for i in range(processes)]
+    return {"statuses": statuses, "charged": charged(folder), "said": said}
+
+
+def charged(folder):
+    """Returns the number of steps that the ledger of a folder has charged."""
+    if not (folder / "ledger.sqlite").exists():
+        return 0
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        return sum(composition(ledger.events("d").get(None, NoOpDpEvent())).values())
+
+
+def main():
+    root = pathlib.Path(sys.argv[1])
+    for name, jobs in json.load(sys.stdin).items():
+        results = [run(root / name, *job) for job in jobs]
+        (root / name / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Private training in several processes of `jax.distributed`: equal results, one ledger, and what is left of a kill."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+
+from tests.forked import PYTHON
+
+PROGRAM = pathlib.Path(__file__).with_name("host_jobs.py")
+_spec = importlib.util.spec_from_file_location("host_jobs", PROGRAM)
+host_jobs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(host_jobs)
+CHAIN = [
+    # the job, its processes, who dies where, then what the ledger has charged
+    (["four_steps", 2, [1, "compile"]], 0),  # before a payment
+    (["four_steps", 2, [0, "batches"]], 2),  # paid, before the first step
+    (["four_steps", 2, [1, "step"]], 2),  # The chunk is repeated and not paid again.
+    (["four_steps", 2, [0, "save"]], 4),  # after the last step of the second chunk, before its commit
+    (["four_steps", 4, None], 6),  # restores the first chunk. The program of the second is another: it is paid again.
+    (["six_steps", 1, None], 8),  # One process restores what four have saved.
+]
+JOBS = {
+    **{f"same{count}": [["same_steps", count, None]] for count in (1, 2, 4)},
+    "chain": [job for job, _ in CHAIN],
+    "refused": [["refused", 2, None]],
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The folder of each group of jobs, and what its jobs ended with."""
+    folder = tmp_path_factory.mktemp("hosts")
+    # Unoptimised code compiles faster.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_backend_optimization_level=0"
+    process = subprocess.run(
+        [*PYTHON, PROGRAM, folder],
+        input=json.dumps(JOBS),
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(PROGRAM.parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr
+    return {name: (folder / name, json.loads((folder / name / "results.json").read_text())) for name in JOBS}
+
+
+def test_processes_compute_what_one_computes_with_the_same_noise_and_read_only_their_rows(ran):
+    one, two, four = (dict(np.load(ran[f"same{count}"][0] / "result.npz")) for count in (1, 2, 4))
+    assert {name.split("/")[0] for name in one} == {"dp_sgd", "adp_clip", "gep", "noise", "read"}
+    for many, count in ((two, 2), (four, 4)):
+        assert many.pop("read") * count == one["read"]
+        for name, value in many.items():
+            if name.startswith("noise"):
+                np.testing.assert_array_equal(value, one[name])
+            np.testing.assert_allclose(value, one[name], atol=1e-6)
+
+
+def test_a_process_that_dies_leaves_what_is_charged_and_the_run_goes_on(ran):
+    for (job, charged), result in zip(CHAIN, ran["chain"][1], strict=True):
+        assert result["charged"] == charged, result["said"]
+        dead = job[2] and job[2][0]
+        for process, (status, said) in enumerate(zip(result["statuses"], result["said"], strict=True)):
+            if dead is None:
+                assert status == 0, said
+            elif process == dead:
+                assert status == -signal.SIGKILL
+            elif status == 1:  # A collective has failed.
+                assert "If another process has died" in said
+            else:  # JAX ends a process whose coordinator has died, or that waits for a dead one.
+                assert status == -signal.SIGABRT and "another task died" in said
+
+
+def test_errors_reach_all_processes_and_what_disagrees_spends_nothing(ran):
+    folder, (result,) = ran["refused"]
+    assert result["statuses"] == [0, 0], result["said"]
+    first, second = (json.loads((folder / f"said{process}.json").read_text()) for process in range(2))
+    assert first.pop("callback") == ["OSError", "the disk is full"]
+    assert second.pop("callback") == ["RuntimeError", "process 0 failed: OSError: the disk is full"]
+    assert result["charged"] == 2  # of the chunk of the callback, which a later run repeats for free
+    del first["own seeds"], second["own seeds"]
+    assert first == second
+    expected = {
+        "steps": "process 1 has another config than",
+        "noise": "process 1 has another config and program than",
+        "clip norm": "process 1 has another program than",
+        "data": "process 1 has another data than",
+        "params": "process 1 has another params than",
+        "workdir": "Use a folder that all share",
+        "size": "source has 39 examples",
+        "account": "account must be",
+        "budget": "would make it",
+    }
+    assert first.keys() == expected.keys()
+    assert all(text in first[name][1] for name, text in expected.items()), first
+    assert first["budget"][0] == "BudgetExceeded"
+
+
+def test_processes_that_do_not_follow_the_first_are_caught(ran):
+    folder, _ = ran["refused"]
+    said = [json.loads((folder / f"said{process}.json").read_text()) for process in range(2)]
+    assert all("not the same on each process" in each["own seeds"][1] for each in said)
+    assert host_jobs.charged(folder / "twice") != 2
