@@ -49,9 +49,12 @@ LAUNCHERS = {
     "adapt": "private test-time adaptation",
     "predict": "certified private answers",
     "recalibrate": "private recalibration from many sources",
+    "recalibrate_server": "a calibrator that asks hospitals over a network",
+    "recalibrate_client": "a hospital that answers it",
     "split": "Split Adaptation",
     "split_server": "the server of Split Adaptation between two processes",
     "split_client": "its client",
+    "certificates": "keys for parties over a network",
     "audit": "attacks on every mechanism and its broken twins",
     "report": "the report of any run, written again from its workdir",
 }

@@ -58,6 +58,8 @@ _PARTS = {
     "adapt": ("protocol",),
     "predict": ("prediction",),
     "recalibrate": ("sweep",),
+    "recalibrate_server": ("method", "server", "client"),
+    "recalibrate_client": ("method", "server", "client"),
     "split": ("ablation",),  # before the parties, whose parts it has too
     "split_server": ("server", "client"),
     "split_client": ("server", "client"),
@@ -381,6 +383,15 @@ def account(
     with Ledger(path) as ledger:
         ledger.register(name, adjacency=adjacency, unit=unit, **terms)
         yield ledger.account(name, label=label)
+
+
+def own_account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
+    """Returns the account of a data set. Registers it, with terms as in `Ledger.register`, unless its owner has."""
+    try:
+        return ledger.account(dataset)
+    except ValueError:
+        ledger.register(dataset, **terms)
+        return ledger.account(dataset)
 
 
 def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:

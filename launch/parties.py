@@ -1,11 +1,11 @@
 """The two parties of Split Adaptation, one per process: `launch.split_server` and `launch.split_client`.
 
 Each party reads its own part of a config such as `configs/split/two_parties.py`, whose comments explain the fields. It
-has its own data and workdir. From the other party it reads only the packages of `jaxdp.split.exchange` in a folder. A
-party that starts again in the same workdir continues. Sent packages stay sent, and paid results are kept and not paid
-again. Both raise TimeoutError if the other party does not answer within `timeout` seconds. Both raise ValueError if the
-workdir or the exchange folder belongs to another run, or if config, data and packages do not fit. Nothing is spent or
-sent then.
+has its own data and workdir. The server asks and the client answers, with the packages of `jaxdp.split.exchange` and by
+the means of `launch.links`. A party that starts again in the same workdir continues. The client answers a repeated
+question as before, and paid results are kept and not paid again. Both raise TimeoutError if nothing comes from the
+other party within the timeout. Both raise ValueError if the workdir belongs to another run, or if config, data and
+packages do not fit. Nothing is spent or sent then.
 """
 
 import contextlib
@@ -23,7 +23,18 @@ import numpy as np
 
 from jaxdp import split
 from jaxdp.data import Examples, resize_images
-from jaxdp.files import Limits, read_json, read_npz, write_durably, write_json
+from jaxdp.files import (
+    Limits,
+    Package,
+    pack,
+    read_json,
+    read_npz,
+    read_package,
+    unpack,
+    write_durably,
+    write_json,
+    write_package,
+)
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
 from jaxdp.privacy import Account, Ledger
@@ -33,10 +44,9 @@ from jaxdp.split.backbone import in_batches
 from jaxdp.split.checks import check_labels
 from jaxdp.split.copies import plan_copies, plan_noisy
 from jaxdp.split.noisy_upload import Released, plan_release
-from jaxdp.split.package import package_bytes, read_package, write_package
 from jaxdp.split.server import adapt_by_client
 
-from . import data, frame, models, plans
+from . import data, frame, links, models, plans
 from .settings import check_numbers
 
 DATASET, QUERIES = "client/images", "client/queries"
@@ -48,52 +58,66 @@ _Images = dict[str, Any]  # image and label
 
 
 def run_server(
-    config: Any, workdir: _Path, exchange: _Path, *, timeout: float = 3600.0, limits: Limits | None = None
+    config: Any, workdir: _Path, client: links.Parties, *, timeout: float = 3600.0, limits: Limits | None = None
 ) -> dict[str, Any]:
     """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the client's queries.
 
-    The workdir holds the backbone (if it was trained here), the backend and the adapted backend. The exchange folder is
-    for one client. `limits` bound the declared sizes in the client's packages.
+    The workdir holds the backbone (if it was trained here), the backend and the adapted backend. `client` has one
+    party. `limits` bound the declared sizes in its packages.
 
     Returns:
       The content of result.json: mode and bytes of the upload, and the number of queries.
     """
-    root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
+    root = pathlib.Path(workdir)
     with alone(root), contextlib.ExitStack() as bound:
         check_numbers(config)
         frame.check_same_config("split server", config, root)
+        if len(client.names) != 1:
+            raise ValueError(f"the server of Split Adaptation has one client, got {', '.join(client.names) or 'none'}.")
         model = models.network(config.model)
         backbone = split.Backbone(model.model, model.preprocessing, config.cut or split.two_thirds(model.model))
         messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
         bound.enter_context(frame.bind("split server", config, root))
         if not (root / "frontend").exists():
             _make_frontend(config, backbone, root)
-        shipment = messages.receive_frontend(root / "frontend")
-        messages.share(root / "frontend", shared / "frontend", "frontend")
-        messages.wait_for(shared / "upload", timeout=timeout, sender="the client")
-        upload = messages.receive_upload(shared / "upload", shipment, limits=limits)
-        name = messages.manifest_sum(shared / "upload")
-        kept, done = root / f"adapted-{name}.safetensors", shared / "adapted"
-        if done.exists() and (not kept.exists() or read_package(done, "adapted").fields != {"upload": name}):
-            raise ValueError(
-                f"{done} is of another server or another upload. Delete {shared} with all its files, or exchange "
-                "through another folder."
-            )
+        sent = read_package(root / "frontend")
+        shipment = messages.unpack_frontend(sent)
+
+        def ask(question: bytes) -> bytes:
+            (one,) = client.names
+            if one not in (found := client.ask({one: question}, timeout=timeout)):
+                raise TimeoutError(
+                    f"{one} gave no answer within {timeout:g} seconds, or refused, as its own output says. Start both "
+                    "again as before. They keep what they sent and pay nothing twice."
+                )
+            return found[one]
+
+        told = ask(sent)
+        upload, name = messages.unpack_upload(told, shipment, limits=limits), hashlib.sha256(told).hexdigest()
+        kept = root / f"adapted-{name}.safetensors"
+
+        def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
+            told = ask(pack("logits", fields={"upload": name}, arrays={"logits": logits, "images": images}))
+            arrays = unpack(told, "gradients", limits=limits, name="the package 'gradients'").arrays
+            messages.check_arrays(arrays, {"gradients": (logits.shape, np.float32)})
+            return arrays["gradients"]
+
         if not kept.exists():
-            ask = messages.file_gradients(shared / "loss", timeout=timeout)
             back = load_params(root / "backend.safetensors")
-            save_params(kept, _adapted(config, shipment, back, upload, ask))
-        if not done.exists():
-            write_package(done, "adapted", fields={"upload": name}, arrays={})
+            save_params(kept, _adapted(config, shipment, back, upload, gradients))
         backbone = dataclasses.replace(backbone, model=backbone.model.clone(num_classes=upload.num_classes))
-        asked = _answer(split.Adapted(backbone, load_params(kept)), shipment, shared, limits)
+        adapted = split.Adapted(backbone, load_params(kept))
+        asked = ask(pack("adapted", fields={"upload": name}, arrays={}))
+        queries = messages.unpack_queries(asked, shipment, limits=limits)
+        logits = in_batches(adapted.logits, queries, 256) if len(queries) else np.zeros((0, upload.num_classes))
+        ask(pack("answers", fields={"upload": name}, arrays={"logits": np.asarray(logits, np.float32)}))
         mode = messages.mode_of(upload)
-        result = {"mode": mode, "bytes": package_bytes(shared / "upload"), "queries": asked}
+        result = {"mode": mode, "bytes": len(told), "queries": len(queries)}
         write_json(root / "result.json", result)
         labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
         print(
-            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {asked} queries were answered. The "
-            f"server read no other private data{labels}."
+            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {len(queries)} queries were answered. "
+            f"The server read no other private data{labels}."
         )
         return result
 
@@ -120,7 +144,7 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
         projection = split.public_projection(x, config.directions)
         norms = np.linalg.norm(np.asarray(split.project(projection, x)), axis=1)
         shipment = shipment._replace(projection=projection, clip_norm=float(np.median(norms)))
-    messages.send_frontend(root / "frontend", shipment)
+    write_package(root / "frontend", messages.pack_frontend(shipment))
 
 
 def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> dict[str, Any]:
@@ -144,45 +168,33 @@ def _copying(shipment: messages.Shipment) -> dict[str, Any]:
     return {"copies": shipment.copies, "n_patches": shipment.n_patches, "prefix_tokens": prefix_tokens}
 
 
-def _answer(adapted: split.Adapted, shipment: messages.Shipment, shared: pathlib.Path, limits: Limits | None) -> int:
-    """Answers the queries if they have no answers yet. Returns the number of queries."""
-    asked, path = shared / "queries", shared / "answers"
-    if not asked.exists():
-        return 0
-    queries = messages.receive_queries(asked, shipment, limits=limits)
-    if path.exists():
-        messages.receive_answers(path, queries=asked, num_classes=adapted.backbone.num_classes)
-    else:
-        messages.send_answers(path, in_batches(adapted.logits, queries, 256), queries=asked)
-    return len(queries)
-
-
 # --- The client -------------------------------------------------------------------------------------------------------
 
 
 def run_client(
     config: Any,
     workdir: _Path,
-    exchange: _Path,
+    serve: links.Serve,
     *,
     ledger_path: _Path | None = None,
     queries: bool | None = None,
-    timeout: float = 3600.0,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Runs the client: uploads representations of its few images, and has its test images classified.
 
-    The workdir holds the upload, the predictions, and the secret seed until the run has ended. A client that starts
-    again after the end sends the kept packages. Its secret, which perturbed the frontend, is deleted.
+    The workdir holds the upload, the queries, the predictions, and the secret seed until the run has ended. A client
+    that starts again after the end sends the kept packages. Its secret, which perturbed the frontend, is deleted.
 
     Args:
-      config, workdir, exchange, timeout, limits: As above. The limits also bound the file of images.
+      config, workdir: As above.
+      serve: `serve(answer, until=)` answers the server's questions.
       ledger_path: The ledger that pays, by default ledger.sqlite in the workdir. The data set is "client/images", its
         adjacency "replace_one", its unit an image with its label. If it is not registered, a private upload registers
         it with a budget of its epsilon, and the other modes without a budget.
       queries: Whether the server classifies the test images. None means yes, except in the private mode. Their
         representations have Laplace noise of `config.query_laplace_scale`. No guarantee covers them in any mode: the
         ledger gets a release without proof on "client/queries".
+      limits: Limits on the server's packages and on the file of images.
 
     Returns:
       The content of result.json: mode, bytes of the upload, epsilon (None is infinite), delta, and accuracy (None
@@ -191,76 +203,133 @@ def run_client(
     Raises:
       BudgetExceeded: The ledger refuses the upload. Nothing is sent.
     """
-    root, shared = pathlib.Path(workdir), pathlib.Path(exchange)
+    root = pathlib.Path(workdir)
     ledger_path = ledger_path or root / "ledger.sqlite"
     with Till(root, forget="run") as till, Ledger(ledger_path) as ledger, contextlib.ExitStack() as bound:
         check_numbers(config)
         frame.check_same_config("split client", config, root)
-        messages.wait_for(shared / "frontend", timeout=timeout, sender="the server")
-        shipment = messages.receive_frontend(shared / "frontend", limits=limits)
-        few, test = _client_images(config, shipment.backbone.preprocessing, limits)
+        client = _Client(config, root, queries, limits, till, ledger, bound)
+        serve(client.answer, until=lambda: client.result is not None)
+        assert client.result is not None
+        print(_statement(client.result))
+        return client.result
+
+
+@dataclasses.dataclass
+class _Client:
+    """The answers of a client. All that they need is in its workdir, because it may have been started again.
+
+    Attributes:
+      config, root, queries, limits: The arguments of `run_client`.
+      till, ledger, bound: Those of the run.
+      result: The result of the run, None until its last question.
+    """
+
+    config: Any
+    root: pathlib.Path
+    queries: bool | None
+    limits: Limits | None
+    till: Till
+    ledger: Ledger
+    bound: contextlib.ExitStack
+    result: dict[str, Any] | None = None
+
+    def answer(self, question: bytes) -> bytes:
+        """Answers a question, a repeated one as before."""
+        others = {"logits": self._loss, "adapted": self._adapted, "answers": self._answers}
+        package = unpack(question, ["frontend", *others], limits=self.limits, name="the server's package")
+        if package.kind == "frontend":
+            return self._frontend(question)
+        upload = hashlib.sha256(read_package(self.root / "upload")).hexdigest()
+        if package.fields.get("upload") != upload:
+            raise ValueError("the server's package is about another upload. Use a new workdir at one of the parties.")
+        return others[package.kind](package)
+
+    @functools.cached_property
+    def _shipment(self) -> messages.Shipment:
+        return messages.unpack_frontend(read_package(self.root / "frontend"), limits=self.limits)
+
+    @functools.cached_property
+    def _images(self) -> tuple[_Images, _Images]:
+        return _client_images(self.config, self._shipment.backbone.preprocessing, self.limits)
+
+    @property
+    def _asks(self) -> bool:
+        wanted = self.config.mode != "private" if self.queries is None else self.queries
+        return wanted and len(self._images[1]["image"]) > 0
+
+    def _frontend(self, question: bytes) -> bytes:
+        """Pays for the upload and the queries, makes and keeps them, and returns the upload."""
+        config, root, kept = self.config, self.root, self.root / "frontend"
+        if kept.exists() and read_package(kept) != question:
+            raise ValueError(f"{root} was started with another frontend. Use a new workdir at one of the parties.")
+        shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
+        few, test = self._images
         _check_client(config, shipment, few, test)
         _check_same_images({**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json")
-        for name in ("upload", "queries"):
-            if (shared / name).exists() and not (root / name).exists():
-                raise ValueError(
-                    f"{shared / name} is of another client, or this client's workdir was lost. Nothing was spent now. "
-                    "If it was this client's, restore the ledger that paid or register its cost before any other "
-                    f"release. To start again, delete {shared} with all its files, or exchange through another folder."
-                )
-        private, count = config.mode == "private", len(test["image"])
-        asks = (not private if queries is None else queries) and count > 0
-        missing = [name for name in ("upload", "queries")[: 1 + asks] if not (root / name).exists()]
+        missing = [name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
                 f"the run in {root} has ended without queries, and the secret that perturbed its frontend is deleted. "
-                "Use a new workdir and another exchange folder, and ask from the start. The new run pays for its own "
-                "upload."
+                "Use a new workdir at both parties, and ask from the start. The new run pays for its own upload."
             )
-        bound.enter_context(frame.bind("split client", config, root))
+        self.bound.enter_context(frame.bind("split client", config, root))
+        common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+        unproven: dict[str, Any] = common | {"allow_unproven": True}
         # What a private upload costs is the budget of the images.
-        terms = {"epsilon": config.epsilon} if private else {"allow_unproven": True}
-        images = _account(ledger, DATASET, records=len(few["image"]), delta=config.delta, **terms)
-        unproven = {"records": count, "delta": config.delta, "allow_unproven": True}
-        others = [_account(ledger, QUERIES, **unproven)] if asks else []
-        till.settle([images, *others])
+        terms: dict[str, Any] = common | {"epsilon": config.epsilon} if config.mode == "private" else unproven
+        images = frame.own_account(self.ledger, DATASET, records=len(few["image"]), **terms)
+        asked = {"records": len(test["image"]), **unproven}
+        others = [frame.own_account(self.ledger, QUERIES, **asked)] if self._asks else []
+        self.till.settle([images, *others])
         if missing:
-            front = split.perturb_params(till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
-            extract = functools.partial(split.represent, shipment.backbone, shipment.frontend, front)
+            noisy = split.perturb_params(self.till.stream("frontend"), shipment.frontend.params, alpha=config.alpha)
+            extract = functools.partial(split.represent, shipment.backbone, shipment.frontend, noisy)
         if "upload" in missing:
-            till.release(_upload(config, shipment, images, extract(few["image"]), few["label"], root / "upload"))
+            upload = _upload(config, shipment, images, extract(few["image"]), few["label"], root / "upload")
+            write_package(kept, question)
+            self.till.release(upload)
         if "queries" in missing:
             x, scale = extract(test["image"]), config.query_laplace_scale
             what = plan_noisy(*others, representations=x, laplace_scale=scale, label="split adaptation, queries")
-            keep = functools.partial(messages.send_queries, root / "queries", shipment=shipment)
-            till.release(dataclasses.replace(what, keep=keep))
-        if asks:
-            messages.share(root / "queries", shared / "queries", "queries")
-        messages.share(root / "upload", shared / "upload", "upload")
-        gradients = messages.loss_gradients(few["label"], config.num_classes)
-        answers = None if private else functools.partial(messages.answer, shared / "loss", gradients)
-        messages.wait_for(shared / "adapted", timeout=timeout, sender="the server", meanwhile=answers)
-        if read_package(shared / "adapted", "adapted").fields != {"upload": messages.manifest_sum(root / "upload")}:
-            raise ValueError(f"{shared / 'adapted'} is about another upload. Delete {shared} with all its files.")
-        accuracy = None
-        if asks:
-            messages.wait_for(shared / "answers", timeout=timeout, sender="the server")
-            classes, asked = config.num_classes, root / "queries"
-            found = messages.receive_answers(shared / "answers", queries=asked, num_classes=classes).argmax(1)
+            self.till.release(dataclasses.replace(what, keep=functools.partial(self._keep_queries, shipment)))
+        return read_package(root / "upload")
+
+    def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
+        write_package(self.root / "queries", messages.pack_queries(made, shipment))
+
+    def _loss(self, package: Package) -> bytes:
+        if self.config.mode == "private":
+            raise ValueError("mode='private' answers no question about the loss, because gradients reveal labels.")
+        gradients = messages.loss_gradients(self._images[0]["label"], self.config.num_classes)
+        found = gradients(package.arrays["logits"], package.arrays["images"])
+        return pack("gradients", fields={}, arrays={"gradients": found})
+
+    def _adapted(self, package: Package) -> bytes:
+        if self._asks:
+            return read_package(self.root / "queries")
+        return messages.pack_queries(np.zeros((0, *self._shipment.backbone.tokens), np.float32), self._shipment)
+
+    def _answers(self, package: Package) -> bytes:
+        """Ends the run."""
+        config, root, (_, test), accuracy = self.config, self.root, self._images, None
+        asked = len(test["image"]) if self._asks else 0
+        messages.check_arrays(package.arrays, {"logits": ((asked, config.num_classes), np.float32)})
+        if asked:
+            found = package.arrays["logits"].argmax(1)
             write_durably(root / "predictions.npy", lambda file: np.save(file, found))
             accuracy = float(np.mean(found == test["label"])) if "label" in test else None
-        epsilon = images.epsilon(delta=config.delta)
-        result = {
+        epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
+        self.result = {
             "mode": config.mode,
-            "bytes": package_bytes(root / "upload"),
+            "bytes": len(read_package(root / "upload")),
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": config.delta,
-            "queries": count if asks else 0,
+            "queries": asked,
             "accuracy": accuracy,
         }
-        write_json(root / "result.json", result)
-        print(_statement(result))
-        return result
+        write_json(root / "result.json", self.result)
+        return pack("end", fields={}, arrays={})
 
 
 def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: _Images) -> None:
@@ -286,7 +355,7 @@ def _upload(
     make: Any = messages.MODES[config.mode]
 
     def send(upload: Any) -> None:
-        messages.send_upload(folder, upload, shipment)
+        write_package(folder, messages.pack_upload(upload, shipment))
 
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
@@ -321,15 +390,6 @@ def client_charges(config: Any, *, ledger_path: _Path | None, queries: bool | No
         event = split.published_event(config.query_laplace_scale)
         charges.append(plans.Item("the queries", QUERIES, event, unproven, ledger=ledger))
     return charges
-
-
-def _account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
-    """Returns the account of a client's data set. Registers it unless its owner has registered it."""
-    try:
-        return ledger.account(dataset)
-    except ValueError:
-        ledger.register(dataset, adjacency="replace_one", unit="image", **terms)
-        return ledger.account(dataset)
 
 
 def _statement(result: dict[str, Any]) -> str:
@@ -369,9 +429,7 @@ def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
     """Raises ValueError for images that differ from the images of the workdir's upload."""
     sums = {name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest() for name, array in arrays.items()}
     if path.exists() and read_json(path) != sums:
-        raise ValueError(
-            f"{path.parent} was started with other images or labels. Use a new workdir and another exchange folder."
-        )
+        raise ValueError(f"{path.parent} was started with other images or labels. Use a new workdir.")
     write_json(path, sums)
 
 

@@ -90,16 +90,18 @@ def _settings(config: Any) -> list[Setting]:
 
 def methods(config: Any) -> dict[str, Any]:
     """Returns the methods by name. None means no recalibration."""
-    found = {}
-    for name in config.methods:
-        options, kind = dict(config.method_options.get(name, {})), _kind(config, name)
-        frame.known(f"method_options.{name}.kind", [options.pop("kind", None)], _KINDS)
-        fields = {field.name for field in dataclasses.fields(_KINDS[kind])} if kind != "none" else set()
-        frame.known(f"method_options.{name}", options, sorted(fields | {"spacing"} if "bracket" in fields else fields))
-        if "bracket" in options:
-            options["bracket"] = recalibration.Bracket.of(options["bracket"], options.pop("spacing", "log"))
-        found[name] = None if kind == "none" else _KINDS[kind](**options)
-    return found
+    return {name: method(f"method_options.{name}", config.method_options.get(name, {})) for name in config.methods}
+
+
+def method(field: str, given: Mapping[str, Any]) -> Any:
+    """Returns the method of config.`field`, which has its kind and options. None means no recalibration."""
+    options = dict(given)
+    frame.known(f"{field}.kind", [kind := options.pop("kind", None)], _KINDS)
+    fields = {field.name for field in dataclasses.fields(_KINDS[kind])} if kind != "none" else set()
+    frame.known(field, options, sorted(fields | {"spacing"} if "bracket" in fields else fields))
+    if "bracket" in options:
+        options["bracket"] = recalibration.Bracket.of(options["bracket"], options.pop("spacing", "log"))
+    return None if kind == "none" else _KINDS[kind](**options)
 
 
 def _kind(config: Any, name: str) -> str:

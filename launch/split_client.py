@@ -1,9 +1,10 @@
-"""The client of Split Adaptation between two processes, started before or after `launch.split_server`.
+r"""The client of Split Adaptation, started before or after `launch.split_server`.
 
-python -m launch.split_client --config configs/split/two_parties.py --workdir workdir/client --exchange workdir/exchange
+    python -m launch.split_client --config configs/split/two_parties.py --workdir workdir/client \
+        --exchange workdir/client-1
 
-It reads only the part `client` of the config, and only the server's packages in the exchange folder. --images names the
-client's own images.
+It reads only the part `client` of the config, and only the server's packages. --images names the client's own images.
+--address and --keys in place of --exchange go over a network (docs/howto/parties_over_a_network.md).
 """
 
 import pathlib
@@ -11,11 +12,8 @@ from typing import Any
 
 from absl import flags
 
-from . import frame, plans
+from . import frame, links, plans
 
-_EXCHANGE = flags.DEFINE_string("exchange", None, "Folder that both parties can write to, and nobody else.")
-_TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the server.", lower_bound=0.0)
-_LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages of the server.")
 _LEDGER = flags.DEFINE_string("ledger", None, "Ledger of the client's images, by default ledger.sqlite in the workdir.")
 _QUERIES = flags.DEFINE_bool(
     "queries",
@@ -41,16 +39,13 @@ def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     if dry_run:
         charges = parties.client_charges(config.client, ledger_path=_LEDGER.value, queries=_QUERIES.value)
         return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
-    if _EXCHANGE.value is None:
-        raise ValueError("--exchange must be given: a folder that both parties can write to.")
     parties.run_client(
         config.client,
         workdir,
-        _EXCHANGE.value,
+        links.serve(),
         ledger_path=_LEDGER.value,
         queries=_QUERIES.value,
-        timeout=_TIMEOUT.value,
-        limits=frame.limits(_LIMITS.value),
+        limits=links.limits(),
     )
     print(report.write(workdir, ledger=_LEDGER.value))
 

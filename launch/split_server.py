@@ -1,19 +1,15 @@
-"""The server of Split Adaptation between two processes, started before or after `launch.split_client`.
+r"""The server of Split Adaptation, started before or after `launch.split_client`.
 
-python -m launch.split_server --config configs/split/two_parties.py --workdir workdir/server --exchange workdir/exchange
+    python -m launch.split_server --config configs/split/two_parties.py --workdir workdir/server \
+        --exchange workdir/client-1
 
-It reads only the part `server` of the config, and only the client's packages in the exchange folder.
+It reads only the part `server` of the config, and only the client's packages. --address and --keys in place of
+--exchange go over a network (docs/howto/parties_over_a_network.md).
 """
 
 from typing import Any
 
-from absl import flags
-
-from . import frame, plans
-
-_EXCHANGE = flags.DEFINE_string("exchange", None, "Folder that both parties can write to, and nobody else.")
-_TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the client.", lower_bound=0.0)
-_LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages of the client.")
+from . import frame, links, plans
 
 
 def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
@@ -22,11 +18,8 @@ def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
 
     if dry_run:
         return plans.show([], None)
-    if _EXCHANGE.value is None:
-        raise ValueError("--exchange must be given: a folder that both parties can write to.")
-    parties.run_server(
-        config.server, workdir, _EXCHANGE.value, timeout=_TIMEOUT.value, limits=frame.limits(_LIMITS.value)
-    )
+    with links.parties() as client:
+        parties.run_server(config.server, workdir, client, timeout=links.TIMEOUT.value, limits=links.limits())
     print(report.write(workdir))
 
 

@@ -74,7 +74,7 @@ EVERYTHING = """
 import importlib, pathlib, pkgutil, sys
 import jaxdp.launch
 found = [module.name for module in pkgutil.walk_packages(jaxdp.launch.__path__, "jaxdp.launch.")]
-# The two parties have flags of the same names.
+# Two clients have a flag of the same name.
 for name in [name for name in found if not name.endswith(("__main__", "split_client"))]:
     importlib.import_module(name)
 assert len(found) > 30

@@ -18,7 +18,6 @@ from jaxdp.split.noisy_upload import (
     randomized_response,
     release_privately,
 )
-from jaxdp.split.package import read_package, write_package
 from jaxdp.split.quantization import (
     QuantizedFrontend,
     Scales,
@@ -61,12 +60,10 @@ __all__ = [
     "quantize_frontend",
     "quantized_front",
     "randomized_response",
-    "read_package",
     "release_privately",
     "represent",
     "retrieve_neighbors",
     "search_scales",
     "tune_backend",
     "two_thirds",
-    "write_package",
 ]

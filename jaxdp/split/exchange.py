@@ -1,31 +1,27 @@
-"""The exchange between the two parties of Split Adaptation, in packages (`jaxdp.split.package`).
+"""What the two parties of Split Adaptation tell each other, in packages (`jaxdp.files.package`).
 
-    frontend   server to client   first blocks as integers and scales, public directions, settings of the copies
-    queries    client to server   representations of images to classify
-    upload     client to server   representations to adapt to, of one of three kinds. The server waits for it.
-    loss/      both ways          logits of a step and the client's gradients, if labels stay with the client
-    adapted    server to client   a sign that the backend is adapted. It holds nothing of the backend.
-    answers    server to client   logits of the queries
+The server asks, and the client answers:
 
-The same functions check every package before it is written and after it is read. A reader runs no code of the other
-party: it looks up models and activations in a table. Parties without a common folder may carry packages by any means
-that makes each package appear whole, for example by renaming it.
+    frontend   first blocks as integers and scales, public directions, settings of the copies
+      upload     representations to adapt to, of one of three kinds
+    logits     logits of a step of the adaptation, if labels stay with the client
+      gradients  the gradients of the client's loss
+    adapted    a sign that the backend is adapted. It holds nothing of the backend.
+      queries    representations of images to classify, or none
+    answers    logits of the queries
+      end        nothing
 
-Every `send_...` raises FileExistsError if its folder exists, and ValueError for content that a receiver would refuse.
-Every `receive_...` raises FileNotFoundError if a file is missing, and ValueError if the package is damaged, does not
-fit, or exceeds `limits`, by default `Limits()`.
+The same functions check every package before it is sent and after it came. A reader runs no code of the other party: it
+looks up models and activations in a table.
+
+Every `pack_...` raises ValueError for content that a receiver would refuse. Every `unpack_...` raises ValueError if the
+package is damaged, does not fit, or exceeds `limits`, by default `Limits()`.
 """
 
 import dataclasses
 import hashlib
-import itertools
 import math
-import os
-import shutil
-import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -34,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
-from jaxdp.files import Limits
+from jaxdp.files import Limits, Package, pack, unpack
 from jaxdp.models import Preprocessing
 from jaxdp.models.layers import gelu
 from jaxdp.models.swin import Swin
@@ -43,7 +39,6 @@ from jaxdp.split.backbone import Backbone
 from jaxdp.split.checks import check_labels
 from jaxdp.split.copies import index_of_copies
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
-from jaxdp.split.package import Folder, Package, read_package, write_package
 from jaxdp.split.quantization import QuantizedFrontend, Scales, describe_frontend
 from jaxdp.split.server import Gradients
 
@@ -51,28 +46,27 @@ _MODELS: Mapping[str, type[nn.Module]] = {"ViT": ViT, "Swin": Swin}
 _ACTIVATIONS: Mapping[str, Any] = {"gelu": gelu, "gelu_tanh": nn.gelu, "relu": nn.relu, "silu": nn.silu}
 # Attributes that are not sent: they describe the head, which stays with the server, or never differ.
 _UNTOLD = {"num_classes", "head_hidden", "distilled_head", "dtype", "parent", "name"}
-_POLL_SECONDS = 0.01
 _Expected = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of every array
 
 
-def _send(
-    folder: Folder, kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]
-) -> None:
-    """Writes a package if `understand` accepts it."""
+def _pack(kind: str, fields: Mapping[str, Any], arrays: Mapping[str, Any], understand: Callable[..., Any]) -> bytes:
+    """Returns a package if `understand` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    understand(Package(dict(fields), arrays))
-    write_package(folder, kind, fields=fields, arrays=arrays)
+    understand(Package(kind, dict(fields), arrays))
+    return pack(kind, fields=fields, arrays=arrays)
 
 
-def _receive(
-    folder: Folder, kind: str, fields: Iterable[str], understand: Callable[[Package], Any], limits: Limits | None
+def _unpack(
+    data: bytes, kind: str, fields: Collection[str], understand: Callable[[Package], Any], limits: Limits | None
 ) -> Any:
     """Reads a package that must have these fields and returns the result of `understand`."""
-    package = read_package(folder, kind, fields=fields, limits=limits)
+    package = unpack(data, kind, fields=fields, limits=limits, name=f"the package {kind!r}")
     try:
         return understand(package)
     except Exception as error:  # a model with wrong attributes may raise anything when it is traced
-        raise ValueError(f"{folder} is whole but of no use. Its sender must make another one: {error}") from error
+        raise ValueError(
+            f"the package {kind!r} is whole but of no use. Its sender must make another one: {error}"
+        ) from error
 
 
 # --- The frontend -----------------------------------------------------------------------------------------------------
@@ -115,8 +109,8 @@ class Shipment(NamedTuple):
             )
 
 
-def send_frontend(folder: Folder, shipment: Shipment) -> None:
-    """Writes the package "frontend".
+def pack_frontend(shipment: Shipment) -> bytes:
+    """Returns the package "frontend".
 
     It holds no floating-point weight, only int8 codes, their scales, the scales of activations, and the projection.
     There is one scale per tensor, and per channel in the patch embedding. That hides little of these blocks, since 8
@@ -144,17 +138,17 @@ def send_frontend(folder: Folder, shipment: Shipment) -> None:
         "n_patches": shipment.n_patches,
         "clip_norm": shipment.clip_norm,
     }
-    _send(folder, "frontend", fields, arrays, lambda package: _shipment(package, Limits()))
+    return _pack("frontend", fields, arrays, lambda package: _shipment(package, Limits()))
 
 
-def receive_frontend(folder: Folder, *, limits: Limits | None = None) -> Shipment:
-    """Reads a package of `send_frontend`. It checks all numbers before it traces the model."""
+def unpack_frontend(data: bytes, *, limits: Limits | None = None) -> Shipment:
+    """Reads a package of `pack_frontend`. It checks all numbers before it traces the model."""
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    return _receive(folder, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits)
+    return _unpack(data, "frontend", fields, lambda package: _shipment(package, limits or Limits()), limits)
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
-    fields, arrays = package
+    _, fields, arrays = package
     model = _read_model(fields["model"], limits)
     backbone = Backbone(model, _read_preprocessing(fields["preprocessing"]), fields["cut"])
     _check_declared(backbone, arrays, limits)
@@ -180,7 +174,7 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
         expected["projection/mean"] = ((tokens, width), np.float32)
         expected["projection/directions"] = ((tokens * width, k), np.float32)
         _check_positive("clip_norm", clip_norm)
-    _check_arrays(arrays, expected)
+    check_arrays(arrays, expected)
     for name in scales:
         if not (arrays[name] > 0).all():
             raise ValueError(f"scale {name!r} must be positive.")
@@ -354,8 +348,8 @@ def mode_of(upload: Upload) -> str:
     return next(name for name, kind in MODES.items() if isinstance(upload, kind))
 
 
-def send_upload(folder: Folder, upload: Upload, shipment: Shipment) -> None:
-    """Writes the package "upload". It charges nothing: a till calls it after the payment."""
+def pack_upload(upload: Upload, shipment: Shipment) -> bytes:
+    """Returns the package "upload". It charges nothing: a till calls it after the payment."""
     fields: dict[str, Any] = {"num_classes": upload.num_classes}
     match upload:
         case Uploaded():
@@ -365,17 +359,17 @@ def send_upload(folder: Folder, upload: Upload, shipment: Shipment) -> None:
         case Private():
             fields, arrays = dataclasses.asdict(upload.release), upload.released._asdict()
     fields |= {"mode": mode_of(upload), "frontend": shipment.fingerprint}
-    _send(folder, "upload", fields, arrays, lambda package: _upload(package, shipment, Limits()))
+    return _pack("upload", fields, arrays, lambda package: _upload(package, shipment, Limits()))
 
 
-def receive_upload(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
-    """Reads a package of `send_upload` for the same shipment. A private upload must have noise."""
+def unpack_upload(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
+    """Reads a package of `pack_upload` for the same shipment. A private upload must have noise."""
     fields = ("frontend", "mode", "num_classes")
-    return _receive(folder, "upload", fields, lambda package: _upload(package, shipment, limits or Limits()), limits)
+    return _unpack(data, "upload", fields, lambda package: _upload(package, shipment, limits or Limits()), limits)
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
-    fields, arrays = package
+    _, fields, arrays = package
     _check_made_with(fields["frontend"], shipment)
     mode, num_classes, projection = fields["mode"], fields["num_classes"], shipment.projection
     if type(num_classes) is not int or num_classes < 2:
@@ -389,10 +383,10 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     count, tokens = _length(arrays, main, axis), describe_frontend(shipment.backbone).tokens
     if projection is not None and mode == "private":
         k = projection.directions.shape[1]
-        _check_arrays(arrays, {"features": ((count, k), np.float32), "labels": ((count,), np.int32)})
+        check_arrays(arrays, {"features": ((count, k), np.float32), "labels": ((count,), np.int32)})
     else:
         copies = (1 + shipment.copies,) if mode == "published" else ()
-        _check_arrays(arrays, {main: ((*copies, count, *tokens), np.float32)})
+        check_arrays(arrays, {main: ((*copies, count, *tokens), np.float32)})
     shipment.check_count(count)
     if mode != "private":
         return MODES[mode](arrays[main], num_classes)
@@ -437,134 +431,25 @@ def loss_gradients(labels: Any, num_classes: int) -> Gradients:
     return gradients
 
 
-def file_gradients(folder: Path, *, timeout: float) -> Gradients:
-    """Returns the client behind a folder, for `adapt_by_client`. A package *.gradients answers a package *.logits.
-
-    It first removes questions and answers of earlier servers. A question raises TimeoutError if no answer comes within
-    `timeout` seconds, and ValueError if the answer is damaged.
-    """
-    for stale in (*folder.glob("[!.]*.logits"), *folder.glob("[!.]*.gradients")):
-        _remove(stale)
-    run, steps = uuid.uuid4().hex[:8], itertools.count()
-
-    def ask(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
-        question = folder / f"{run}-{next(steps):08d}.logits"
-        reply = question.with_suffix(".gradients")
-        write_package(question, "logits", fields={}, arrays={"logits": logits, "images": images})
-        wait_for(reply, timeout=timeout, sender="the client")
-        gradients = read_package(reply, "gradients", arrays=["gradients"]).arrays["gradients"]
-        _remove(question)  # before the reply, or `answer` would reply again
-        _remove(reply)
-        return gradients
-
-    return ask
-
-
-def answer(folder: Path, gradients: Gradients) -> int:
-    """Answers every question in `folder` that has no answer yet, and returns how many."""
-    answered = 0
-    for question in sorted(folder.glob("[!.]*.logits")):
-        reply = question.with_suffix(".gradients")
-        if reply.exists():
-            continue
-        try:
-            arrays = read_package(question, "logits", arrays=["logits", "images"]).arrays
-        except FileNotFoundError:  # the server has read the answer and removed both
-            continue
-        result = gradients(arrays["logits"], arrays["images"])
-        write_package(reply, "gradients", fields={}, arrays={"gradients": result})
-        answered += 1
-    return answered
-
-
 # --- Queries ----------------------------------------------------------------------------------------------------------
 
 
-def send_queries(folder: Folder, representations: Any, shipment: Shipment) -> None:
-    """Writes the package "queries": representations float32 [m, T, D] to classify. No guarantee covers them."""
+def pack_queries(representations: Any, shipment: Shipment) -> bytes:
+    """Returns the package "queries": representations float32 [m, T, D] to classify. No guarantee covers them."""
     fields, arrays = {"frontend": shipment.fingerprint}, {"representations": representations}
-    _send(folder, "queries", fields, arrays, lambda package: _queries(package, shipment))
+    return _pack("queries", fields, arrays, lambda package: _queries(package, shipment))
 
 
-def receive_queries(folder: Folder, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
-    """Reads a package of `send_queries` for the same shipment."""
-    return _receive(folder, "queries", ["frontend"], lambda package: _queries(package, shipment), limits)
+def unpack_queries(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
+    """Reads a package of `pack_queries` for the same shipment."""
+    return _unpack(data, "queries", ["frontend"], lambda package: _queries(package, shipment), limits)
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
     _check_made_with(package.fields["frontend"], shipment)
-    if not (count := _length(package.arrays, "representations")):
-        raise ValueError("representations must not be empty.")
-    tokens = describe_frontend(shipment.backbone).tokens
-    _check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
+    count, tokens = _length(package.arrays, "representations"), describe_frontend(shipment.backbone).tokens
+    check_arrays(package.arrays, {"representations": ((count, *tokens), np.float32)})
     return package.arrays["representations"]
-
-
-def send_answers(folder: Folder, logits: Any, *, queries: Path) -> None:
-    """Writes the package "answers": logits float32 [m, K] of the package `queries`."""
-    write_package(folder, "answers", fields={"queries": manifest_sum(queries)}, arrays={"logits": logits})
-
-
-def receive_answers(folder: Folder, *, queries: Path, num_classes: int) -> np.ndarray:
-    """Reads a package of `send_answers` for the same queries."""
-
-    def check(package: Package) -> np.ndarray:
-        if package.fields["queries"] != manifest_sum(queries):
-            raise ValueError(f"answers are for other queries than {queries}. Delete them and start both parties again.")
-        count = len(read_package(queries, "queries", arrays=["representations"]).arrays["representations"])
-        _check_arrays(package.arrays, {"logits": ((count, num_classes), np.float32)})
-        return package.arrays["logits"]
-
-    return _receive(folder, "answers", ["queries"], check, None)
-
-
-# --- Folders ----------------------------------------------------------------------------------------------------------
-
-
-def share(own: Path, shared: Path, kind: str) -> None:
-    """Copies a package to the other party's folder, unless the same package is there already.
-
-    Raises:
-      ValueError: Another package is there.
-    """
-    if not os.path.lexists(shared):
-        fields, arrays = read_package(own, kind)
-        write_package(shared, kind, fields=fields, arrays=arrays)
-    elif manifest_sum(shared) != manifest_sum(own):
-        raise ValueError(
-            f"{shared} is not the package in {own}. It belongs to another run. Delete {shared.parent} with all that "
-            "both parties put there, or exchange through another folder."
-        )
-
-
-def wait_for(folder: Path, *, timeout: float, sender: str, meanwhile: Callable[[], Any] | None = None) -> None:
-    """Waits for a package at `folder`, and calls `meanwhile` again and again.
-
-    Raises:
-      TimeoutError: There is none `timeout` seconds after `meanwhile` last returned a true value.
-    """
-    last = time.monotonic()
-    while not (folder / "manifest.json").exists():
-        if meanwhile is not None and meanwhile():
-            last = time.monotonic()
-        elif time.monotonic() > last + timeout:
-            raise TimeoutError(
-                f"{folder} did not come from {sender} within {timeout:g} seconds. Is it running with the same folder? "
-                "Start both again as before. They keep the sent packages and pay nothing twice."
-            )
-        time.sleep(_POLL_SECONDS)
-
-
-def manifest_sum(folder: Path) -> str:
-    """Returns the SHA-256 of a package's manifest, which holds the sums of all its files."""
-    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
-
-
-def _remove(folder: Path) -> None:
-    """Removes a package in one step for other processes."""
-    hidden = folder.with_name(f".{folder.name}.removed")
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden)
 
 
 def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
@@ -577,7 +462,8 @@ def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
     return (*np.shape(arrays.get(name, ()))[axis:], 0)[0]
 
 
-def _check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
+def check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
+    """Raises ValueError unless these are the names, shapes and dtypes of the arrays of a package."""
     if wrong := sorted(set(arrays) ^ set(expected)):
         what = "is missing" if wrong[0] in expected else "does not belong there"
         raise ValueError(f"array {wrong[0]!r} {what}.")

@@ -284,7 +284,7 @@ def adapt_by_client(
       key, backbone, back, copies, num_classes, learning_rate, epochs, batch_size: As in `adapt`.
       gradients: `gradients(logits, images)` asks the client. It takes logits float32 [B, K], and int32 [B], the image
         of each row. It returns the gradients of all rows' losses with respect to their logits, float32 [B, K]. Use
-        `loss_gradients` in one process and `file_gradients` between two.
+        `jaxdp.split.exchange.loss_gradients`, or a function that asks the client for the same.
 
     Raises:
       ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size is not positive. Or

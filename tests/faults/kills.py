@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import hashlib
 import importlib
 import io
 import json
@@ -61,7 +62,7 @@ import launch.predict
 import launch.recalibrate
 import launch.split
 from jaxdp import data, finetune
-from jaxdp.files import write_json
+from jaxdp.files import pack, read_package, unpack, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.books import Spends
 from jaxdp.privacy.events import composition, to_json
@@ -69,8 +70,6 @@ from jaxdp.privacy.ledger import Head, LedgerDamaged
 from jaxdp.privacy.store import _COUNTED, _head_of, _head_text
 from jaxdp.release import notes
 from jaxdp.report import MetricsWriter, read_metrics, verdict
-from jaxdp.split.exchange import manifest_sum, receive_frontend, receive_queries, send_answers
-from jaxdp.split.package import write_package
 from jaxdp.transforms import losses
 from launch import frame, lifecycle, parties
 
@@ -245,22 +244,37 @@ def _split_claims(root: pathlib.Path) -> list[tuple[float, float]]:
 
 def _split_client(root: pathlib.Path) -> None:
     """Runs the client until it times out, and starts it again. This function plays the slow server."""
-    both, shared = importlib.import_module("configs.split.two_parties").get_config(), root / "exchange"
-    if not (shared / "frontend").exists():
-        server = ConfigDict(both.server.to_dict())
-        server.model.options = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
-        server.update({"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4})
-        server.update({"copies": 2, "tuning": {"epochs": 1}, "adaptation": {"epochs": 1}})
+    both = importlib.import_module("configs.split.two_parties").get_config()
+    server = ConfigDict(both.server.to_dict())
+    server.model.options = {"patch_size": 2, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 16}
+    server.update({"train": {"steps": 2}, "calibration": {"frontends": 1, "samples": 4}, "directions": 4})
+    server.update({"copies": 2, "tuning": {"epochs": 1}, "adaptation": {"epochs": 1}})
+    if not (root / "server" / "frontend").exists():
         with contextlib.suppress(TimeoutError):
-            parties.run_server(server, root / "server", shared, timeout=0.01)
-    for _ in range(3):
+            parties.run_server(server, root / "server", _Nobody())
+    frontend = read_package(root / "server" / "frontend")
+
+    def serve(answer: Callable[[bytes], bytes], until: Callable[[], bool], stages: int) -> None:
+        about = {"upload": hashlib.sha256(answer(frontend)).hexdigest()}
+        if stages > 1:
+            asked = unpack(answer(pack("adapted", fields=about, arrays={})), "queries").arrays["representations"]
+        if stages > 2:
+            answer(pack("answers", fields=about, arrays={"logits": np.zeros((len(asked), 5), np.float32)}))
+        if not until():
+            raise TimeoutError
+
+    for stages in (1, 2, 3):
         with contextlib.suppress(TimeoutError):
-            parties.run_client(both.client, root / "client", shared, queries=True, timeout=0.01)
-        if not (shared / "adapted").exists():
-            write_package(shared / "adapted", "adapted", fields={"upload": manifest_sum(shared / "upload")}, arrays={})
-        elif not (shared / "answers").exists():
-            count = len(receive_queries(shared / "queries", receive_frontend(shared / "frontend")))
-            send_answers(shared / "answers", np.zeros((count, 5), np.float32), queries=shared / "queries")
+            parties.run_client(both.client, root / "client", functools.partial(serve, stages=stages), queries=True)
+
+
+class _Nobody:
+    """A client that never answers."""
+
+    names = ("client-1",)
+
+    def ask(self, questions: Any, *, timeout: float) -> dict[str, bytes]:
+        return {}
 
 
 def _split_client_claims(root: pathlib.Path) -> list[tuple[float, float]]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxdp.data import bundled
+from jaxdp.files import read_package, unpack
 from jaxdp.privacy import Ledger
-from jaxdp.split.package import read_package
 from tests import forked
 from tests.launch import program
 
@@ -111,26 +111,22 @@ def test_two_processes_adapt_privately(private, images):
     with np.load(images) as file:
         predicted = np.load(root / "client" / "predictions.npy")
         assert result["accuracy"] == (predicted == file["test_label"]).mean()
-    fields, arrays = read_package(root / "exchange" / "upload", "upload")
+    _, fields, arrays = unpack(read_package(root / "client" / "upload"), "upload")
     assert {name: x.shape for name, x in arrays.items()} == {"features": (25, 4), "labels": (25,)}
     assert fields["label_epsilon"] == 4.0 and set(arrays["labels"]) <= set(range(5))
-    assert sorted(path.name for path in (root / "exchange").iterdir()) == sorted(
-        ["frontend", "queries", "upload", "adapted", "answers"]
-    )
+    assert list((root / "exchange").iterdir()) == []
 
 
 def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     root, _, client = private
-    secret = root / "client" / "secret_seed"
-    before = {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")}
+    kept = {path: path.read_bytes() for path in (root / "client" / "upload", root / "client" / "queries")}
     flags = ("--mode", "private", "--queries", "--images", str(images))
-    again = [
-        program.call([*program.PYTHON, "-m", "launch.split_client", *arguments("client", root, *flags)]),
-        program.call([*program.PYTHON, "-m", "launch.split_server", *arguments("server", root)]),
-    ]
-    assert [process.returncode for process in again] == [0, 0], [process.stderr for process in again]
-    assert again[0].stdout == client and "100 queries were answered" in again[1].stdout and not secret.exists()
-    assert {path: path.stat().st_mtime_ns for path in (root / "exchange").rglob("*")} == before
+    again = finish(
+        start("server", root, forbidden=[root / "client"]), start("client", root, *flags, forbidden=[root / "server"])
+    )
+    assert again[1] == client and "100 queries were answered" in again[0]
+    assert not (root / "client" / "secret_seed").exists()
+    assert {path: path.read_bytes() for path in kept} == kept
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]
     assert sorted(entry["name"] for entry in entries) == ["client/images", "client/queries"]
@@ -146,9 +142,9 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
     server, client = finish(server, client)
     assert "epsilon = inf (empirical only)" in client and "accuracy" in client
     assert "(published). 100 queries were answered" in server
-    _, arrays = read_package(tmp_path / "exchange" / "upload", "upload")
+    arrays = unpack(read_package(tmp_path / "client" / "upload"), "upload").arrays
     assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 16)}
-    assert list((tmp_path / "exchange" / "loss").iterdir()) == []
+    assert list((tmp_path / "exchange").iterdir()) == []
     with Ledger(ledger) as opened:
         assert opened.epsilon("client/images", delta=1e-5) == math.inf
     assert not (tmp_path / "client" / "ledger.sqlite").exists()

@@ -1,19 +1,16 @@
-"""What crosses between the parties: all that must, nothing that must not, and only if it is whole."""
-
-import functools
-import json
-import threading
+"""What the parties tell each other: all that must be told, nothing else, and only if it fits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
-from jaxdp.files import Limits
+from jaxdp.files import Limits, pack, unpack
 from jaxdp.models import Preprocessing, Swin, ViT
 from jaxdp.privacy import Ledger
-from jaxdp.split import exchange, package
+from jaxdp.split import exchange
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.client import represent
 from jaxdp.split.copies import Copies, augment_then_noise
@@ -22,22 +19,15 @@ from jaxdp.split.exchange import (
     Private,
     Shipment,
     Uploaded,
-    answer,
-    file_gradients,
     loss_gradients,
-    receive_answers,
-    receive_frontend,
-    receive_queries,
-    receive_upload,
-    send_answers,
-    send_frontend,
-    send_queries,
-    send_upload,
-    share,
-    wait_for,
+    pack_frontend,
+    pack_queries,
+    pack_upload,
+    unpack_frontend,
+    unpack_queries,
+    unpack_upload,
 )
 from jaxdp.split.noisy_upload import PrivateRelease, project, public_projection, release_privately
-from jaxdp.split.package import read_package, write_package
 from jaxdp.split.quantization import quantize_frontend, search_scales
 from jaxdp.split.server import adapt, adapt_by_client
 from jaxdp.transforms import noise
@@ -53,10 +43,8 @@ def shipment(vit):
 
 
 @pytest.fixture(scope="module")
-def sent(shipment, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exchange") / "frontend"
-    send_frontend(folder, shipment)
-    return folder
+def sent(shipment):
+    return pack_frontend(shipment)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +66,11 @@ def assert_identical(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def changed(folder, target, kind, fields=None, arrays=None):
-    """Copies a package with changed fields and arrays, None for a removed one. Its sums fit."""
-    package = read_package(folder, kind)
+def changed(data, kind, fields=None, arrays=None):
+    """Returns a package with changed fields and arrays, None for a removed one. Its sum fits."""
+    package = unpack(data, kind)
     kept = {name: x for name, x in {**package.arrays, **(arrays or {})}.items() if x is not None}
-    write_package(target, kind, fields={**package.fields, **(fields or {})}, arrays=kept)
-    return target
+    return pack(kind, fields={**package.fields, **(fields or {})}, arrays=kept)
 
 
 # --- The frontend -----------------------------------------------------------------------------------------------------
@@ -91,7 +78,7 @@ def changed(folder, target, kind, fields=None, arrays=None):
 
 @pytest.mark.slow
 def test_a_frontend_comes_back_bit_for_bit(vit, shipment, sent):
-    got = receive_frontend(sent)
+    got = unpack_frontend(sent)
     assert got.backbone == Backbone(vit.backbone.model.clone(num_classes=2), vit.backbone.preprocessing, 2)
     assert_identical(got.frontend, shipment.frontend)
     assert_identical(got.projection, shipment.projection)
@@ -100,10 +87,9 @@ def test_a_frontend_comes_back_bit_for_bit(vit, shipment, sent):
 
 
 @pytest.mark.slow
-def test_a_frontend_without_directions_comes_back(shipment, tmp_path):
+def test_a_frontend_without_directions_comes_back(shipment):
     plain = shipment._replace(projection=None, clip_norm=None)
-    send_frontend(tmp_path / "frontend", plain)
-    got = receive_frontend(tmp_path / "frontend")
+    got = unpack_frontend(pack_frontend(plain))
     assert got.projection is None and got.clip_norm is None
     assert got.fingerprint == plain.fingerprint != shipment.fingerprint
 
@@ -127,7 +113,7 @@ def test_a_frontend_without_directions_comes_back(shipment, tmp_path):
     ],
     ids=["swin", "mean"],
 )
-def test_every_site_that_is_searched_is_in_the_package(model, cut, tmp_path):
+def test_every_site_that_is_searched_is_in_the_package(model, cut):
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,) * 3, std=(0.5,) * 3, resize=(9, 10)), cut)
 
     def search():
@@ -137,16 +123,13 @@ def test_every_site_that_is_searched_is_in_the_package(model, cut, tmp_path):
         return quantize_frontend(backbone.divide(params)[0], scales)
 
     frontend = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(search))
-    send_frontend(tmp_path / "frontend", Shipment(backbone, frontend, 1, 1))
-    got = receive_frontend(tmp_path / "frontend")
+    got = unpack_frontend(pack_frontend(Shipment(backbone, frontend, 1, 1)))
     assert got.backbone == Backbone(model.clone(num_classes=2), backbone.preprocessing, cut)
     assert_identical(got.frontend, frontend)
 
 
 def test_the_frontend_holds_no_original_weight_and_nothing_of_the_backend(vit, sent):
-    manifest = json.loads((sent / "manifest.json").read_text())
-    arrays = {entry["name"]: np.load(sent / entry["file"], allow_pickle=False) for entry in manifest["arrays"]}
-    assert len(arrays) == len(list(sent.iterdir())) - 1
+    arrays = safetensors.numpy.load(sent[32:])
     weights = {path: np.asarray(leaf) for path, leaf in flatten_dict(vit.params, sep="/").items()}
     for name, array in arrays.items():
         for weight in weights.values():
@@ -158,13 +141,13 @@ def test_the_frontend_holds_no_original_weight_and_nothing_of_the_backend(vit, s
         flatten_dict(vit.front, sep="/")
     )
     assert not any(part in name for name in arrays for part in ("block_2", "head", "codes/norm"))
-    assert "num_classes" not in (sent / "manifest.json").read_text()
+    assert b"num_classes" not in sent
 
 
-def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
+def test_what_cannot_be_described_is_not_sent(vit, shipment):
     def refused(match, **changes):
         with pytest.raises(ValueError, match=match):
-            send_frontend(tmp_path / "frontend", shipment._replace(**changes))
+            pack_frontend(shipment._replace(**changes))
 
     def with_model(model):
         return Backbone(model, vit.backbone.preprocessing, 2)
@@ -185,7 +168,6 @@ def test_what_cannot_be_described_is_not_sent(vit, shipment, tmp_path):
     refused("projection and clip_norm go together", projection=None)
     refused("array 'codes/block_0/.* must be int8 of shape", backbone=with_model(vit.backbone.model.clone(mlp_width=5)))
     refused("does not belong there", backbone=Backbone(vit.backbone.model, vit.backbone.preprocessing, 1))
-    assert list(tmp_path.iterdir()) == []
 
 
 def attributes(**changes):
@@ -236,47 +218,21 @@ def prepared(**changes):
         (None, {"projection/directions": np.zeros((136, 0), np.float32)}, "'projection/directions' must be float32"),
     ],
 )
-def test_what_describes_no_frontend_is_refused(sent, tmp_path, monkeypatch, fields, arrays, match):
+def test_what_describes_no_frontend_is_refused(sent, monkeypatch, fields, arrays, match):
     if "declares" in match or "cannot have" in match:  # before anything is traced
         monkeypatch.setattr(exchange, "describe_frontend", None)
-    fields = fields(read_package(sent, "frontend").fields) if fields else {}
-    changed(sent, tmp_path / "frontend", "frontend", fields, arrays)
+    data = changed(sent, "frontend", fields(unpack(sent, "frontend").fields) if fields else {}, arrays)
     with pytest.raises(
-        ValueError, match=rf"frontend is whole but of no use. Its sender must make another one: .*{match}"
+        ValueError, match=rf"'frontend' is whole but of no use. Its sender must make another one: .*{match}"
     ):
-        receive_frontend(tmp_path / "frontend")
+        unpack_frontend(data)
 
 
 def test_limits_are_the_readers(sent):
-    assert receive_frontend(sent, limits=Limits(copies=COPIES, blocks=3)).copies == COPIES
+    assert unpack_frontend(sent, limits=Limits(copies=COPIES, blocks=3)).copies == COPIES
     for low in ({"copies": COPIES - 1}, {"blocks": 2}, {"bytes": 1000}, {"arrays": 3}, {"pixels": 63}):
         with pytest.raises(ValueError, match=rf"declares \d+ {next(iter(low))}, more than the limit of"):
-            receive_frontend(sent, limits=Limits(**low))
-
-
-@pytest.mark.slow
-def test_queries_with_nan_are_neither_sent_nor_read(shipment, representations, tmp_path):
-    x = np.array(representations)
-    send_queries(tmp_path / "queries", x, shipment)
-    fields, arrays = read_package(tmp_path / "queries", "queries")
-    x[0, 0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"NaN or infinite values in 'representations'\. Nothing is written"):
-        send_queries(tmp_path / "others", x, shipment)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(package, "check_finite", lambda *given: None)
-        write_package(tmp_path / "others", "queries", fields=fields, arrays={**arrays, "representations": x})
-    with pytest.raises(ValueError, match=r"others has NaN or infinite values in 'representations'\. Its writer"):
-        receive_queries(tmp_path / "others", shipment)
-
-
-def test_a_changed_byte_is_noticed(shipment, sent, tmp_path):
-    send_frontend(tmp_path / "frontend", shipment)
-    path = tmp_path / "frontend" / "0003.npy"
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"0003.npy does not have the SHA-256 of the manifest. .* Send it again"):
-        receive_frontend(tmp_path / "frontend")
+            unpack_frontend(sent, limits=Limits(**low))
 
 
 # --- The upload -------------------------------------------------------------------------------------------------------
@@ -310,10 +266,9 @@ def uploads(vit, shipment, representations, copies):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["published", "noise_once", "private"])
-def test_an_upload_comes_back_bit_for_bit(shipment, uploads, tmp_path, mode):
+def test_an_upload_comes_back_bit_for_bit(shipment, uploads, mode):
     upload = uploads[mode]
-    send_upload(tmp_path / "upload", upload, shipment)
-    got = receive_upload(tmp_path / "upload", shipment)
+    got = unpack_upload(pack_upload(upload, shipment), shipment)
     assert type(got) is type(upload) and got.num_classes == 3 and exchange.mode_of(got) == mode
     if mode == "private":
         assert got.release == upload.release
@@ -336,7 +291,7 @@ def test_materialised_copies_are_those_that_would_be_made(copies, uploads):
 
 
 @pytest.mark.slow
-def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representations, tmp_path):
+def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representations):
     count = 900
     rows = np.arange(count) % 9
     labels = vit.labels[rows]
@@ -344,8 +299,7 @@ def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representat
     made = RELEASE.release(
         noise.stream(bytes(16), "test"), representations[rows], labels=labels, projection=shipment.projection
     )
-    send_upload(tmp_path / "upload", Private(made, RELEASE), shipment)
-    fields, arrays = read_package(tmp_path / "upload", "upload")
+    _, fields, arrays = unpack(pack_upload(Private(made, RELEASE), shipment), "upload")
     assert set(fields) == {
         "mode",
         "frontend",
@@ -368,13 +322,13 @@ def test_a_private_upload_tells_no_image_and_no_label(vit, shipment, representat
 
 
 @pytest.mark.slow
-def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploads, tmp_path):
+def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploads):
     published, once, private = uploads.values()
     x = once.representations
 
     def refused(match, upload, to=shipment):
         with pytest.raises(ValueError, match=match):
-            send_upload(tmp_path / "upload", upload, to)
+            pack_upload(upload, to)
 
     refused("one image has no neighbours, which must give 4 patches of its copies", NoisyOnce(x[:1], 3))
     refused("the client has no image", NoisyOnce(x[:0], 3))
@@ -394,34 +348,22 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
     refused(
         "noise_multiplier of a private upload must be finite and positive, got 0.0", Private(private.released, exact)
     )
-    assert list(tmp_path.iterdir()) == []
-    one = shipment._replace(n_patches=0)
-    send_upload(tmp_path / "one", NoisyOnce(x[:1], 3), one)  # needs no neighbours
+    one = pack_upload(NoisyOnce(x[:1], 3), shipment._replace(n_patches=0))  # needs no neighbours
     with pytest.raises(ValueError, match="the package was made with another frontend"):
-        receive_upload(tmp_path / "one", shipment)
-    send_upload(tmp_path / "upload", private, shipment)
-    for name, fields in (("a", {"mode": "raw"}), ("b", {"num_classes": 2}), ("c", {"mechanism": "none"})):
-        with pytest.raises(ValueError, match=r"upload.* is whole but of no use|. is whole but of no use"):
-            receive_upload(changed(tmp_path / "upload", tmp_path / name, "upload", fields), shipment)
+        unpack_upload(one, shipment)
+    sent = pack_upload(private, shipment)
+    for fields in ({"mode": "raw"}, {"num_classes": 2}, {"mechanism": "none"}):
+        with pytest.raises(ValueError, match="'upload' is whole but of no use"):
+            unpack_upload(changed(sent, "upload", fields), shipment)
 
 
-def test_queries_and_answers_come_back(shipment, representations, tmp_path):
-    send_queries(tmp_path / "queries", representations, shipment)
-    np.testing.assert_array_equal(receive_queries(tmp_path / "queries", shipment), representations)
+def test_queries_come_back_also_if_there_are_none(shipment, representations):
+    for x in (representations, representations[:0]):
+        np.testing.assert_array_equal(unpack_queries(pack_queries(x, shipment), shipment), x)
     with pytest.raises(ValueError, match="made with another frontend"):
-        receive_queries(tmp_path / "queries", shipment._replace(copies=1))
-    with pytest.raises(ValueError, match="representations must not be empty"):
-        send_queries(tmp_path / "none", representations[:0], shipment)
-    logits = np.arange(27, dtype=np.float32).reshape(9, 3)
-    send_answers(tmp_path / "answers", logits, queries=tmp_path / "queries")
-    np.testing.assert_array_equal(
-        receive_answers(tmp_path / "answers", queries=tmp_path / "queries", num_classes=3), logits
-    )
-    with pytest.raises(ValueError, match=r"'logits' must be float32 of shape \(9, 4\)"):
-        receive_answers(tmp_path / "answers", queries=tmp_path / "queries", num_classes=4)
-    send_queries(tmp_path / "others", representations[1:], shipment)
-    with pytest.raises(ValueError, match=r"answers are for other queries than .*others. Delete them"):
-        receive_answers(tmp_path / "answers", queries=tmp_path / "others", num_classes=3)
+        unpack_queries(pack_queries(representations, shipment), shipment._replace(copies=1))
+    with pytest.raises(ValueError, match=r"'representations' must be float32 of shape \(9, 17, 8\)"):
+        pack_queries(representations[:, 1:], shipment)
 
 
 # --- The client's loss ------------------------------------------------------------------------------------------------
@@ -484,36 +426,6 @@ def test_adapting_by_the_client_is_adapting(vit, representations, copies, adapte
 
 
 @pytest.mark.slow
-def test_adapting_by_the_client_over_files(vit, representations, copies, adapted, tmp_path):
-    write_package(tmp_path / "loss" / "stale.logits", "logits", fields={}, arrays={})
-    gradients = file_gradients(tmp_path / "loss", timeout=60)  # forgets the stale question
-    client = loss_gradients(vit.labels, 3)
-    done = tmp_path / "adapted"
-    meanwhile = functools.partial(answer, tmp_path / "loss", client)
-    thread = threading.Thread(
-        target=wait_for, args=(done,), kwargs={"timeout": 60, "sender": "the server", "meanwhile": meanwhile}
-    )
-    thread.start()
-    try:
-        stepwise = adapt_by_client(KEY, vit.backbone, vit.back, copies, gradients, **OPTIONS)
-    finally:
-        write_package(done, "adapted", fields={}, arrays={})
-        thread.join()
-    assert_same_model(stepwise, adapted, representations)
-    assert list((tmp_path / "loss").iterdir()) == []
-
-
-def test_who_is_gone_is_named(tmp_path):
-    zeros = np.zeros((1, 3), np.float32)
-    with pytest.raises(
-        TimeoutError, match=r"00000000.gradients did not come from the client within 0.05 seconds.*Is it"
-    ):
-        file_gradients(tmp_path / "loss", timeout=0.05)(zeros, np.zeros(1, np.int32))
-    with pytest.raises(TimeoutError, match=r"adapted did not come from the server within 0.05 seconds"):
-        wait_for(tmp_path / "adapted", timeout=0.05, sender="the server")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [np.zeros((6, 2)), np.full((6, 3), np.nan)], ids=["shape", "nan"])
 def test_a_wrong_answer_stops_the_server(vit, copies, wrong):
     with pytest.raises(ValueError, match=r"gradients must be finite and \[6, 3\], one row per row of logits"):
@@ -524,18 +436,3 @@ def test_impossible_steps_are_refused(vit, copies):
     for name in ("learning_rate", "epochs", "batch_size"):
         with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
             adapt_by_client(KEY, vit.backbone, vit.back, copies, lambda logits, images: logits, **{**OPTIONS, name: 0})
-
-
-# --- Folders ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_package_is_shared_once_and_never_exchanged(tmp_path):
-    own, shared = tmp_path / "own", tmp_path / "there" / "shared"
-    write_package(own, "any", fields={"a": [1]}, arrays={"x": np.arange(3)})
-    for _ in range(2):
-        share(own, shared, "any")
-    assert {p.name: p.read_bytes() for p in own.iterdir()} == {p.name: p.read_bytes() for p in shared.iterdir()}
-    write_package(tmp_path / "other", "any", fields={"a": [2]}, arrays={})
-    with pytest.raises(ValueError, match=r"shared is not the package in .*other. It belongs to another run. Delete"):
-        share(tmp_path / "other", shared, "any")

@@ -1,9 +1,9 @@
 """Client and server in one process: what is refused, when it costs nothing yet, and what happens after a crash."""
 
+import contextlib
+import hashlib
 import json
-import shutil
 import signal
-import threading
 
 import numpy as np
 import pytest
@@ -12,13 +12,12 @@ from ml_collections import ConfigDict
 from configs.split import two_parties
 from jaxdp import split
 from jaxdp.data import bundled
+from jaxdp.files import pack, read_package, unpack, write_package
 from jaxdp.models import save_params
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.release import alone, notes
-from jaxdp.split import exchange
-from jaxdp.split.exchange import Shipment, send_frontend
+from jaxdp.split.exchange import Shipment, pack_frontend
 from jaxdp.split.noisy_upload import public_projection
-from jaxdp.split.package import read_package, write_package
 from launch import parties
 from launch.parties import run_client, run_server
 from tests import forked
@@ -39,21 +38,30 @@ def batch():
 
 
 class Client:
-    """A client with its files: images, workdir, and a folder in which it meets a server that has sent its frontend."""
+    """A client with its images and workdir, and the frontend of a server that asks for the upload and is gone then."""
 
     def __init__(self, folder, shipment, batch):
-        self.root, self.shared, self.file = folder / "client", folder / "exchange", folder / "images.npz"
+        self.root, self.file, self.frontend = folder / "client", folder / "images.npz", pack_frontend(shipment)
         self.config = ConfigDict(two_parties.get_config().client.to_dict())
         self.config.update({"images": str(self.file), "num_classes": 3, "laplace_scale": 0.1})
         self.save(**{name: array[:COUNT] for name, array in batch.items()}, test_image=batch["image"][COUNT:])
-        send_frontend(self.shared / "frontend", shipment)
 
     def save(self, **arrays):
         np.savez(self.file, **arrays)
 
-    def run(self, timeout=0.2, ledger_path=None, queries=None, **changes):
-        config = ConfigDict({**self.config.to_dict(), **changes})
-        return run_client(config, self.root, self.shared, timeout=timeout, ledger_path=ledger_path, queries=queries)
+    def run(self, *questions, ledger_path=None, queries=None, **changes):
+        """Returns the answers to the frontend and further questions. A question may be a function of the upload."""
+        config, told = ConfigDict({**self.config.to_dict(), **changes}), []
+
+        def serve(answer, until):
+            for question in (self.frontend, *questions):
+                told.append(answer(question(told[0]) if callable(question) else question))
+            if not until():
+                raise TimeoutError
+
+        with contextlib.suppress(TimeoutError):
+            run_client(config, self.root, serve, ledger_path=ledger_path, queries=queries)
+        return told
 
     def spends(self, name=parties.DATASET, path="ledger.sqlite"):
         """Counts the charges of the ledger, by default for the images to adapt to."""
@@ -76,20 +84,19 @@ class Client:
         return (self.root / "secret_seed").exists()
 
     def untouched(self):
-        """Tells whether nothing was spent, sent or kept."""
+        """Tells whether nothing was spent or kept."""
         kept = {path.name for path in self.root.glob("*") if not path.name.startswith("ledger.sqlite")}
-        kept -= {"lock", "charges.jsonl"}
-        return (
-            not kept
-            and not notes(self.root)
-            and [path.name for path in self.shared.iterdir()] == ["frontend"]
-            and self.spends() == 0
-        )
+        return kept <= {"lock", "charges.jsonl"} and not notes(self.root) and self.spends() == 0
 
 
 @pytest.fixture
 def client(tmp_path, shipment, batch):
     return Client(tmp_path, shipment, batch)
+
+
+def about(kind, **arrays):
+    """Returns a question that names the upload."""
+    return lambda upload: pack(kind, fields={"upload": hashlib.sha256(upload).hexdigest()}, arrays=arrays)
 
 
 # --- Before anything is spent -----------------------------------------------------------------------------------------
@@ -129,22 +136,17 @@ def test_wrong_images_cost_nothing(client, batch):
 
 
 def test_a_wrong_frontend_costs_nothing(client, shipment):
-    def replaced(sent):
-        shutil.rmtree(client.shared / "frontend")
-        if sent is not None:
-            send_frontend(client.shared / "frontend", sent)
-
-    replaced(shipment._replace(projection=None, clip_norm=None))
+    right = client.frontend
+    client.frontend = pack_frontend(shipment._replace(projection=None, clip_norm=None))
     with pytest.raises(ValueError, match="mode='private' needs a frontend with a projection"):
         client.run()
-    manifest = client.shared / "frontend" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"cut": 2', '"cut": 1'))
-    with pytest.raises(ValueError, match=r"manifest.json does not have the SHA-256 that it states. .* Send it again"):
+    client.frontend = right[:-1] + bytes([right[-1] ^ 1])
+    with pytest.raises(ValueError, match=r"the server's package does not have the SHA-256 that it states\. .* Send it"):
+        client.run()
+    client.frontend = pack("adapted", fields={}, arrays={})
+    with pytest.raises(FileNotFoundError, match="upload does not exist"):
         client.run()
     assert client.untouched()
-    replaced(None)
-    with pytest.raises(TimeoutError, match=r"frontend did not come from the server within 0.2 seconds"):
-        client.run()
 
 
 @pytest.mark.slow
@@ -156,16 +158,6 @@ def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mod
     assert client.spends() == 0 and not notes(client.root)
 
 
-def test_an_upload_of_another_client_costs_nothing(client):
-    write_package(client.shared / "upload", "upload", fields={}, arrays={})
-    with pytest.raises(
-        ValueError,
-        match=r"upload is of another client, .* Nothing was spent now\. .* restore the ledger .* delete .*exchange",
-    ):
-        client.run()
-    assert client.spends() == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "match"), [("private", "epsilon"), ("published", "allow_unproven=True")])
 def test_a_budget_is_kept(client, mode, match):
@@ -174,7 +166,7 @@ def test_a_budget_is_kept(client, mode, match):
         ledger.register(parties.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
     with pytest.raises(BudgetExceeded, match=match):
         client.run(mode=mode)
-    assert client.spends() == 0 and [path.name for path in client.shared.iterdir()] == ["frontend"]
+    assert client.spends() == 0 and not (client.root / "upload").exists()
 
 
 # --- After a crash ----------------------------------------------------------------------------------------------------
@@ -185,45 +177,42 @@ def full(*args):
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from ml_collections import ConfigDict
-from jaxdp.split import exchange
 from launch import parties
 
-config, root, shared, place = sys.argv[1:]
+config, root, frontend, place = sys.argv[1:]
+write = parties.write_package
 
-send = getattr(exchange, place or "send_upload")
+def die(path, data):
+    if path.name == place:
+        write(pathlib.Path(f"{root}-lost"), data)
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, data)
 
-def die(folder, made, shipment):
-    send(f"{root}-lost", made, shipment)
-    os.kill(os.getpid(), signal.SIGKILL)
+parties.write_package = die
 
-if place:
-    setattr(exchange, place, die)
-try:
-    parties.run_client(ConfigDict(eval(config)), root, shared, queries=True, timeout=0.2)
-except TimeoutError as error:
-    assert "adapted did not come" in str(error), error
+
+def serve(answer, until):
+    answer(pathlib.Path(frontend).read_bytes())
+    sys.exit()
+
+parties.run_client(ConfigDict(eval(config)), root, serve, queries=True)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "place"), [("private", "send_upload"), ("published", "send_upload"), ("private", "send_queries")]
-)
-def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, place):
+@pytest.mark.parametrize(("mode", "place"), [("private", "upload"), ("published", "upload"), ("private", "queries")])
+def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, tmp_path, mode, place):
     config = repr(ConfigDict({**client.config.to_dict(), "mode": mode}).to_dict())
-    name = place.removeprefix("send_")
-    killed = forked.run(KILLED, config, client.root, client.shared, place, modules=forked.PARTIES)
+    write_package(tmp_path / "frontend", client.frontend)
+    given = config, client.root, tmp_path / "frontend"
+    killed = forked.run(KILLED, *given, place, modules=forked.PARTIES)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    lost = read_package(f"{client.root}-lost", name)
-    assert client.has_secret and not (client.shared / name).exists()
-    again = forked.run(KILLED, config, client.root, client.shared, "", modules=forked.PARTIES)
+    assert client.has_secret and not (client.root / place).exists()
+    again = forked.run(KILLED, *given, "", modules=forked.PARTIES)
     assert again.returncode == 0, again.stderr
-    sent = read_package(client.shared / name, name)
-    assert sent.fields == lost.fields and set(sent.arrays) == set(lost.arrays)
-    for key, array in lost.arrays.items():
-        np.testing.assert_array_equal(sent.arrays[key], array)
+    assert read_package(client.root / place) == read_package(tmp_path / "client-lost")
     assert client.spends() == client.spends(parties.QUERIES) == 1
     assert client.labels() == {
         parties.DATASET: {f"split adaptation, {mode}"},
@@ -233,58 +222,51 @@ def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, mode, plac
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["private", "noise_once"])
-def test_what_was_paid_for_and_lost_is_made_again_as_it_was(client, monkeypatch, mode):
-    lost = []
-    with monkeypatch.context() as patch:
-        patch.setattr(exchange, "send_upload", lambda path, upload, shipment: lost.append(upload) or full())
-        with pytest.raises(OSError, match="disk full"):
-            client.run(mode=mode)
-    assert client.spends() == 1 and not (client.root / "upload").exists()
-    with pytest.raises(TimeoutError, match="adapted did not come from the server"):
-        client.run(mode=mode)
-    assert client.spends() == 1
-    sent = read_package(client.shared / "upload", "upload").arrays
-    made = lost[0].released._asdict() if mode == "private" else {"representations": lost[0].representations}
-    assert set(sent) == set(made)
-    for name, array in made.items():
-        np.testing.assert_array_equal(sent[name], array)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["private", "noise_once"])
-def test_what_was_paid_for_is_sent_later_and_not_paid_again(client, batch, monkeypatch, mode):
-    with monkeypatch.context() as patch:
-        patch.setattr(exchange, "share", full)
-        with pytest.raises(OSError, match="disk full"):
-            client.run(mode=mode)
-    assert client.spends() == 1 and [path.name for path in client.shared.iterdir()] == ["frontend"]
-    kept = read_package(client.root / "upload", "upload")
+def test_what_was_paid_for_is_sent_again_and_not_paid_again(client, batch, mode):
+    first = client.run(mode=mode)
     for _ in range(2):
-        with pytest.raises(TimeoutError, match=r"adapted did not come from the server within 0.2 seconds"):
-            client.run(mode=mode)
+        assert client.run(lambda upload: client.frontend, mode=mode) == [*first, *first]
     assert client.spends() == 1
-    sent = read_package(client.shared / "upload", "upload")
-    assert sent.fields == kept.fields
-    for name, array in kept.arrays.items():
-        np.testing.assert_array_equal(sent.arrays[name], array)
     with pytest.raises(ValueError, match="belongs to an experiment with another epsilon\\. Use a new workdir"):
         client.run(mode=mode, epsilon=9.0)
+    with pytest.raises(ValueError, match="is about another upload"):
+        client.run(lambda upload: pack("adapted", fields={"upload": "0"}, arrays={}), mode=mode)
     client.save(**{name: array[1:COUNT] for name, array in batch.items()})
     with pytest.raises(ValueError, match=r"was started with other images or labels\. Use a new workdir"):
         client.run(mode=mode)
-    assert (client.root / "secret_seed").stat().st_mode & 0o777 == 0o600
+    client.frontend = changed_bits(client.frontend)
+    with pytest.raises(ValueError, match=r"was started with another frontend\. Use a new workdir"):
+        client.run(mode=mode)
+    assert client.spends() == 1 and (client.root / "secret_seed").stat().st_mode & 0o777 == 0o600
+
+
+def changed_bits(frontend):
+    kind, fields, arrays = unpack(frontend, "frontend")
+    return pack(kind, fields=fields | {"bits": 7}, arrays=arrays)
+
+
+@pytest.mark.slow
+def test_a_private_client_answers_no_question_about_its_loss(client):
+    question = about("logits", logits=np.zeros((1, 3), np.float32), images=np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="mode='private' answers no question about the loss"):
+        client.run(question)
+    assert len(client.run()) == 1
 
 
 @pytest.mark.slow
 def test_other_noise_is_paid_again(client, monkeypatch):
     """Checks a release that was paid and lost on a machine that has changed since."""
+
+    def full(path, data):
+        if path.name == "upload":
+            raise OSError("disk full")
+
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "send_upload", full)
+        patch.setattr(parties, "write_package", full)
         with pytest.raises(OSError, match="disk full"):
             client.run(mode="noise_once")
     monkeypatch.setenv("XLA_ANYTHING", "1")
-    with pytest.raises(TimeoutError):
-        client.run(mode="noise_once")
+    client.run(mode="noise_once")
     rows = [row for row in notes(client.root) if row["charges"][0][0] == parties.DATASET]
     assert client.spends() == len({row["token"] for row in rows}) == 2
 
@@ -293,8 +275,7 @@ def test_other_noise_is_paid_again(client, monkeypatch):
 def test_another_ledger_is_charged_for_what_was_uploaded(client):
     for _ in range(2):
         for path in ("ledger.sqlite", "other.sqlite"):
-            with pytest.raises(TimeoutError):
-                client.run(ledger_path=client.root / path, queries=True)
+            client.run(ledger_path=client.root / path, queries=True)
     for path in ("ledger.sqlite", "other.sqlite"):
         assert client.spends(path=path) == client.spends(parties.QUERIES, path=path) == 1
 
@@ -302,8 +283,7 @@ def test_another_ledger_is_charged_for_what_was_uploaded(client):
 @pytest.mark.slow
 def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
     for queries in (True, False):
-        with pytest.raises(TimeoutError):
-            client.run(queries=queries)
+        client.run(queries=queries)
     with Ledger(client.root / "ledger.sqlite") as ledger:
         assert ledger.epsilon(parties.DATASET) <= 8.0
     assert client.spends() == 1
@@ -314,6 +294,16 @@ def test_one_client_per_workdir(client):
         client.run()
 
 
+@pytest.mark.slow
+def test_a_run_that_ended_without_queries_asks_none(client):
+    told = client.run(about("adapted"), about("answers", logits=np.zeros((0, 3), np.float32)))
+    assert len(unpack(told[1], "queries").arrays["representations"]) == 0 and unpack(told[2], "end")
+    assert not client.has_secret and json.loads((client.root / "result.json").read_text())["queries"] == 0
+    with pytest.raises(ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"):
+        client.run(queries=True)
+    assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
+
+
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +311,7 @@ def test_one_client_per_workdir(client):
 def server(tmp_path, vit, shipment):
     """Returns config and workdir of a server that is ready for a client."""
     root = tmp_path / "server"
-    send_frontend(root / "frontend", shipment)
+    write_package(root / "frontend", pack_frontend(shipment))
     save_params(root / "backend.safetensors", vit.back)
     config = ConfigDict(two_parties.get_config().server.to_dict())
     attributes = ("patch_size", "width", "depth", "num_heads", "mlp_width")
@@ -336,15 +326,17 @@ def server(tmp_path, vit, shipment):
     return config, root
 
 
-@pytest.mark.slow
-def test_a_run_that_ended_without_queries_asks_none(client):
-    with pytest.raises(TimeoutError):
-        client.run()
-    (client.root / "secret_seed").unlink()
-    (client.root / "result.json").write_text(json.dumps({}))
-    with pytest.raises(ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"):
-        client.run(queries=True)
-    assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
+class Direct:
+    """A client in this process as the one party of a server, which may lose answers."""
+
+    names = ("client-1",)
+
+    def __init__(self, answer=None):
+        self.answer, self.asked = answer, []
+
+    def ask(self, questions, timeout):
+        self.asked += questions.values()
+        return {name: self.answer(question) for name, question in questions.items() if self.answer}
 
 
 @pytest.mark.slow
@@ -355,33 +347,28 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
         test_image=batch["image"][COUNT:],
         test_label=batch["label"][COUNT:],
     )
-    results = {}
+    found = {}
 
-    def serve():
-        results["server"] = run_server(config, root, client.shared, timeout=120)
+    def serve(answer, until):
+        direct = found["direct"] = Direct(answer)
+        found["server"] = run_server(config, root, direct)
+        assert until()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    result = client.run(mode="noise_once", timeout=120)
-    thread.join()
-    assert results["server"] == {"mode": "noise_once", "bytes": result["bytes"], "queries": 5}
+    def run():
+        return run_client(ConfigDict({**client.config.to_dict(), "mode": "noise_once"}), client.root, serve)
+
+    result = run()
+    assert found["server"] == {"mode": "noise_once", "bytes": result["bytes"], "queries": 5}
     assert result["epsilon"] is None and 0 <= result["accuracy"] <= 1
-    logits = read_package(client.shared / "answers", "answers").arrays["logits"]
-    np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), logits.argmax(1))
-    assert run_server(config, root, client.shared, timeout=0.2) == results["server"]  # nothing is left to do
+    kinds = ["frontend", "logits", "adapted", "answers"]
+    asked = [unpack(question, kinds) for question in found["direct"].asked]
+    assert [package.kind for package in asked] == ["frontend", *["logits"] * (len(asked) - 3), "adapted", "answers"]
+    np.testing.assert_array_equal(np.load(client.root / "predictions.npy"), asked[-1].arrays["logits"].argmax(1))
     assert not client.has_secret
     monkeypatch.setattr(parties.Till, "stream", lambda *args: pytest.fail("a run that has ended needs no secret"))
     monkeypatch.setattr(parties.Till, "release", lambda *args: pytest.fail("a run that has ended releases nothing"))
-    (client.shared / "upload" / "manifest.json").unlink()
-    shutil.rmtree(client.shared / "upload")
-    assert client.run(mode="noise_once") == result  # sends what it has kept
+    assert run() == result and len(found["direct"].asked) == 3  # both tell what they have kept
     assert not client.has_secret and client.spends() == client.spends(parties.QUERIES) == 1
-    kept = [path for path in (client.root / "upload", client.shared / "upload")]
-    assert kept[0].joinpath("manifest.json").read_bytes() == kept[1].joinpath("manifest.json").read_bytes()
-    for path in root.glob("adapted-*"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"adapted is of another server or another upload\. Delete .*exchange with"):
-        run_server(config, root, client.shared, timeout=0.2)
 
 
 @pytest.mark.slow
@@ -389,13 +376,15 @@ def test_a_server_refuses_before_it_begins(client, server, tmp_path):
     config, root = server
     config.n_patches = 17
     with pytest.raises(ValueError, match="n_patches=17 is more than the 16 patches of a representation"):
-        run_server(config, tmp_path / "new", client.shared, timeout=0.2)
+        run_server(config, tmp_path / "new", Direct())
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
     config.n_patches = 4
-    with pytest.raises(TimeoutError, match=r"upload did not come from the client within 0.2 seconds"):
-        run_server(config, root, client.shared, timeout=0.2)
-    write_package(
-        client.shared / "upload", "upload", fields={"mode": "raw", "num_classes": 3, "frontend": ""}, arrays={}
-    )
-    with pytest.raises(ValueError, match=r"upload is whole but of no use.*made with another frontend"):
-        run_server(config, root, client.shared, timeout=0.2)
+    with pytest.raises(TimeoutError, match=r"client-1 gave no answer within 0.2 seconds, or refused"):
+        run_server(config, root, Direct(), timeout=0.2)
+    wrong = pack("upload", fields={"mode": "raw", "num_classes": 3, "frontend": ""}, arrays={})
+    with pytest.raises(ValueError, match=r"'upload' is whole but of no use.*made with another frontend"):
+        run_server(config, root, Direct(lambda question: wrong))
+    both = Direct()
+    both.names = ("a", "b")
+    with pytest.raises(ValueError, match="has one client, got a, b"):
+        run_server(config, root, both)

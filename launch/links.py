@@ -1,0 +1,129 @@
+"""How a launcher reaches the other parties: by Flower (`launch.flower`), or through folders without a network.
+
+A question in a folder is a file NAME.question, and its answer NAME.answer, where NAME is the SHA-256 of the question.
+So a repeated question finds its answer. Other means may carry the files, if each appears whole. Whoever may write to
+the folder is trusted as the other party.
+"""
+
+import contextlib
+import functools
+import hashlib
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from absl import flags
+
+from jaxdp.files import Limits, read_package, write_package
+
+from . import flower, frame
+
+EXCHANGE = flags.DEFINE_list("exchange", [], "Without a network: a folder for each pair of parties, and nobody else.")
+ADDRESS = flags.DEFINE_string("address", "", "The server: host:port of the SuperLink. A party: that of its SuperNode.")
+KEYS = flags.DEFINE_string("keys", "", "With --address: this party's folder of `launch.certificates`.")
+TIMEOUT = flags.DEFINE_float("timeout", 3600.0, "Seconds to wait for the other parties.", lower_bound=0.0)
+LIMITS = flags.DEFINE_list("limits", [], "NAME=NUMBER of jaxdp.files.Limits, for larger packages.")
+_POLL_SECONDS = 0.01
+
+Answer = Callable[[bytes], bytes]
+Serve = Callable[..., None]  # serve(answer, until=...) answers questions until `until()` is true
+
+
+class Parties(Protocol):
+    """The parties that a server asks. `names` are the names of all."""
+
+    names: tuple[str, ...]
+
+    def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
+        """Asks parties at the same time. Returns the answers by name, without parties that refused or were too late."""
+
+
+@contextlib.contextmanager
+def parties() -> Iterator[Parties]:
+    """Yields the parties that the flags name."""
+    _check()
+    if EXCHANGE.value:
+        yield Folders(list(map(pathlib.Path, EXCHANGE.value)), limits=limits())
+    else:
+        with flower.running(ADDRESS.value, pathlib.Path(KEYS.value)) as nodes:
+            yield nodes
+
+
+def serve() -> Serve:
+    """Returns the function that answers the questions of the server that the flags name."""
+    _check()
+    if len(EXCHANGE.value) > 1:
+        raise ValueError(f"--exchange must be one folder, got {EXCHANGE.value}.")
+    how: Any = {"timeout": TIMEOUT.value}
+    if EXCHANGE.value:
+        return functools.partial(serve_folder, pathlib.Path(EXCHANGE.value[0]), limits=limits(), **how)
+    return functools.partial(flower.serve, address=ADDRESS.value, keys=pathlib.Path(KEYS.value), **how)
+
+
+def limits() -> Limits:
+    """Returns the limits on packages of other parties."""
+    found: Limits = frame.limits(LIMITS.value)
+    return found
+
+
+def _check() -> None:
+    if bool(EXCHANGE.value) == bool(ADDRESS.value) or bool(KEYS.value) != bool(ADDRESS.value):
+        raise ValueError("give either --address and --keys, for a network, or --exchange, a folder for both parties.")
+
+
+# --- Folders ----------------------------------------------------------------------------------------------------------
+
+
+class Folders:
+    """Parties behind folders, which have the names of the folders."""
+
+    def __init__(self, folders: Sequence[pathlib.Path], *, limits: Limits | None = None):
+        self._folders, self._limits = {folder.name: folder for folder in folders}, limits
+        self.names = tuple(self._folders)
+
+    def ask(self, questions: Mapping[str, bytes], *, timeout: float) -> dict[str, bytes]:
+        """Asks as `Parties.ask`, and removes questions and answers."""
+        stems = {name: self._folders[name] / hashlib.sha256(data).hexdigest() for name, data in questions.items()}
+        for name, data in questions.items():
+            write_package(stems[name].with_suffix(".question"), data)
+        end, found = time.monotonic() + timeout, dict[str, bytes]()
+        while len(found) < len(questions) and time.monotonic() <= end:
+            for name in questions.keys() - found.keys():
+                if (path := stems[name].with_suffix(".answer")).exists():
+                    found[name] = read_package(path, limits=self._limits)
+            time.sleep(_POLL_SECONDS)
+        for name in found:  # the question first, or it would be answered again
+            stems[name].with_suffix(".question").unlink()
+            stems[name].with_suffix(".answer").unlink()
+        return found
+
+
+def serve_folder(
+    folder: pathlib.Path,
+    answer: Answer,
+    *,
+    until: Callable[[], bool],
+    timeout: float,
+    limits: Limits | None = None,
+) -> None:
+    """Answers the questions in a folder.
+
+    Raises:
+      TimeoutError: `until()` is false `timeout` seconds after the last question.
+    """
+    last = time.monotonic()
+    while not until():
+        for question in folder.glob("*.question"):
+            reply = question.with_suffix(".answer")
+            if not reply.exists():
+                with contextlib.suppress(FileNotFoundError):  # the server has read the answer and removed both
+                    data = read_package(question, limits=limits)
+                    write_package(reply, answer(data))
+                    last = time.monotonic()
+        if time.monotonic() > last + timeout:
+            raise TimeoutError(
+                f"no question came through {folder} within {timeout:g} seconds. Is the server running with the same "
+                "folder? Start again as before. What was paid is kept and not paid twice."
+            )
+        time.sleep(_POLL_SECONDS)

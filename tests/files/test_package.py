@@ -1,0 +1,196 @@
+"""Packages: what is packed comes back, accidents are noticed, and a hostile writer gets neither code nor memory."""
+
+import hashlib
+import json
+import os
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxdp.files import Limits, pack, read_package, unpack, write_package
+
+FIELDS = {"cut": 2, "scale": 0.1, "classes": ["cat", "dog"], "nested": {"ü": None, "on": True}}
+ARRAYS = {
+    "blocks/0/kernel": np.arange(6, dtype=np.int8).reshape(2, 3),
+    "blocks/0/scale": np.float32(0.25),
+    "empty": np.zeros((0, 4), np.float64),
+    "../../labels": np.array([1, 0, 2]),
+}
+DATA = pack("frontend", fields=FIELDS, arrays=ARRAYS)
+
+
+def sealed(rest):
+    """Returns a package whose sum fits, as a forger makes it."""
+    return hashlib.sha256(rest).digest() + rest
+
+
+def forged(change):
+    """Returns `DATA` with a header that `change` has changed, and a right sum."""
+    length = int.from_bytes(DATA[32:40], "little")
+    header = json.loads(DATA[40 : 40 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return sealed(len(text).to_bytes(8, "little") + text + DATA[40 + length :])
+
+
+def refused(data, match, kinds="frontend", **options):
+    with pytest.raises(ValueError, match=match):
+        unpack(data, kinds, **options)
+
+
+# --- What is packed is what is read -----------------------------------------------------------------------------------
+
+
+def test_fields_and_arrays_come_back():
+    got = unpack(DATA, ["other", "frontend"], fields=["cut", "nested"])
+    assert got.kind == "frontend" and got.fields == FIELDS and set(got.arrays) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        assert got.arrays[name].dtype == array.dtype and got.arrays[name].shape == array.shape
+        np.testing.assert_array_equal(got.arrays[name], array)
+        assert got.arrays[name].flags.writeable
+    assert pack("frontend", fields=FIELDS, arrays=ARRAYS) == DATA
+
+
+def test_safetensors_alone_reads_the_arrays():
+    found = safetensors.numpy.load(DATA[32:])
+    np.testing.assert_array_equal(found["../../labels"], ARRAYS["../../labels"])
+
+
+numbers = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+trees = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5)
+plain = st.sampled_from(["bool", "i1", "u1", "<i8", ">i2", "<u4", "<f2", ">f4", "<f8"])
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    fields=st.dictionaries(st.text(min_size=1), trees, max_size=3),
+    dtypes=st.dictionaries(st.text(min_size=1), plain, max_size=3),
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    order=st.sampled_from("CF"),
+)
+def test_anything_plain_comes_back(fields, dtypes, shape, order):
+    rng = np.random.default_rng(0)
+    arrays = {name: np.asarray(rng.integers(0, 2, shape), dtype, order=order) for name, dtype in dtypes.items()}
+    got = unpack(pack("any", fields=fields, arrays=arrays), "any")
+    assert got.fields == fields and got.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert got.arrays[name].dtype == array.dtype.newbyteorder("<") and got.arrays[name].tolist() == array.tolist()
+
+
+def test_jax_arrays_are_packed_and_tuples_become_lists():
+    got = unpack(pack("any", fields={"shape": (1, 2)}, arrays={"x": jnp.arange(3.0)}), "any")
+    assert got.fields == {"shape": [1, 2]} and got.arrays["x"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"kind": ""}, ValueError, "kind must be a non-empty string, got ''"),
+        ({"fields": {3: 1}}, ValueError, "every name in fields must be a non-empty string, got 3"),
+        ({"fields": {"x": {1, 2}}}, ValueError, "fields must be JSON-able .* set"),
+        ({"fields": {"x": float("nan")}}, ValueError, "fields must be JSON-able .* not JSON compliant"),
+        ({"arrays": {"": np.zeros(2)}}, ValueError, "every name in arrays must be a non-empty string"),
+        ({"arrays": {"x": np.full(2, np.nan)}}, ValueError, "NaN or infinite values in 'x'. Nothing is sent"),
+        ({"arrays": {"x": np.array([{}])}}, TypeError, r"array 'x' has dtype object. .*astype\(np.float32\)"),
+        ({"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}}, TypeError, "array 'x' has dtype bfloat16"),
+        ({"arrays": {"x": np.zeros(2, complex)}}, TypeError, "complex128"),
+        ({"arrays": {"x": np.zeros(2, np.longdouble)}}, TypeError, "array 'x' has dtype"),
+        ({"arrays": {"x": np.zeros(2, "i4,f4")}}, TypeError, "array 'x' has dtype"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(change, error, match):
+    with pytest.raises(error, match=match):
+        pack(**{"kind": "any", "fields": {}, "arrays": {}, **change})
+
+
+# --- Accidents and hostile writers ------------------------------------------------------------------------------------
+
+
+def test_every_damaged_byte_is_noticed():
+    for index in range(0, len(DATA), 7):
+        refused(DATA[:index] + bytes([DATA[index] ^ 1 << index % 8]) + DATA[index + 1 :], r"SHA-256.* Send it again")
+    for wrong in (DATA[:-1], DATA + b"\0", b"", DATA[:32], DATA[:39]):
+        refused(wrong, r"the package does not have the SHA-256 that it states\. The package is damaged\. Send it again")
+
+
+def test_another_package_than_the_one_asked_for_is_refused():
+    refused(DATA, "the package is of kind 'frontend', not 'a' or 'b'. Give another package", kinds={"a", "b"})
+    refused(DATA, "whole, but .* needs the field 'bits', 'mean'.*make it again", fields=["mean", "cut", "bits"])
+
+    def later(header):
+        header["__metadata__"]["package"] = json.dumps({"format": 3, "kind": "frontend", "fields": {}})
+
+    refused(forged(later), "has format 3, but this jaxdp reads formats up to 2. Upgrade jaxdp")
+
+
+def test_limits_come_before_all_else(monkeypatch):
+    monkeypatch.setattr(hashlib, "sha256", None)
+    refused(DATA, r"declares \d+ bytes, more than the limit of 100", limits=Limits(bytes=100))
+
+
+def test_the_number_of_arrays_is_limited():
+    refused(DATA, "declares 4 arrays, more than the limit of 3", limits=Limits(arrays=3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.pop("__metadata__"),
+        lambda header: header.update(__metadata__={}),
+        lambda header: header.update(__metadata__={"package": "[]"}),
+        lambda header: header.update(__metadata__={"package": "[" * 100_000}),
+        lambda header: header["empty"].update(shape=[2**60, 4]),
+        lambda header: header["empty"].update(dtype="BF16"),
+        lambda header: header["empty"].update(data_offsets=[0, 2**62]),
+        lambda header: header["../../labels"].update(shape=[-3]),
+        lambda header: header["../../labels"].update(dtype="O"),
+        lambda header: header.update(more={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}),
+    ],
+)
+def test_headers_that_lie_are_refused(change):
+    refused(forged(change), "the package is damaged: .* Send it again")
+
+
+@pytest.mark.parametrize("rest", [b"\xff" * 8, b"\xff" * 64, bytes(8), (2).to_bytes(8, "little") + b"[]", b"\x01" * 9])
+def test_what_is_no_package_is_refused(rest):
+    refused(sealed(rest), "the package is damaged: .* Send it again")
+
+
+def test_an_infinity_that_came_is_refused():
+    rest = safetensors.numpy.save(
+        {"x": np.float32([np.inf])}, {"package": json.dumps({"format": 2, "kind": "k", "fields": {}})}
+    )
+    refused(sealed(rest), "NaN or infinite values in 'x'. Its writer must make it again", kinds="k")
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_in_a_file(tmp_path):
+    path = tmp_path / "new" / "frontend"
+    write_package(path, DATA)
+    assert read_package(path) == DATA and [file.name for file in path.parent.iterdir()] == ["frontend"]
+    with pytest.raises(ValueError, match=r"frontend declares \d+ bytes, more than the limit of 100"):
+        read_package(path, limits=Limits(bytes=100))
+    (tmp_path / "link").symlink_to(path)
+    for other in (tmp_path / "link", tmp_path):
+        with pytest.raises(ValueError, match=r"is not a plain file\. The package is damaged\. Send it again"):
+            read_package(other)
+    with pytest.raises(FileNotFoundError, match=r"nothing does not exist\. Give the file of a package"):
+        read_package(tmp_path / "nothing")
+
+
+def test_nothing_is_left_of_a_package_that_could_not_be_written(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_package(tmp_path / "p", DATA)
+    assert os.listdir(tmp_path) == []
