@@ -23,7 +23,7 @@ from jaxdp.files import optional
 from .certificates import PARTIES
 
 _REFUSED = "the party refused, and its own output says why"  # an error's text could depend on private data
-_POLL_SECONDS, _AGAIN_SECONDS = 0.2, 20.0
+_POLL_SECONDS, _AGAIN_SECONDS = 0.2, 10.0
 _FAB = b"""[project]
 name = "parties"
 version = "1.0.0"
@@ -92,11 +92,11 @@ class Nodes:
     def ask(self, questions: Mapping[str, bytes], *, timeout: float, again: float = _AGAIN_SECONDS) -> dict[str, bytes]:
         """Asks parties at the same time. Returns the answers by name, without parties that refused or were too late.
 
-        A question is sent again when the node reports an error, and after `again` seconds, because a node may have lost
-        it. So a party must answer a repeated question as before.
+        A question is sent again when the node reports an error, and after `again` seconds, then twice as many, and so
+        on, because a node may have lost it. So a party must answer a repeated question as before.
         """
         message, kind = _flwr("app").Message, _flwr("app").MessageType.QUERY
-        pending, due = dict(questions), dict.fromkeys(questions, 0.0)
+        pending, due, wait = dict(questions), dict.fromkeys(questions, 0.0), dict.fromkeys(questions, again)
         sent, answers = dict[str, str](), dict[str, bytes]()
         end = time.monotonic() + timeout
         while pending and (now := time.monotonic()) < end:
@@ -105,7 +105,8 @@ class Nodes:
             if names:
                 new = [message(_content(pending[name]), there[name], kind, ttl=timeout) for name in names]
                 sent |= zip(self._grid.push_messages(new), names, strict=True)
-                due |= dict.fromkeys(names, now + again)
+                due |= {name: now + wait[name] for name in names}
+                wait |= {name: 2 * wait[name] for name in names}
             for reply in self._grid.pull_messages(list(sent)):
                 name = sent.pop(reply.metadata.reply_to_message_id)
                 if reply.has_error() and reply.error.reason != _REFUSED:

@@ -1,4 +1,4 @@
-"""Hospitals and a calibrator on Flower: the commands of the how-to, refused strangers, kills, and what messages hold.
+"""Hospitals and a calibrator on Flower: the commands of the how-to, and refused strangers.
 
 One SuperLink with TLS and authentication serves all tests of this file. Its processes are those of the how-to.
 """
@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import signal
 import socket
 import ssl
@@ -22,13 +21,12 @@ import numpy as np
 import pytest
 
 from jaxdp.privacy import Ledger
+from launch import certificates, flower
 from tests.launch import program
-from tests.launch.test_hospitals import NAMES, Direct, alone, records, seeds  # noqa: F401
+from tests.launch.test_hospitals import Direct, alone
 
 pytest.importorskip("flwr", reason="the dependency group test is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals")]
-
-from launch import certificates, flower, hospitals
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOWTO = ROOT / "docs" / "howto" / "parties_over_a_network.md"
@@ -64,7 +62,7 @@ class Federation:
             labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
             np.savez(folder / f"{name}.npz", logits=4 * logits, labels=labels)
 
-    def command(self, which, name="clinic-1", run="run"):
+    def command(self, which, name="clinic-1", run=""):
         """Returns a command of the how-to for one clinic, with the ports and the workdirs of this test."""
         (words,) = (words for words in self.commands if which in (words[0], words[2]))
         changed = [
@@ -111,13 +109,14 @@ class Federation:
         self.start("superlink", self.command("flower-superlink"))
         self.until(lambda: self._listens(self.ports["superlink"]))
 
-    def start_clinic(self, name, first="", run="run", *flags):
-        """Starts SuperNode and client. The code `first` runs before the client."""
+    def start_node(self, name):
         self.start(f"node {name}", self.command("flower-supernode", name))
-        command = [*self.command("launch.recalibrate_client", name, run), *flags]
-        if first:
-            command = [sys.executable, "-c", first + program.FORKED, *command[2:]]
-        self.start(f"client {name}", command)
+
+    def start_program(self, which, name, run, *flags, first=""):
+        """Starts a launcher. The code `first` runs before it."""
+        command = [*self.command(f"launch.{which}", name, run), *flags]
+        command = [sys.executable, "-c", first + program.FORKED, *command[2:]] if first else command
+        self.start(f"{which} {name}", command)
 
     def registered(self):
         """Tells whether the calibrator's program has registered the clinics, so that their nodes may come."""
@@ -180,15 +179,57 @@ def result(federation, run):
 ITERATIONS = "--config.method.iterations=2"
 
 
+SERVER, CLIENT = "recalibrate_server clinic-1", "recalibrate_client {}"
+
+
 def test_the_commands_of_the_howto_recalibrate(federation):
     plant(federation, "howto")
-    federation.start("server", [*federation.command("launch.recalibrate_server", run="howto"), ITERATIONS])
+    federation.start_program("recalibrate_server", "clinic-1", "howto", ITERATIONS)
     federation.until(federation.registered)
     for name in CLINICS:
-        federation.start_clinic(name, "", "howto", ITERATIONS)
-    federation.wait("server", *(f"client {name}" for name in CLINICS))
-    assert result(federation, "howto")["parameters"]["0"] == pytest.approx(expected(federation, "howto"), abs=0)
+        federation.start_node(name)
+        federation.start_program("recalibrate_client", name, "howto", ITERATIONS)
+    federation.wait(SERVER, *map(CLIENT.format, CLINICS))
+    assert result(federation, "howto")["parameters"]["0"] == expected(federation, "howto")
     assert result(federation, "howto")["ended"] == list(CLINICS)
     assert spends(federation, "howto") == dict.fromkeys(CLINICS, (1, 0, 1.0))
     assert not list(federation.folder.glob("howto/**/secret_seed"))
-    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output("server")
+    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output(SERVER)
+
+
+# --- Strangers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_plaintext_connection_and_another_authority_are_refused(federation, tmp_path):
+    port = federation.ports["superlink"]
+    with contextlib.closing(http.client.HTTPConnection("localhost", port, timeout=5)) as plain:
+        plain.request("GET", "/health")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            plain.getresponse()
+    certificates.make(tmp_path, [], hosts=["localhost"])
+    for authority, right in ((federation.keys("clinic-1"), True), (tmp_path / "superlink", False)):
+        context = ssl.create_default_context(cafile=str(authority / "ca.crt"))
+        with contextlib.closing(http.client.HTTPSConnection("localhost", port, timeout=5, context=context)) as secure:
+            if right:
+                secure.connect()
+            else:
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    secure.connect()
+
+
+def test_a_node_without_a_known_key_is_refused(federation, tmp_path):
+    certificates.make(tmp_path, ["clinic-1"], hosts=["localhost"])
+    command = federation.command("flower-supernode", "clinic-1")
+    command[command.index("--auth-supernode-private-key") + 1] = str(tmp_path / "clinic-1" / "key")
+    command[command.index("--port") + 1] = str(*free_ports(1))
+    federation.start("stranger", command)
+    assert federation.running.pop("stranger").wait(60) != 0
+    assert "Failed to activate SuperNode" in federation.output("stranger")
+
+
+def test_a_program_without_the_secret_gets_no_task(federation, tmp_path):
+    certificates.make(tmp_path, ["clinic-1"], hosts=["localhost"])
+    with pytest.raises(Exception, match=r"401|403"):
+        flower.serve(
+            bytes, f"localhost:{federation.ports['clinic-1']}", tmp_path / "clinic-1", until=lambda: False, timeout=5
+        )
