@@ -95,6 +95,7 @@ def resident() -> int:
 
 def forget_programs() -> None:
     """Returns the memory of compiled programs to the system."""
+    jax.block_until_ready(jax.live_arrays())  # a program that still runs must not be freed
     jax.clear_caches()
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc keeps freed memory otherwise
