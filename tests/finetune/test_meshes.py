@@ -1,7 +1,5 @@
 """Private training on a mesh of eight devices equals training on one."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.finetune import adp_alloc, adp_clip, dp_sgd, exponential_noise, fit, gep
 from jaxdp.privacy import Ledger
+from tests.compilations import compilations
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
@@ -62,20 +61,6 @@ METHODS = {
     "adp_clip": (adp_clip, {}),
     "gep": (gep, {"residual_clip_norm": 1.0, "anchors": ANCHORS, "basis_size": 4, "groups": 1, "basis_every": 2}),
 }
-
-
-@contextlib.contextmanager
-def compilations():
-    """Yields a list that grows with every program that XLA compiles, or loads from its cache."""
-
-    def listen(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(kwargs)
-
-    seen = []
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("name", METHODS)

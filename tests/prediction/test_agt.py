@@ -3,7 +3,6 @@
 Comparisons of bounds have no tolerance unless two implementations of the same equations are compared.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -17,6 +16,7 @@ import pytest
 
 import jaxdp
 from jaxdp.prediction import Training, agt, certify, plan, sums, train_with_bounds
+from tests.compilations import compilations
 
 
 def _load(name):
@@ -27,20 +27,6 @@ def _load(name):
 
 
 published, retraining = _load("reference_agt"), _load("retraining")
-
-
-@contextlib.contextmanager
-def compilations():
-    """Yields a list that grows with every program that XLA compiles, or loads from its cache."""
-
-    def listen(event, duration, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(kwargs)
-
-    seen = []
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # ------------------------------------------------------------------------------------------------------- problems

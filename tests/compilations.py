@@ -1,0 +1,19 @@
+"""Counts compilations, for tests that a second call compiles nothing."""
+
+import contextlib
+
+import jax
+
+
+@contextlib.contextmanager
+def compilations():
+    """Yields a list that grows with every program that XLA compiles, or loads from its cache."""
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(kwargs)
+
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
