@@ -4,15 +4,20 @@ A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of 
 with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy over epsilon.
 """
 
+import contextlib
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxdp import finetune
 from jaxdp.data import augmentation
 from jaxdp.models import load_params, merge_pretrained, save_params
-from jaxdp.report import format_table, plot_training
+from jaxdp.release import Hosts
+from jaxdp.report import Callback, format_table, plot_training
 
 from . import curve, data, dpadapter, frame, models, plans, results, tasks, trainers
 
@@ -33,9 +38,12 @@ class _Opened(NamedTuple):
     trainer: Any
 
 
-def _open(config: Any, root: pathlib.Path) -> _Opened:
+def _open(config: Any, root: pathlib.Path, *, mesh: Any = None) -> _Opened:
+    if not Hosts(mesh).leads and config.model.features.keep:
+        config = config.copy_and_resolve_references()
+        config.model.features.keep = "memory"  # Process 0 alone writes into the workdir.
     task = tasks.open_task(config, root)
-    return _Opened(task, task.trainer(config.private, config.data))
+    return _Opened(task, task.trainer(config.private, config.data, mesh))
 
 
 def _cells(config: Any) -> Iterator[Model]:
@@ -48,12 +56,13 @@ def _cells(config: Any) -> Iterator[Model]:
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, (task, trainer), root = work.config, work.shared, work.root
+    config, (task, trainer), root, hosts = work.config, work.shared, work.root, work.hosts
     start = fresh = models.fresh(task.network, config.init_seed)
-    if cell.model != "no_pretraining" and (backbone := _backbone(config, task, root)) is not None:
+    if cell.model != "no_pretraining" and (backbone := _backbone(config, task, work)) is not None:
         start = merge_pretrained(fresh, backbone, exclude=("head",) if config.pretrain.new_head else ())
     judge = functools.partial(finetune.accuracy, task.network.apply_fn)
-    if cell.model == "no_privacy":
+
+    def without_privacy() -> dict[str, Any]:
         params = models.train(
             task.network,
             start,
@@ -65,12 +74,22 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             label="no privacy",
         )
         return {"accuracy": judge(params, task.test)}
+
+    if cell.model == "no_privacy":
+        return hosts.first(without_privacy)
     private = config.private
     label, terms, folder = cell.model.replace("_", " "), task.terms(private, config.data), work.folder(cell)
-    with (
-        frame.account(root / _ledger(cell), task.private.name, label=label, **terms) as account,
-        frame.watching(config, folder) as writers,
-    ):
+    with contextlib.ExitStack() as opened:
+        account: Any = None  # Process 0 alone has it.
+        writers: list[Callback] = []
+
+        def open_files() -> None:
+            nonlocal account
+            ledger = frame.account(root / _ledger(cell), task.private.name, label=label, **terms)
+            account = opened.enter_context(ledger)
+            writers.extend(opened.enter_context(frame.watching(config, folder)))
+
+        hosts.first(open_files)
         state = finetune.fit(
             trainer,
             start,
@@ -79,34 +98,42 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             account=account,
             workdir=folder,
             checkpoint_every=private.checkpoint_every,
-            evaluate=lambda params: {"accuracy": judge(params, task.test)},
+            evaluate=lambda params: {"accuracy": judge(jax.device_get(params), task.test)},
             evaluate_every=private.get("evaluate_every") or None,
             callbacks=writers,
         )
-        spent = account.epsilon(delta=private.delta)
-    params = trainers.released(state)
-    if cell.model == "private":
-        save_params(root / "params.safetensors", task.serving(params))
-    changes = results.changes(*(models.right(task.network, model, task.test) for model in (start, params)))
-    return {**changes, "accuracy": changes["after"], "epsilon": spent}
+        params = jax.device_get(trainers.released(state))
+
+        def judged() -> dict[str, Any]:
+            if cell.model == "private":
+                save_params(root / "params.safetensors", task.serving(params))
+            changes = results.changes(*(models.right(task.network, model, task.test) for model in (start, params)))
+            return {**changes, "accuracy": changes["after"], "epsilon": account.epsilon(delta=private.delta)}
+
+        return hosts.first(judged)
 
 
-def _backbone(config: Any, task: tasks.Task, root: pathlib.Path) -> Params | None:
+def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
     """Returns the parameters of a file of public weights, or trains them here on the public examples."""
     if config.pretrain.weights:
         return load_params(config.pretrain.weights)
     if task.public is None or config.model.checkpoint:
         return None
     public = task.public
-    return models.trained(
-        models.with_classes(task.network, public.num_classes),
-        lambda: public,
-        config.pretrain,
-        root / "pretrained.safetensors",
-        seed=config.init_seed,
-        augment=augmentation(config.data),
-        label="public pre-training",
-    ).params
+
+    def trained() -> Params:
+        return models.trained(
+            models.with_classes(task.network, public.num_classes),
+            lambda: public,
+            config.pretrain,
+            work.root / "pretrained.safetensors",
+            seed=config.init_seed,
+            augment=augmentation(config.data),
+            label="public pre-training",
+        ).params
+
+    work.hosts.first(lambda: bool(trained()))  # The others read its file.
+    return work.hosts.together(trained)
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -192,11 +219,19 @@ STUDY = frame.Study(
 )
 
 
-def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> Any:
-    """Runs the experiment, or the table or curve of them."""
+def experiment(config: Any, workdir: str | None, *, dry_run: bool = False, mesh: Any = None) -> Any:
+    """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches of an experiment."""
     study = dpadapter.STUDY if "grids" in config else curve.STUDY if "curve" in config else STUDY
-    return frame.run(study, config, workdir, dry_run=dry_run)
+    if mesh is None:
+        return frame.run(study, config, workdir, dry_run=dry_run)
+    if study is not STUDY:
+        raise ValueError(
+            "--devices must be one for a table or a curve. Start several processes in its workdir instead: each takes "
+            "cells that no other process holds."
+        )
+    divided = dataclasses.replace(STUDY, open=functools.partial(_open, mesh=mesh))
+    return frame.run(divided, config, workdir, hosts=Hosts(mesh))
 
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(experiment, divides=True)

@@ -11,16 +11,21 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
 
 Several processes may run one study in one workdir. Each takes cells that no other process holds. A process that dies
 loses its current cell. The same command then continues, and does not pay again for a paid release.
+
+With `--devices` the processes of `jax.distributed` compute each cell together (`jaxdp.release.Hosts`). Process 0 alone
+writes the files above.
 """
 
 import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -35,7 +40,7 @@ from ml_collections import config_flags
 from jaxdp import memory
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded, Ledger, LedgerDamaged
-from jaxdp.release import digest, locked
+from jaxdp.release import HostFailed, Hosts, digest, locked
 from jaxdp.release.identity import processor
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter, check_figures, progress_bar
 from jaxdp.version import __version__
@@ -66,8 +71,13 @@ _PARTS = {
     "pretrain": ("ascent",),
     "finetune": ("private",),
 }
+_DEVICES = (
+    "The devices that share each batch: one, local (all of this process), cluster (all of the processes that SLURM, "
+    "Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all of N processes, of which this is number I "
+    "and number 0 listens at HOST:PORT)."
+)
 # A user can correct these. The program prints the message without a traceback.
-MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged)
+MISTAKES = (ValueError, TypeError, OSError, ImportError, BudgetExceeded, LedgerDamaged, HostFailed)
 
 
 def _nothing(*_: Any) -> Any:
@@ -116,12 +126,14 @@ class Work:
       config: Its config.
       root: The workdir.
       shared: What `Study.open` returned.
+      hosts: The processes that run the study together, by default this one alone.
     """
 
     study: Study
     config: Any
     root: pathlib.Path
     shared: Any
+    hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
     def folder(self, cell: Any) -> pathlib.Path:
         """Returns the folder of a cell."""
@@ -135,12 +147,21 @@ class Work:
         """
         folder = self.folder(cell)
         path = folder / "row.json"
-        if not path.exists():
-            with locked(folder.with_name(f"{folder.name}.lock"), wait=wait):
+        with contextlib.ExitStack() as held:
+
+            def begin() -> bool:
                 if not path.exists():
-                    write_json(path, cell._asdict() | self._run(cell, folder))
+                    held.enter_context(locked(folder.with_name(f"{folder.name}.lock"), wait=wait))
+                return path.exists()
+
+            def end() -> dict[str, Any]:
                 shutil.rmtree(folder / "scratch", ignore_errors=True)
-        return read_json(path, remedy="Delete it. The same command makes it again.")
+                return read_json(path, remedy="Delete it. The same command makes it again.")
+
+            if not self.hosts.first(begin):
+                row = cell._asdict() | self._run(cell, folder)
+                self.hosts.first(lambda: write_json(path, row))
+            return self.hosts.first(end)
 
     def _run(self, cell: Any, folder: pathlib.Path) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,10 +222,11 @@ def file_name(part: Any) -> str:
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> Any:
+def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False, hosts: Hosts | None = None) -> Any:
     """Runs the unfinished part of a study, prints its summary and returns its result.
 
     With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then workdir may be None.
+    `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
 
     Raises:
       ValueError: The config is inconsistent, the workdir belongs to another config, study or release, or the data is
@@ -214,9 +236,12 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> An
     """
     if dry_run:
         return _dry_run(study, config, None if workdir is None else pathlib.Path(workdir))
-    root = pathlib.Path(workdir)
+    root, hosts = pathlib.Path(workdir), hosts or Hosts()
+    if not hosts.leads:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return compute(study, config, root, hosts)
     done = (root / "result.json").exists() and study.grows is None
-    result = compute(study, config, root)
+    result = compute(study, config, root, hosts)
     if done:
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
@@ -227,28 +252,41 @@ def run(study: Study, config: Any, workdir: Any, *, dry_run: bool = False) -> An
     return result
 
 
-def compute(study: Study, config: Any, root: pathlib.Path) -> Any:
+def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None = None) -> Any:
     """Returns the result of a study, as `run` does, without its summary."""
-    bound = _checked(study, config, root)
+    hosts = hosts or Hosts()
+    bound = hosts.together(lambda: _checked(study, config, root))
+    hosts.agree(lambda: {"config": config.to_json()})
     finished = root / "result.json"
-    if finished.exists() and study.grows is None:
+
+    def read() -> Any:
+        if not finished.exists() or study.grows is not None:
+            return None
         result = read_json(finished, remedy=_AGAIN, kind=object)
         with understood(finished, _AGAIN):
             study.summary(result)
         return result
+
+    if (result := hosts.first(read)) is not None:
+        return result
     if study.figures is not _nothing:
-        check_figures()  # before anything is computed or paid
+        hosts.together(check_figures)  # before anything is computed or paid
     cells = distinct(study.cells(config))
-    work = Work(study, config, root, study.open(config, root))
-    with bind(study.name, bound, root):
+    work = Work(study, config, root, hosts.together(lambda: study.open(config, root)), hosts)
+    with contextlib.ExitStack() as opened:
+        hosts.first(lambda: opened.enter_context(bind(study.name, bound, root)))
         rows = _rows(work, cells)
-        with locked(root / "summary.lock", wait=True):
-            result = study.result(rows, work)
-            write_durably(root / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
-            results.write_tables(root, study.tables(result, work))
-            study.figures(result, work)
-            write_json(finished, result)
-    return result
+
+        def conclude() -> Any:
+            with locked(root / "summary.lock", wait=True):
+                result = study.result(rows, work)
+                write_durably(root / "rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+                results.write_tables(root, study.tables(result, work))
+                study.figures(result, work)
+                write_json(finished, result)
+            return result
+
+        return hosts.first(conclude)
 
 
 def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
@@ -292,8 +330,10 @@ def distinct(cells: Iterable[Any]) -> list[Any]:
 def _rows(work: Work, cells: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the rows of all cells. Cells of other processes come last, since they are probably done by then."""
     missing = [cell for cell in cells if not (work.folder(cell) / "row.json").exists()]
-    if missing != cells:
+    if missing != cells and work.hosts.leads:
         print(f"{len(cells)} cells, {len(cells) - len(missing)} of them are done already.", flush=True)
+    if work.hosts.count > 1:  # They go through the cells in one order.
+        return [work.row(cell) for cell in cells]
     with progress_bar(total=len(missing), label=work.study.name, unit="cell", show=len(missing) > 1) as bar:
         for wait in (False, True):
             for cell in missing:
@@ -412,14 +452,18 @@ def some(field: str, given: Any) -> Any:
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def main(experiment: Callable[..., Any] | Study) -> None:
-    """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line. See `start`."""
+def main(experiment: Callable[..., Any] | Study, *, divides: bool = False) -> None:
+    """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line. See `start`.
+
+    An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or None.
+    """
     config = config_flags.DEFINE_config_file(
         "config", help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are flags."
     )
     workdir = flags.DEFINE_string("workdir", None, "Directory of the run. An interrupted run in it is resumed.")
     dry_run = flags.DEFINE_bool("dry_run", False, "Only say what the run would cost and take. Nothing is written.")
-    for flag in (config, workdir, dry_run):  # --help lists the flags of the program itself
+    devices = flags.DEFINE_string("devices", "one", _DEVICES)
+    for flag in (config, workdir, dry_run, devices):  # --help lists the flags of the program itself
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     chosen = functools.partial(run, experiment) if isinstance(experiment, Study) else experiment
 
@@ -431,9 +475,35 @@ def main(experiment: Callable[..., Any] | Study) -> None:
         if workdir.value is None and not dry_run.value:
             raise ValueError("--workdir must be given: the directory of the run. Or give --dry_run.")
         _check_launcher(config.value)
-        chosen(config.value, workdir.value, dry_run=dry_run.value)
+        if devices.value != "one" and not divides:
+            raise ValueError(f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its work.")
+        mesh = {"mesh": None if dry_run.value else _mesh(devices.value)} if divides else {}
+        chosen(config.value, workdir.value, dry_run=dry_run.value, **mesh)
 
     start(program)
+
+
+def _mesh(devices: str) -> Any:
+    """Returns the mesh of --devices, or None for one device. Joins the other processes if there are some."""
+    if devices == "one":
+        return None
+    import jax
+
+    joined = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", devices)
+    if joined:
+        jax.distributed.initialize(joined[1], int(joined[3]), int(joined[2]))
+    elif devices == "cluster":
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise ValueError(
+                "--devices=cluster finds neither SLURM, Open MPI, Kubernetes nor a TPU pod. Give --devices=HOST:PORT,I,N."
+            ) from error
+    elif devices != "local":
+        raise ValueError(f"--devices must be one, local, cluster or HOST:PORT,I,N, got {devices!r}.")
+    if jax.process_index():
+        os.environ.setdefault("JAXDP_PROGRESS", "0")  # Process 0 shows the bars.
+    return jax.make_mesh((jax.device_count(),), ("data",))
 
 
 def start(program: Callable[[Sequence[str]], None]) -> None:

@@ -34,11 +34,11 @@ class Task:
     chosen: Callable[[str, Any], bool] | None
     head: frozen.Frozen | None
 
-    def trainer(self, private: Any, images: Any) -> Any:
-        """Returns the trainer of the `private` part of a config."""
+    def trainer(self, private: Any, images: Any, mesh: Any = None) -> Any:
+        """Returns the trainer of the `private` part of a config, on one device or a mesh with the axis "data"."""
         public: Any = self.head.source("public", self.public) if self.head and self.public else self.public
         given = private, self.network, self.units, public, images
-        return trainers.make(*given, unit=self.unit, trainable=self.chosen)
+        return trainers.make(*given, unit=self.unit, trainable=self.chosen, mesh=mesh)
 
     def terms(self, private: Any, images: Any) -> dict[str, Any]:
         """Returns the terms of the private records in a ledger, with the budget of the `private` part of a config."""

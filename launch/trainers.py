@@ -29,6 +29,7 @@ def make(
     unit: str,
     part: str = "private",
     trainable: Callable[[str, Any], bool] | None = None,
+    mesh: Any = None,
 ) -> Any:
     """Returns the trainer with the smallest noise at which all steps cost at most the target epsilon.
 
@@ -50,6 +51,7 @@ def make(
       unit: The unit of privacy in the ledger.
       part: The name of the part in the study's config, for errors.
       trainable: As in `jaxdp.clipped_grad`.
+      mesh: As in `jaxdp.finetune.dp_sgd`, with the axis "data".
 
     Raises:
       ValueError: The config is inconsistent.
@@ -88,6 +90,7 @@ def make(
             trainable=trainable,
             group=isinstance(private, Groups),
             unit=unit,
+            mesh=mesh,
             **options,
         )
 

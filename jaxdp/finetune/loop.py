@@ -69,8 +69,7 @@ def fit(
         is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every step, once its row is
         written. Later steps write over the arrays of params: a callback or `evaluate` copies what it keeps
-        (`jax.device_get`). Where the mesh has several processes, process 0 alone calls them, and one that raises stops
-        the run at the end of the chunk. `metrics` are the numbers of the row, `params` those for `evaluate`. They are
+        (`jax.device_get`). Where the mesh has several processes, process 0 alone calls them. `metrics` are the numbers of the row, `params` those for `evaluate`. They are
         released values, so what a callback does with them is post-processing. A callback that raises stops the run. A
         later call with the same workdir repeats the unfinished chunk at no charge, and calls the callbacks again for
         its steps.
@@ -84,6 +83,8 @@ def fit(
     Raises:
       BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
+      HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the chunk is kept. A later call
+        with the same workdir repeats it at no charge.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
         groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
         another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.
@@ -134,7 +135,7 @@ def fit(
                 facts=lambda: [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)],
                 programs=lambda: programs(start),
                 deterministic=True,  # The trainer compiles its steps with `repeatable`.
-                compute=lambda secret: _run(trainer, start, source, secret, last - first, finished),
+                compute=lambda secret: _run(trainer, start, source, secret, last - first, finished, hosts),
                 keep=files.save,
             )
 
@@ -164,7 +165,9 @@ def fit(
                 ended, step = time.time(), int(state.step)
                 params = state.params if state.ema is None else state.ema
                 due = last if evaluate_every is None else step % evaluate_every == 0 or step == steps
-                found = evaluate(params) if evaluate is not None and due else {}
+                found: dict[str, float] = {}
+                if evaluate is not None and due:
+                    hosts.later(lambda: found.update(evaluate(params)))
 
                 def write() -> None:
                     if last:
@@ -177,7 +180,10 @@ def fit(
                     bar.set_postfix({key: f"{value:.3f}" for key, value in shown.items()}, refresh=False)
                     bar.update()
 
-                (hosts.first if last else hosts.later)(write)
+                if last:
+                    hosts.first(write)
+                elif hosts.leads:
+                    hosts.later(write)
 
             def hold() -> None:
                 nonlocal pays
@@ -225,6 +231,7 @@ def _run(
     secret: bytes,
     steps: int,
     finished: Callable[[TrainState, dict[str, float], bool], None],
+    hosts: Hosts,
 ) -> TrainState:
     """Runs some steps with all randomness from `secret`. Calls `finished(state, metrics, last)` after each step."""
     state = trainer.placed(
@@ -242,7 +249,8 @@ def _run(
                 finished(state, _fetched(row), False)
 
     with trainer.batches(state, source, steps) as batches:
-        for batch in batches:
+        for _ in range(steps):
+            batch = hosts.together(lambda: next(batches))  # A process that cannot read stops all.
             with jax.transfer_guard("disallow"):
                 state, row = trainer.step(state, source, batch, meanwhile)
     if row:

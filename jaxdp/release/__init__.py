@@ -2,7 +2,7 @@
 
 from jaxdp.release.checkpoints import Checkpoints
 from jaxdp.release.claims import claim
-from jaxdp.release.hosts import Hosts
+from jaxdp.release.hosts import HostFailed, Hosts
 from jaxdp.release.identity import digest, program
 from jaxdp.release.secrets import derive, new_seed, stream
 from jaxdp.release.till import Payment, Release, Till, check_history, load_arrays, notes, settle
@@ -10,6 +10,7 @@ from jaxdp.release.workdir import alone, locked
 
 __all__ = [
     "Checkpoints",
+    "HostFailed",
     "Hosts",
     "Payment",
     "Release",

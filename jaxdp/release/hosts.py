@@ -1,14 +1,14 @@
 """The processes of `jax.distributed` that run one program together. One process is the case of n = 1.
 
 Every process runs the same Python program, and their devices compute together. Process 0 leads: it alone has the
-ledger, draws secrets, and writes notes and metrics. What it finds reaches the others by `Hosts.each`, and so does its
-error. The others would otherwise wait for a process that has given up.
+ledger, draws secrets, and writes notes and metrics. What it finds reaches the others by `Hosts.each`. So does an error
+of any process. The others would otherwise wait for a process that has given up.
 """
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,14 @@ from jax.sharding import Mesh
 from jaxdp.privacy import BudgetExceeded, LedgerDamaged
 from jaxdp.release import identity
 
+T = TypeVar("T")
+
+_SHORT = 1024  # bytes of a message that needs one exchange
 _ERRORS = {kind.__name__: kind for kind in (BudgetExceeded, LedgerDamaged, TypeError, ValueError)}
+
+
+class HostFailed(RuntimeError):
+    """An error of another process. Its text has the number of the process, and the kind and text of the error."""
 
 
 class Hosts:
@@ -41,7 +48,8 @@ class Hosts:
         """Calls a function on every process. Returns the results, which JSON must hold, in the order of the processes.
 
         Raises:
-          Exception: The function failed on a process. All processes raise its error.
+          Exception: The function failed on a process. All raise its error if it is one of a user's mistakes: a
+            BudgetExceeded, LedgerDamaged, TypeError or ValueError. Of another error, other processes raise HostFailed.
         """
         if self.count == 1:
             return [function()]
@@ -64,9 +72,18 @@ class Hosts:
         """Calls a function on process 0. Returns its result, which JSON must hold, or raises its error on all."""
         return self.each(function if self.leads else lambda: None)[0]
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Calls a function on every process. Returns the own result, or raises an error as `each` does."""
+        found: list[T] = []
+        self.each(lambda: found.append(function()))
+        return found[0]
+
     def later(self, function: Callable[[], None]) -> None:
-        """Calls a function on process 0, and waits for nobody. The next `each` raises its error on all."""
-        if not self.leads or self._late is not None:
+        """Calls a function on this process, and waits for nobody. The next `each` raises its error on all.
+
+        After an error it calls nothing more.
+        """
+        if self._late is not None:
             return
         try:
             function()
@@ -101,14 +118,19 @@ class Hosts:
             raise
 
     def _gathered(self, message: bytes) -> list[Any]:
-        lengths = multihost_utils.process_allgather(np.int32(len(message)))
-        padded = np.zeros(int(lengths.max()), np.uint8)
-        padded[: len(message)] = np.frombuffer(message, np.uint8)
-        rows = multihost_utils.process_allgather(padded)
-        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        def exchanged(start: int, stop: int) -> Any:
+            part = np.frombuffer(message[start:stop], np.uint8)
+            return multihost_utils.process_allgather(np.pad(part, (0, stop - start - len(part))))
+
+        message = len(message).to_bytes(8, "little") + message
+        rows = exchanged(0, _SHORT)
+        lengths = [int.from_bytes(row[:8].tobytes(), "little") + 8 for row in rows]
+        if max(lengths) > _SHORT:
+            rows = np.concatenate([rows, exchanged(_SHORT, max(lengths))], axis=1)
+        return [json.loads(row[8:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _error(process: int, kind: str, text: str, fields: dict[str, Any]) -> Exception:
     if kind not in _ERRORS:
-        return RuntimeError(f"process {process} failed: {kind}: {text}")
+        return HostFailed(f"process {process} failed: {kind}: {text}")
     return _ERRORS[kind](text, **(fields if kind == BudgetExceeded.__name__ else {}))

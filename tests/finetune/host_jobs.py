@@ -12,10 +12,13 @@ import contextlib
 import json
 import os
 import pathlib
+import runpy
 import signal
 import socket
 import sys
+import threading
 import traceback
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,7 @@ from jax.sharding import PartitionSpec
 from jaxdp import data, finetune, release
 from jaxdp.privacy import Ledger, NoOpDpEvent
 from jaxdp.privacy.events import composition
+from launch import finetune as launched_finetune  # noqa: F401  (imported before the forks)
 
 DEVICES, SIZE, CHUNK = 4, 40, 2
 RNG = np.random.default_rng(0)
@@ -147,6 +151,21 @@ def refused(folder):
     attempt("account", account=None)
     attempt("budget", function=lambda folder, **options: fit(folder / "small", budget=1e-3, **options))
 
+    class Unreadable(Counted):
+        """A source that process 1 cannot read ahead, which begins when a chunk is paid."""
+
+        def gather(self, indices):
+            if me and threading.current_thread() is not threading.main_thread():
+                raise OSError("the network drive is gone")
+            return super().gather(indices)
+
+    attempt("read", source=Unreadable())
+
+    def evaluate(params):
+        return {"accuracy": 1 / (1 - me)}
+
+    attempt("evaluate", evaluate=evaluate, evaluate_every=1)
+
     def callback(step, metrics, params):
         assert me == 0
         raise OSError("the disk is full")
@@ -160,6 +179,35 @@ def refused(folder):
     attempt("each pays", lambda folder, **options: fit(folder / "twice", payers=(0, 1), **options), workdir=None)
     release.Hosts.leads = leads
     (folder / f"said{me}.json").write_text(json.dumps(said))
+
+
+def launcher(folder, devices):
+    """Runs the launcher with noise that does not depend on the mesh. Notes the files that this process opens to write."""
+    root, wrote = folder / "run", set()
+
+    def hook(event, arguments):
+        path, mode, flags = arguments if event == "open" else ("", "", 0)
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(root) in str(path):
+            wrote.add(os.path.relpath(path, root))
+
+    sys.addaudithook(hook)
+    release.Till.token = lambda self, what: what.label
+    seed = root / "cells" / "private" / "secret_seed"
+    if not seed.exists():
+        with contextlib.suppress(FileExistsError):
+            seed.parent.mkdir(parents=True)
+            seed.write_text(bytes(range(16)).hex())
+    fields = {"references": False, "model.name": "mlp", "model.options.hidden": (8,), "private.augmult": 0}
+    fields |= {"private.steps": 3, "private.checkpoint_every": 3, "private.truncated_batch_size": 200}
+    fields |= {"pretrain.steps": 1, "private.evaluate_every": 3}
+    sys.argv = ["finetune", "--config=configs/digits_dpsgd.py", f"--workdir={root}", f"--devices={devices}"]
+    sys.argv += [f"--config.{name}={value}" for name, value in fields.items()]
+    warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+    try:
+        runpy.run_module("launch.finetune", run_name="__main__", alter_sys=True)
+    finally:
+        (folder / f"wrote{jax.process_index()}.json").write_text(json.dumps(sorted(wrote)))
 
 
 JOBS = {job.__name__: job for job in (same_steps, four_steps, six_steps, refused)}
@@ -190,12 +238,14 @@ def arm(at):
 def work(folder, job, process, processes, port, kill):
     """Runs one process of a job."""
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if kill and kill[0] == process:
+        arm(kill[1])
+    if job == "launcher":  # It joins the processes itself.
+        return launcher(folder, f"127.0.0.1:{port},{process},{processes}" if processes > 1 else "local")
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, **limits)
-    if kill and kill[0] == process:
-        arm(kill[1])
     JOBS[job](folder)
     if processes > 1:
         jax.distributed.shutdown()
@@ -208,10 +258,13 @@ def forked(log, *arguments):
         return pid
     status = 1
     signal.alarm(60)  # kills a process that waits for ever
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 2)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), stream)
     try:
         work(*arguments)
         status = 0
+    except SystemExit as end:
+        status = end.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -233,10 +286,12 @@ def run(folder, job, processes, kill=None):
 
 def charged(folder):
     """Returns the number of steps that the ledger of a folder has charged."""
-    if not (folder / "ledger.sqlite").exists():
+    found = next(iter(folder.rglob("ledger.sqlite")), None)
+    if found is None:
         return 0
-    with Ledger(folder / "ledger.sqlite") as ledger:
-        return sum(composition(ledger.events("d").get(None, NoOpDpEvent())).values())
+    with Ledger(found) as ledger:
+        [name] = (row["name"] for row in ledger.report()["datasets"])
+        return sum(composition(ledger.events(name).get(None, NoOpDpEvent())).values())
 
 
 def main():

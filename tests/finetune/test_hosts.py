@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.forked import PYTHON
 
@@ -29,6 +30,8 @@ JOBS = {
     **{f"same{count}": [["same_steps", count, None]] for count in (1, 2, 4)},
     "chain": [job for job, _ in CHAIN],
     "refused": [["refused", 2, None]],
+    "launched1": [["launcher", 1, None]],
+    "launched2": [["launcher", 2, [1, "step"]], ["launcher", 2, None]],
 }
 
 pytestmark = pytest.mark.slow
@@ -82,9 +85,17 @@ def test_errors_reach_all_processes_and_what_disagrees_spends_nothing(ran):
     folder, (result,) = ran["refused"]
     assert result["statuses"] == [0, 0], result["said"]
     first, second = (json.loads((folder / f"said{process}.json").read_text()) for process in range(2))
-    assert first.pop("callback") == ["OSError", "the disk is full"]
-    assert second.pop("callback") == ["RuntimeError", "process 0 failed: OSError: the disk is full"]
-    assert result["charged"] == 2  # of the chunk of the callback, which a later run repeats for free
+    # Only these have paid, for one chunk, which a later run repeats for free.
+    assert result["charged"] == 2
+    inside = {
+        "callback": (0, "OSError", "the disk is full"),
+        "read": (1, "OSError", "the network drive is gone"),
+        "evaluate": (1, "ZeroDivisionError", "division by zero"),
+    }
+    for name, (failed, kind, text) in inside.items():
+        said = [first.pop(name), second.pop(name)]
+        assert said[failed] == [kind, text]
+        assert said[1 - failed] == ["HostFailed", f"process {failed} failed: {kind}: {text}"]
     del first["own seeds"], second["own seeds"]
     assert first == second
     expected = {
@@ -108,3 +119,21 @@ def test_processes_that_do_not_follow_the_first_are_caught(ran):
     said = [json.loads((folder / f"said{process}.json").read_text()) for process in range(2)]
     assert all("not the same on each process" in each["own seeds"][1] for each in said)
     assert host_jobs.charged(folder / "twice") != 2
+
+
+def test_the_launcher_of_several_processes_ends_as_one_process_does(ran):
+    (one, [alone]), (two, [killed, resumed]) = ran["launched1"], ran["launched2"]
+    assert killed["statuses"][1] == -signal.SIGKILL and killed["statuses"][0] != 0
+    assert alone["statuses"] == [0] and resumed["statuses"] == [0, 0], (alone["said"], resumed["said"])
+    assert killed["charged"] == resumed["charged"] == alone["charged"] == 3
+    results = [json.loads((folder / "run" / "result.json").read_text()) for folder in (one, two)]
+    assert results[0] == pytest.approx(results[1])
+    params = [load_file(folder / "run" / "params.safetensors") for folder in (one, two)]
+    assert params[0].keys() == params[1].keys()
+    for name, value in params[0].items():
+        np.testing.assert_allclose(params[1][name], value, atol=1e-5)
+    # Process 0 alone has the files and the terminal. Orbax writes the arrays of a checkpoint together.
+    first, second = (set(json.loads((two / f"wrote{process}.json").read_text())) for process in range(2))
+    assert {"config.json", "ledger.sqlite"} <= {name.split(".tmp")[0] for name in first}, first
+    assert {name for name in second if "checkpoints" not in name} == set()
+    assert "The ledger recomputes" in resumed["said"][0] and "private" not in resumed["said"][1]
