@@ -497,7 +497,7 @@ def _mesh(devices: str) -> Any:
             jax.distributed.initialize()
         except ValueError as error:
             raise ValueError(
-                "--devices=cluster finds neither SLURM, Open MPI, Kubernetes nor a TPU pod. Give --devices=HOST:PORT,I,N."
+                "--devices=cluster finds no SLURM, Open MPI, Kubernetes or TPU pod. Give --devices=HOST:PORT,I,N."
             ) from error
     elif devices != "local":
         raise ValueError(f"--devices must be one, local, cluster or HOST:PORT,I,N, got {devices!r}.")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench_estimate, bench_scale, run
+from benchmarks import bench_estimate, bench_reading, bench_scale, run
 
 
 def gated(*arguments):
@@ -53,3 +53,4 @@ def test_the_page_of_scale_has_the_tables():
     counts, estimate = (json.loads((run.RESULTS / f"scale_{name}.json").read_text()) for name in ("cpu", "estimate"))
     assert bench_scale.markdown(counts["steps"]) in page
     assert bench_estimate.markdown(estimate) in page
+    assert bench_reading.markdown(json.loads((run.RESULTS / "reading_cpu.json").read_text())["rows"]) in page

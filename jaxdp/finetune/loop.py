@@ -69,10 +69,10 @@ def fit(
         is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every step, once its row is
         written. Later steps write over the arrays of params: a callback or `evaluate` copies what it keeps
-        (`jax.device_get`). Where the mesh has several processes, process 0 alone calls them. `metrics` are the numbers of the row, `params` those for `evaluate`. They are
-        released values, so what a callback does with them is post-processing. A callback that raises stops the run. A
-        later call with the same workdir repeats the unfinished chunk at no charge, and calls the callbacks again for
-        its steps.
+        (`jax.device_get`). Where the mesh has several processes, process 0 alone calls them. `metrics` are the numbers
+        of the row, `params` those for `evaluate`. They are released values, so what a callback does with them is
+        post-processing. A callback that raises stops the run. A later call with the same workdir repeats the unfinished
+        chunk at no charge, and calls the callbacks again for its steps.
       delta: The delta of the epsilon in the metrics. The default is the delta of the registered budget.
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to reproduce a test.
       progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
@@ -83,8 +83,8 @@ def fit(
     Raises:
       BudgetExceeded: The rest of the run does not fit. Nothing is computed or charged. Earlier steps are kept.
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
-      HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the chunk is kept. A later call
-        with the same workdir repeats it at no charge.
+      HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the chunk is kept. A later
+        call with the same workdir repeats it at no charge.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source (`by_group`) is about
         groups. Trainer and account differ in their unit of privacy. The workdir has a run with more than `steps` steps,
         another process uses it, or its newest checkpoint is damaged. Neither the account nor the caller has a delta.

@@ -182,24 +182,23 @@ def refused(folder):
 
 
 def launcher(folder, devices):
-    """Runs the launcher with noise that does not depend on the mesh. Notes the files that this process opens to write."""
+    """Runs the launcher with noise that does not depend on the mesh. Notes the files that it opens to write."""
     root, wrote = folder / "run", set()
 
     def hook(event, arguments):
-        path, mode, flags = arguments if event == "open" else ("", "", 0)
-        if flags & (os.O_WRONLY | os.O_RDWR) and str(root) in str(path):
-            wrote.add(os.path.relpath(path, root))
+        path, writes = "", False
+        if event == "open":
+            path, writes = str(arguments[0]), arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        elif event == "sqlite3.connect":
+            path, writes = str(arguments[0]), True
+        if writes and str(root) in path:
+            wrote.add(path.partition(f"{root}/")[2])
 
     sys.addaudithook(hook)
     release.Till.token = lambda self, what: what.label
-    seed = root / "cells" / "private" / "secret_seed"
-    if not seed.exists():
-        with contextlib.suppress(FileExistsError):
-            seed.parent.mkdir(parents=True)
-            seed.write_text(bytes(range(16)).hex())
-    fields = {"references": False, "model.name": "mlp", "model.options.hidden": (8,), "private.augmult": 0}
-    fields |= {"private.steps": 3, "private.checkpoint_every": 3, "private.truncated_batch_size": 200}
-    fields |= {"pretrain.steps": 1, "private.evaluate_every": 3}
+    fields = {"references": False, "model.options.widths": (4,), "pretrain.steps": 1, "data.crop_padding": 0}
+    fields |= {f"private.{name}": 3 for name in ("steps", "checkpoint_every", "evaluate_every")}
+    fields |= {"private.augmult": 0, "private.physical_batch_size": 256, "private.truncated_batch_size": 200}
     sys.argv = ["finetune", "--config=configs/digits_dpsgd.py", f"--workdir={root}", f"--devices={devices}"]
     sys.argv += [f"--config.{name}={value}" for name, value in fields.items()]
     warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
@@ -241,7 +240,15 @@ def work(folder, job, process, processes, port, kill):
     if kill and kill[0] == process:
         arm(kill[1])
     if job == "launcher":  # It joins the processes itself.
-        return launcher(folder, f"127.0.0.1:{port},{process},{processes}" if processes > 1 else "local")
+        devices = "local" if processes == 1 else f"127.0.0.1:{port},{process},{processes}"
+        if processes > 1 and not kill:
+            slurm = {"JOB_ID": 1, "STEP_NODELIST": "localhost", "NTASKS": processes}
+            slurm |= {"PROCID": process, "LOCALID": process}
+            os.environ.update(
+                {f"SLURM_{name}": str(value) for name, value in slurm.items()}, JAX_COORDINATOR_PORT=str(port)
+            )
+            devices = "cluster"
+        return launcher(folder, devices)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         limits = {"heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 10}
@@ -257,7 +264,7 @@ def forked(log, *arguments):
     if pid:
         return pid
     status = 1
-    signal.alarm(60)  # kills a process that waits for ever
+    signal.alarm(240)  # kills a process that waits for ever
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), stream)
     try:
@@ -274,6 +281,10 @@ def forked(log, *arguments):
 
 def run(folder, job, processes, kill=None):
     """Runs a job. Returns the statuses of its processes and what the ledger has charged."""
+    seed = folder / "run" / "cells" / "private" / "secret_seed"
+    if job == "launcher" and not seed.parent.exists():
+        seed.parent.mkdir(parents=True)
+        seed.write_text(bytes(range(16)).hex())
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

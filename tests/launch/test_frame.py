@@ -385,6 +385,14 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
     assert code == 2 and "stepps" in text and "Traceback" not in text
     code, text = said(*run, "digits")
     assert code == 2 and "unexpected arguments ['digits']" in text
+    code, text = said(*run, "--devices=2")
+    assert code == 2 and "--devices must be one, local, cluster or HOST:PORT,I,N, got '2'" in text
+    code, text = said(*run, "--devices=cluster", run=program.run)
+    assert code == 2 and "--devices=cluster finds no SLURM" in text
+    code, text = said("--config", "configs/dpadapter_table1.py:digits", *run[2:], "--devices=local")
+    assert code == 2 and "--devices must be one for a table or a curve" in text
+    process = program.call([*program.command("adapt", "configs/tta/digits.py", run[3], {}), "--devices=local"])
+    assert process.returncode == 2 and "Only launch.finetune divides its work" in process.stderr
     assert not (tmp_path / "run").exists()
 
 
