@@ -4,12 +4,17 @@
 
 A source either opens a file for each example, or sleeps for a part of a step, as one does that waits for a network.
 "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline" reads a batch when its step is due. The
-wait of a step is the wall time until its batch is on the device.
+wait of a step is the wall time until its batch is on the device. "exchange" is what two processes of this machine take
+to tell each other that both have read.
 """
 
 import contextlib
+import json
 import pathlib
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +24,11 @@ import jax
 import numpy as np
 
 from benchmarks import bench_growth, timing
+from jaxdp.release import Hosts
 from jaxdp.report import format_table
 
-STEPS, UNITS, BATCH = 40, 512, 512
+EXCHANGES = 300
+ROUNDS, STEPS, UNITS, BATCH = 5, 20, 512, 512
 SHARES = (0.3, 0.7, 1.5)
 
 
@@ -68,21 +75,53 @@ def inline(trainer: Any, state: Any, source: Any) -> Iterator[Any]:
         yield trainer.load(state, source, trainer.drawn(state._replace(step=np.int32(step))))
 
 
-def measured(trainer: Any, params: Any, source: Any, *, ahead: bool) -> dict[str, float]:
-    """Returns the medians of the milliseconds of a step, and of its wait for the batch, without the first two steps."""
-    state = trainer.init(params)
-    trainer.compile(state, source)
-    waits, steps = [], []
+def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[float, float]]:
+    """Returns the seconds of each step's wait for the batch, and of the whole step, without the first two steps."""
+    state, found = trainer.init(params), []
     reading = trainer.batches(state, source, STEPS) if ahead else contextlib.nullcontext(inline(trainer, state, source))
     with reading as batches:
         for _ in range(STEPS):
             start = time.perf_counter()
             batch = jax.block_until_ready(next(batches))
-            waits.append(time.perf_counter() - start)
+            wait = time.perf_counter() - start
             state, row = trainer.step(state, source, batch, meanwhile=lambda: None)
             jax.block_until_ready(row)
-            steps.append(time.perf_counter() - start)
-    return {"wait_ms": 1e3 * statistics.median(waits[2:]), "step_ms": 1e3 * statistics.median(steps[2:])}
+            found.append((wait, time.perf_counter() - start))
+    return found[2:]
+
+
+def measured(trainer: Any, params: Any, source: Any) -> dict[str, Any]:
+    """Returns medians of milliseconds "inline" and "ahead", of rounds that take turns."""
+    found: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
+    for _ in range(ROUNDS):
+        for name, pairs in found.items():
+            pairs += timed(trainer, params, source, ahead=name == "ahead")
+    middle = {
+        name: [1e3 * statistics.median(times) for times in zip(*pairs, strict=True)] for name, pairs in found.items()
+    }
+    return {name: {"wait_ms": wait, "step_ms": step} for name, (wait, step) in middle.items()}
+
+
+def exchanged(address: str, process: int) -> float:
+    """Returns the median of the milliseconds of an exchange, in one of two processes."""
+    jax.distributed.initialize(address, 2, process)
+    hosts, times = Hosts(jax.make_mesh((jax.device_count(),), ("data",))), []
+    for _ in range(EXCHANGES):
+        start = time.perf_counter()
+        hosts.each(lambda: None)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def exchange() -> float:
+    """Returns what `exchanged` returns in the first of two new processes."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    command = [sys.executable, "-m", "benchmarks.bench_reading", "--exchange", address]
+    started = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    return float(json.loads(said[0].splitlines()[-1]))
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -99,25 +138,25 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    flags = timing.arguments(__doc__, output=".bench/reading.json").parse_args()
+    parser = timing.arguments(__doc__, output=".bench/reading.json")
+    parser.add_argument("--exchange", nargs=2, help="an address and the number of this process: measure the exchange")
+    flags = parser.parse_args()
+    if flags.exchange:
+        print(json.dumps(exchanged(flags.exchange[0], int(flags.exchange[1]))))
+        return
     trainer, params, source, _ = bench_growth.training(UNITS, BATCH, 1)
-    own = measured(trainer, params, source, ahead=False)
-    alone = own["step_ms"] - own["wait_ms"]
-
-    def both(reading: str, slow: Any) -> dict[str, Any]:
-        return {"reading": reading} | {
-            name: measured(trainer, params, slow, ahead=name == "ahead") for name in ("inline", "ahead")
-        }
-
-    rows = [both("arrays in memory", source)]
+    rows = [{"reading": "arrays in memory", **measured(trainer, params, source)}]
+    alone = rows[0]["inline"]["step_ms"] - rows[0]["inline"]["wait_ms"]
     for share in SHARES:
         seconds = share * alone / 1e3
         slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))  # type: ignore[misc]
-        rows.append(both(f"a delay of {share:g} of a step without reading", slow))
+        rows.append({"reading": f"a delay of {share:g} of a step's own time", **measured(trainer, params, slow)})
     with on_disk(source) as slow:
-        rows.append(both(f"{BATCH} files", slow))
+        rows.append({"reading": f"{BATCH} files", **measured(trainer, params, slow)})
     print(format_table([{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows], digits=4))
-    timing.write(timing.machine() | {"steps": STEPS, "rows": rows}, flags.output)
+    took = exchange()
+    print(f"An exchange between two processes takes {took:.2g} ms.")
+    timing.write(timing.machine() | {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": took}, flags.output)
     print(markdown(rows))
 
 

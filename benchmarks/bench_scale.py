@@ -4,7 +4,8 @@
 
 Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be. "plain" is an ordinary
 step with the same shardings. "private" is the sum of the programs of a trainer's step: the clipped sum of one physical
-batch, and noise with the update. "data" divides the batch, "fsdp" also all parameters.
+batch, and noise with the update. "data" divides the batch, "fsdp" also all parameters. "noise" compares two ways to the
+noise of parameters that all devices have: each draws all of it, or each draws a part and gathers the others.
 """
 
 import functools
@@ -20,8 +21,10 @@ from benchmarks import bench_steps, hlo, timing
 from jaxdp import finetune, models
 from jaxdp.data import PoissonSampler
 from jaxdp.report import format_table
+from jaxdp.transforms.noise import gaussian, stream
 
 DEVICES, LAYOUTS = 8, ("data", "fsdp")
+NOISE = ("MLP", "ViT")  # a few large leaves, and many small ones
 
 
 def mesh_of(count: int) -> Mesh:
@@ -128,6 +131,26 @@ def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
             }
 
 
+def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
+    """Yields what the noise of a parameter takes on one of many devices that all have it, "drawn" or "gathered"."""
+    example = bench_steps.source_of(case).gather(np.arange(1))
+    params = case.network.init(jax.random.key(0), example["x"])
+    mesh, size = mesh_of(DEVICES), sum(leaf.size for leaf in jax.tree.leaves(params))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    sums = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), params)
+    for way, rule in (("drawn", whole), ("gathered", divided(DEVICES))):
+        lie = jax.tree.map(lambda x, rule=rule: NamedSharding(mesh, rule("", x)), params)
+        draw = jax.jit(functools.partial(gaussian, std=1.0, shardings=lie), out_shardings=everywhere)
+        found = hlo.count(draw.lower(stream(bytes(16), "benchmark"), sums).compile())
+        yield {
+            "network": name,
+            "way": way,
+            "flops": found.flops / size,
+            "sent_bytes": found.moved / size,
+            "collectives": found.messages,
+        }
+
+
 def held_bytes(compiled: Any) -> int:
     """Returns the bytes of arguments, results and temporary arrays of a compiled program on one device."""
     memory = compiled.memory_analysis()
@@ -158,7 +181,9 @@ def main() -> None:
     flags = timing.arguments(__doc__, output=".bench/scale.json").parse_args()
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
     print(format_table([{name: x for name, x in row.items() if name != "kinds"} for row in rows], digits=4))
-    timing.write(timing.machine() | {"steps": rows}, flags.output)
+    noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
+    print(format_table(noise, digits=4))
+    timing.write(timing.machine() | {"steps": rows, "noise": noise}, flags.output)
     print(markdown(rows))
 
 

@@ -102,6 +102,9 @@ continue. Then the job runs to its end, and is compared with a job that was neve
 The same checks catch three broken twins: a till that notes nothing, a ledger that deletes a reservation after its body
 has run, and a reservation that is made after its body.
 
+`tests/finetune/test_hosts.py` kills one of several processes of `jax.distributed` in the same way: before a payment,
+after it, within a step and while a checkpoint is written. The others end, and the charges are those of the notes.
+
 ## Damage
 
 Bits are flipped, blocks zeroed, files cut and deleted at random places. A damaged file is harmless if everything that

@@ -22,16 +22,18 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import matplotlib.figure  # noqa: F401  (imported before the forks)
 import numpy as np
 import optax
-import orbax.checkpoint  # noqa: F401  (imported before the forks)
+import orbax.checkpoint  # noqa: F401
+import sklearn.datasets  # noqa: F401
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from jaxdp import data, finetune, release
 from jaxdp.privacy import Ledger, NoOpDpEvent
 from jaxdp.privacy.events import composition
-from launch import finetune as launched_finetune  # noqa: F401  (imported before the forks)
+from launch import finetune as launched  # noqa: F401
 
 DEVICES, SIZE, CHUNK = 4, 40, 2
 RNG = np.random.default_rng(0)
