@@ -200,7 +200,8 @@ def launcher(folder, devices):
     release.Till.token = lambda self, what: what.label
     fields = {"references": False, "model.options.widths": (4,), "pretrain.steps": 1, "data.crop_padding": 0}
     fields |= {f"private.{name}": 3 for name in ("steps", "checkpoint_every", "evaluate_every")}
-    fields |= {"private.augmult": 0, "private.physical_batch_size": 256, "private.truncated_batch_size": 200}
+    fields |= {"private.augmult": 0, "private.batch_size": 64, "private.physical_batch_size": 80}
+    fields |= {"private.accountant": "rdp"}  # calibrates sooner
     sys.argv = ["finetune", "--config=configs/digits_dpsgd.py", f"--workdir={root}", f"--devices={devices}"]
     sys.argv += [f"--config.{name}={value}" for name, value in fields.items()]
     warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)

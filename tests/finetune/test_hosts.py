@@ -10,11 +10,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from safetensors.numpy import load_file
 
-from jaxdp.privacy import Ledger
-from jaxdp.privacy.events import composition
 from tests.forked import PYTHON
 
 PROGRAM = pathlib.Path(__file__).with_name("host_jobs.py")
@@ -138,10 +135,6 @@ def test_the_launcher_of_several_processes_ends_as_one_process_does(ran):
     assert params[0].keys() == params[1].keys()
     for name, value in params[0].items():
         np.testing.assert_allclose(params[1][name], value, atol=1e-5)
-    with Ledger(two / "run" / "ledger.sqlite") as ledger:
-        [event] = composition(ledger.events("digits/private")[None])
-    assert isinstance(event, TruncatedSubsampledGaussianDpEvent)
-    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (1168, 192 / 1168, 200)
     # Process 0 alone has the files and the terminal. Orbax writes the arrays of a checkpoint together.
     first, second = (set(json.loads((two / f"wrote{process}.json").read_text())) for process in range(2))
     assert {"config.json", "ledger.sqlite"} <= {re.sub(r"[.?](tmp|mode).*", "", name) for name in first}, first

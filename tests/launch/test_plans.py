@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from ml_collections import ConfigDict
 
 import launch.lifecycle
@@ -51,6 +52,17 @@ def test_the_plan_of_fine_tuning_is_what_its_run_charges(tmp_path, capsys, monke
     rest = told(capsys, finetune.STUDY, config, tmp_path / "run")["private"]["ledger"]
     spent = f"{result['epsilon']:.4g}"
     assert f"ledger.sqlite: epsilon {spent} is spent at delta 1e-05, {spent} afterwards" in rest
+
+
+@pytest.mark.slow
+def test_the_field_of_truncated_batches_reaches_the_event(tmp_path):
+    config = tiny.finetune(private__truncated_batch_size=80, private__steps=3)
+    trainer = finetune.STUDY.open(config, tmp_path).trainer
+    [event] = composition(trainer.event(0, 3))
+    assert isinstance(event, TruncatedSubsampledGaussianDpEvent)
+    assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (1168, 64 / 1168, 80)
+    # Without its own event the noise would be that of Poisson batches, about two thirds of it.
+    assert event.noise_multiplier == trainer.privatizer.event_at(0).noise_multiplier > 0.9
 
 
 def test_a_plan_refuses_what_a_run_refuses(capsys):
