@@ -3,8 +3,8 @@
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
 Two interpreters import modules once, two more do without JAX, and two without jaxdp. Each forks a process for every
-second program, before JAX has started. So two programs in succession, such as one that is killed and the one that goes on, share neither
-memory nor a hash seed.
+second program, before JAX has started. So two programs in succession, such as one that is killed and the one that goes
+on, share neither memory nor a hash seed.
 """
 
 import atexit
