@@ -18,6 +18,7 @@ def make(name="dp_sgd", **options):
     return method(methods.loss, optax.sgd(0.1), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp_sgd", "adp_alloc", "adp_clip", "gep, basis kept"])
 def test_the_noise_of_a_target_costs_at_most_the_target_and_hardly_less(name):
     event = make(name, **TARGET).event(0, 7)
@@ -25,6 +26,7 @@ def test_the_noise_of_a_target_costs_at_most_the_target_and_hardly_less(name):
     assert epsilon(make(name, **{**TARGET, "steps": 8}).event(0, 7), delta=1e-5) < 1.99  # steps count
 
 
+@pytest.mark.slow
 def test_the_relation_and_the_accountant_of_the_target_are_used():
     replaced = make(**TARGET, adjacency="replace_one").event(0, 7)
     assert 1.99 < epsilon(replaced, delta=1e-5, adjacency="replace_one") <= 2.0

@@ -51,6 +51,7 @@ def test_frozen_batch_norm_starts_as_the_identity_and_uses_its_statistics():
     assert layer.apply(variables, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_group_norm_is_that_of_flax(dtype):
     """A norm over the wrong channels, or one that forgets a size, has other values and gradients."""

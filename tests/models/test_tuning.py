@@ -51,6 +51,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_all_names(choice):
         trainable("(", params)
 
 
+@pytest.mark.slow
 def test_lora_starts_as_the_model_is_trained_and_merges_into_it():
     base = vit()
     tuned = with_lora(base, rank=2, seed=1)
