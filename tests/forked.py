@@ -2,9 +2,9 @@
 
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
-Two interpreters import modules once, and two more do without JAX. Each forks a process for every second program, before
-JAX has started. So two programs in succession, such as one that is killed and the one that goes on, share neither
-memory nor a hash seed.
+Two interpreters import modules once, two more do without JAX, and two without jaxdp. Each forks a process for every
+second program, before JAX has started. So two programs in succession, such as one that is killed and the one that goes
+on, share neither memory nor a hash seed.
 """
 
 import atexit
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry"]
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
+DEPENDENCIES = ("jax", "flax.linen", "optax", "orbax.checkpoint", "ml_collections", "dp_accounting")  # Without jaxdp.
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 
@@ -60,7 +61,7 @@ class _Interpreter:
 
 
 @functools.cache
-def _interpreters(without_jax: bool) -> itertools.cycle:
+def _interpreters(alone: tuple[str, ...]) -> itertools.cycle:
     return itertools.cycle([_Interpreter() for _ in range(2)])
 
 
@@ -71,7 +72,8 @@ def run(
 
     XLA reads its part of `env` when it starts. What a module reads when it is imported stays as it is.
     """
-    return next(_interpreters(modules == LEDGERS)).run(code, *map(str, arguments), modules=modules, env=env)
+    alone = modules if modules in (LEDGERS, DEPENDENCIES) else ()
+    return next(_interpreters(alone)).run(code, *map(str, arguments), modules=modules, env=env)
 
 
 def _serve() -> None:

@@ -1,6 +1,7 @@
 """The package as a whole: it imports fast and cleanly, its layers point down only, and lint is clean."""
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -30,11 +31,16 @@ SOURCES = sorted((ROOT / "jaxdp").rglob("*.py"))
 CODE = [path for folder in ("jaxdp", "launch", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_modules(path: Path) -> set[str]:
     """Return the absolute names of everything that a file imports anywhere, also inside functions."""
     package = list(path.relative_to(ROOT).parent.parts)
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,7 +69,7 @@ def layer_violations(layer: str, names: set[str]) -> set[str]:
 def secrets_elsewhere(path: Path) -> set[str]:
     """Return where a file takes secrets or tokens from, if not from the till."""
     names = imported_modules(path) & SECRETS
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and node.attr in {"new_seed", "stream"}:
             if isinstance(node.value, ast.Name) and node.value.id == "noise":
                 names.add(f"noise.{node.attr}")
@@ -140,7 +146,7 @@ def test_unknown_attribute_is_an_attribute_error():
 def test_launchers_import_each_other_by_relative_names():
     """They have two: launch in a checkout, jaxdp.launch in a wheel."""
     for path in (ROOT / "launch").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = ast.walk(parsed(path))
         absolute = {name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _absolute(node)}
         assert not {name for name in absolute if name.split(".")[0] in {"launch", "configs"}}, path
 
@@ -163,7 +169,7 @@ def test_every_stage_names_its_methods_and_says_what_a_use_will_cost(stage):
 def test_one_name_means_one_thing():
     defined: dict[str, list[str]] = {name: [] for name in ("Source", "Party", "Method", "Task", "private")}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in defined:
                 defined[node.name].append(str(path.relative_to(ROOT / "jaxdp")))
     # A method is what METHODS of its stage names; nothing else is called so.
@@ -191,7 +197,7 @@ def test_no_private_jax_no_pickle_and_no_eager_tensorflow():
     lazy = {"tensorflow_datasets", "matplotlib"}
     violations = {}
     for path in CODE:
-        eager = module_level_imports(ast.parse(path.read_text()))
+        eager = module_level_imports(parsed(path))
         violations[path] = forbidden_imports(imported_modules(path)) | {n for n in eager if n.split(".")[0] in lazy}
     assert len(violations) > 150 and not {path: found for path, found in violations.items() if found}
 

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import forked
 from tests.launch import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,20 +95,35 @@ assert len(found) > 20
 """
 
 
+# The dependencies are imported once for all programs, and the wheel by each of them.
+OUTSIDE = """
+import os, sys, warnings
+import jax
+site, folder = sys.argv[1:3]
+del sys.argv[1:3]
+sys.path[:] = [site, *(path for path in sys.path if path != os.getcwd())]
+assert not sys.modules.keys() & {"jaxdp", "launch", "configs"}
+os.chdir(folder)
+warnings.simplefilter("default")
+jax.config.update("jax_platforms", "cpu")
+"""
+
+
+def outside(installed, folder, code, *arguments):
+    """Runs code with what the wheel installs, outside of the checkout."""
+    return forked.run(OUTSIDE + code, installed, folder, *arguments, modules=forked.DEPENDENCIES)
+
+
 @pytest.mark.slow
 def test_every_launcher_and_config_can_be_imported(installed, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", EVERYTHING]
-    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    process = outside(installed, tmp_path, EVERYTHING)
     assert process.returncode == 0, process.stderr
 
 
 def jaxdp(installed, folder, *arguments, without=()):
-    """Runs the command of the wheel outside of the checkout, as if the modules in `without` were not installed."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({without!r})); from jaxdp.command import main; main()"
-    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    """Runs the command of the wheel as if the modules in `without` were not installed."""
+    code = f"sys.modules.update(dict.fromkeys({without!r}))\nfrom jaxdp.command import main\nmain()"
+    return outside(installed, folder, code, *arguments)
 
 
 def test_importing_the_package_is_immediate_and_needs_no_extra(installed, tmp_path):
@@ -155,12 +171,9 @@ def test_a_copied_config_runs_with_the_command(installed, tmp_path):
 @pytest.mark.slow
 def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path):
     """The config imports another one, and its name is looked up in the package."""
-    command = [sys.executable, "-m", "jaxdp.launch.pretrain", "--config=configs/pretrain/digits.py:sam"]
     fields = {**tiny.PRETRAIN, "train.checkpoint_every": 6}
     flags = ["--workdir=run", *(f"--config.{name}={value}" for name, value in fields.items())]
-    environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    code = "import runpy\nrunpy.run_module('jaxdp.launch.pretrain', run_name='__main__', alter_sys=True)"
+    process = outside(installed, tmp_path, code, "--config=configs/pretrain/digits.py:sam", *flags)
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "run" / "result.json").exists()

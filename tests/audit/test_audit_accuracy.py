@@ -52,6 +52,7 @@ def counted_twice(*args, whole=accuracy.count_correct):
     return 2 * whole(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "broken"), [("noisy_fraction", half_the_noise), ("count_correct", counted_twice)])
 def test_half_the_noise_and_examples_that_count_twice_are_caught(name, broken, monkeypatch):
     monkeypatch.setattr(accuracy, name, broken)

@@ -150,6 +150,7 @@ def test_an_ensemble_is_audited_by_its_vote():
     assert 0 <= found.lower <= found.upper == pytest.approx(1.0, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_replaced_record_is_two_changes():
     found = audit(records(10, 10), adjacency="replace_one", epsilon=2.0)
     assert 1.4 < found.lower <= found.upper == pytest.approx(2.0, rel=1e-12)

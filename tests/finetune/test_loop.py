@@ -350,6 +350,7 @@ def test_an_interrupted_chunk_needs_no_room(tmp_path):
     assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
 
 
+@pytest.mark.slow
 def test_a_loss_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path):
     """What the callback returns is in no hash, so the chunk could come out differently under the same noise."""
     scale = np.float32(1.0)

@@ -63,6 +63,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_mesh_gives_the_parameters_of_one_device_keeps_their_shardings_and_compiles_once(name):
     make, options = METHODS[name]
@@ -87,6 +88,7 @@ def test_each_device_computes_its_part_of_a_batch():
     assert flops[1] < flops[0] / 6
 
 
+@pytest.mark.slow
 def test_fit_restores_a_run_onto_its_mesh(tmp_path):
     placed = jax.device_put(PARAMS, {"w": NamedSharding(mesh_of(), PartitionSpec("data")), "v": jax.devices()[0]})
     with Ledger(tmp_path / "ledger.sqlite") as ledger:

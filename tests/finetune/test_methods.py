@@ -131,6 +131,7 @@ def test_truncated_batches_have_their_event(name):
         assert (event.dataset_size, event.sampling_probability, event.truncated_batch_size) == (N, Q, most)
 
 
+@pytest.mark.slow
 @every_method
 def test_what_fit_gives_to_a_step_is_used_in_place(name):
     trainer, source = compiled(name), source_of()

@@ -57,6 +57,7 @@ def excess(counts):
         ("fsdp", (meshes.Layout, "whole", lambda layout: layout)),  # XLA alone places what is divided
     ],
 )
+@pytest.mark.slow
 def test_a_private_step_exchanges_what_a_plain_step_does_and_the_norms(layout, twin, monkeypatch):
     if twin:
         monkeypatch.setattr(*twin)

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
+from tests import forked
 from tests.launch import program, tiny
 
 
@@ -397,12 +398,22 @@ def test_a_program_prints_mistakes_as_sentences(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_launcher_keeps_compiled_programs_where_only_its_user_reads_them(tmp_path, run_in_subprocess):
-    code = "import jax; from launch import frame; frame.start(lambda argv: print(jax.jit(lambda x: x + 1)(1.0)))"
-    env = {"XDG_CACHE_HOME": str(tmp_path)}
-    run_in_subprocess(code, env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own")})
+def test_a_launcher_keeps_compiled_programs_where_only_its_user_reads_them(tmp_path):
+    code = """
+import sys
+import jax
+from launch import frame
+jax.config.update("jax_compilation_cache_dir", sys.argv.pop(1) or None)  # as JAX_COMPILATION_CACHE_DIR does
+frame.start(lambda argv: print(jax.jit(lambda x: x + 1)(1.0)))
+"""
+
+    def start(own):
+        done = forked.run(code, own, modules=program.MODULES, env={"XDG_CACHE_HOME": str(tmp_path)})
+        assert done.returncode == 0, done.stderr
+
+    start(tmp_path / "own")
     assert not (tmp_path / "jaxdp").exists()
-    run_in_subprocess(code, env | {"JAX_COMPILATION_CACHE_DIR": None})
+    start("")
     (folder,) = (tmp_path / "jaxdp").iterdir()
     assert any(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700
 

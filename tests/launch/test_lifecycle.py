@@ -490,7 +490,7 @@ def test_ctrl_c_between_stages(copied, monkeypatch, place):
 def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, monkeypatch):
     root = tmp_path / "run"
     shutil.copytree(finished[0] / "pretrain", root / "pretrain")
-    changes = {"finetune__steps": 30, "finetune__checkpoint_every": 1}
+    changes = {"finetune__steps": 16, "finetune__checkpoint_every": 1}
     running = program.start(command(root, **changes))
     wait_for(lambda: list(root.glob("finetune/*/charges.jsonl")), running)
     while running.poll() is None:  # Python drops the exception where a destructor or JAX's callback of gc runs
@@ -509,7 +509,7 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, m
     assert again.returncode == 0 and not list(root.rglob("secret_seed")), again.stderr
     with Ledger(root / "ledger.sqlite") as ledger:
         steps = [n for leaf, n in composition(ledger.events("digits/private")[None]).items() if "Sampled" in repr(leaf)]
-    assert steps == [30] and unfinished(root) == 0
+    assert steps == [16] and unfinished(root) == 0
 
 
 KILLED = """

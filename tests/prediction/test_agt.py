@@ -961,6 +961,7 @@ def test_devices_share_the_distances_and_change_no_bound(name):
     np.testing.assert_array_equal(*(certify(bounds, logits, queries).distance for bounds in (many, alone)))
 
 
+@pytest.mark.slow
 def test_a_device_computes_its_lines_only(monkeypatch):
     counts, lines = [], jax.lax.map
 

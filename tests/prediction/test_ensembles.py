@@ -286,6 +286,7 @@ def test_confident_gnmax_has_its_noise():
         assert stats.binomtest(wrong, total, stats.norm.sf(4 / (factor * 3 * math.sqrt(2)))).pvalue < REJECT
 
 
+@pytest.mark.slow
 def test_confident_gnmax_answers_no_more_than_planned_and_in_order():
     mechanism = ensembles.ConfidentGNMax(threshold=3.0, sigma_threshold=0.01, sigma_votes=0.01)
     sure, split = np.zeros((4, 1), int), np.array([[0], [0], [1], [1]])

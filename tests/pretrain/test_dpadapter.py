@@ -240,6 +240,7 @@ def rows_of(path, leaf):
     return PartitionSpec("data") if path == "w1" else PartitionSpec()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "microbatch_size"), [(dpadapter, 8), (sam, None), (amp, None)])
 def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbatch_size):
     traces = []

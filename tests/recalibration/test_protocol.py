@@ -537,10 +537,15 @@ def in_steps(method, logits, labels, scale, owners=None):
     return sum(np.trunc(steps[owners == one].mean(0)).astype(int) for one in set(owners.tolist()))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def compiled_first(method, records, source, scale, owner):
+    return exact_sums(summands(method, 0, records, jnp.float32(1.0)), source, 1, scale, owner)[0]
+
+
 def first_sum(method, logits, labels, scale, owners=None):
     party = Party(logits, labels, group=owners)
-    records, source = Records(jnp.asarray(party.logits), jnp.asarray(party.labels)), jnp.zeros(party.units, jnp.int32)
-    return np.asarray(exact_sums(summands(method, 0, records, jnp.float32(1.0)), source, 1, scale, party.group))[0]
+    records, source = Records(party.logits, party.labels), np.zeros(party.units, np.int32)
+    return np.asarray(compiled_first(method, records, source, scale, party.group))
 
 
 @pytest.mark.slow

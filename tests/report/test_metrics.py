@@ -82,6 +82,7 @@ def test_truncate_after_drops_later_steps_and_keeps_writing(tmp_path):
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_loses_nothing_it_reported(tmp_path, run_in_subprocess):
     path = tmp_path / "m.jsonl"
     code = f"""

@@ -154,6 +154,7 @@ def test_operands_are_those_of_the_forward_pass(vit, calibration, observed):
             np.testing.assert_allclose(mine, theirs, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_one_backward_pass_has_the_gradients_of_every_site_on_its_own(vit, calibration, observed):
     rng, step = np.random.default_rng(0), 1e-5
     for path, y in outputs(vit, calibration).items():
@@ -303,6 +304,7 @@ def test_the_plain_error_needs_no_gradient(vit, calibration):
         check_search(vit.reference, path, BITS, seen[path], y[path], 1.0, scales)
 
 
+@pytest.mark.slow
 def test_impossible_searches_are_refused(vit):
     search = functools.partial(search_scales, vit.backbone, vit.params)
     for labels, message in [

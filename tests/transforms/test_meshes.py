@@ -36,6 +36,7 @@ def on_mesh(mesh, specs=SPECS):
     return jax.device_put(PARAMS, shardings), jax.device_put(BATCH, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vmap", "auto"])
 def test_explicit_axes_give_the_sums_of_one_device_with_the_shardings_of_the_parameters(engine):
     # Without `shards.automatic` the first contraction over the batch raises ShardingTypeError.
@@ -46,6 +47,7 @@ def test_explicit_axes_give_the_sums_of_one_device_with_the_shardings_of_the_par
     assert not many.grads["w"].sharding.is_fully_replicated and not many.norms.sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_every_device_works_on_every_microbatch():
     # Chunks of contiguous rows take as many operations on each device as on one.
     f = jaxdp.clipped_grad(loss, clip_norm=1.0, microbatch_size=8)
@@ -56,6 +58,7 @@ def test_every_device_works_on_every_microbatch():
     assert flops[1] < flops[0] / 4
 
 
+@pytest.mark.slow
 def test_noise_is_computed_in_parts_with_the_bits_of_one_device():
     mesh, key = mesh_of(AxisType.Auto), noise.stream(b"a secret of 16 b", "test")
     specs = {"w": PartitionSpec(None, "data"), "b": PartitionSpec(), "table": PartitionSpec("data")}
@@ -91,6 +94,7 @@ def test_the_psum_of_clipped_sums_inside_shard_map_is_that_of_one_device(twin, m
     assert gap > 0.1 if twin else gap < 1e-5
 
 
+@pytest.mark.slow
 def test_noise_inside_shard_map_is_drawn_once_or_refused(monkeypatch):
     privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=noise.stream(b"a secret of 16 b", "test"))
     zeros, state = {"w": jnp.zeros(256)}, privatizer.init({"w": jnp.zeros(256)})

@@ -104,6 +104,7 @@ def test_streams_of_different_purposes_are_uncorrelated():
     assert correlation(*draws) < 5 / math.sqrt(SAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_of_other_generators_give_noise_of_their_own(impl):
     one, two = (noise.gaussian(jax.random.key(seed, impl=impl), jnp.zeros(1000), 1.0) for seed in (0, 1))

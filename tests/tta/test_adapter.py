@@ -313,6 +313,7 @@ def divided(path, leaf):
     return PartitionSpec("data") if path == "embed" else PartitionSpec()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [EATA, private(DEYO, noise_multiplier=1.0)], ids=["published", "private"])
 def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
     # Six images on four devices. Padding that counted in the divisor, or drew other keys, would change the parameters.
