@@ -64,6 +64,7 @@ _PARTS = {
     "split_server": ("server", "client"),
     "split_client": ("server", "client"),
     "pretrain": ("ascent",),
+    "lm": ("generation",),  # before "finetune", whose part it has too
     "finetune": ("private",),
 }
 # A user can correct these. The program prints the message without a traceback.
