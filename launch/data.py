@@ -345,7 +345,7 @@ def texts(
     """Returns the texts of a field, and the labels int32 [n] (without `labelled` zeros), of a split of TFDS.
 
     Raises:
-      ValueError: The split has no labels.
+      ValueError: The split has no labels, or no such field.
       FileNotFoundError: As in `parts`.
     """
     tfds = optional("tensorflow_datasets", "tfds")
@@ -354,6 +354,8 @@ def texts(
         builder = sources._prepared_builder(tfds, name, data_dir or os.environ.get("TFDS_DATA_DIR") or None)
         records = builder.as_data_source(split=split)
         rows = records.__getitems__(list(range(len(records))))
+    if rows and field not in rows[0]:
+        raise ValueError(f"field must be one of {', '.join(sorted(rows[0]))}, got {field!r}.")
     label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
     if (label < 0).any():
         raise ValueError(f"split {split!r} of data set {name!r} has no labels (they are stored as -1).")

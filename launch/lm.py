@@ -13,15 +13,17 @@ import numpy as np
 
 from jaxdp import finetune
 from jaxdp.data import Examples, from_texts, pad_to_physical
-from jaxdp.files import optional
-from jaxdp.models import Pretrained, generate, merge_lora, save_params, trainable, with_lora
+from jaxdp.files import optional, understood
+from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
+from jaxdp.models.registry import MODELS
 from jaxdp.report import format_table
 
-from . import data, frame, models, plans, trainers
+from . import data, frame, models, plans, settings, trainers
 
 Params = Any
 BYTES = "bytes"
-BUNDLED = "descriptions"  # the texts about the data sets of scikit-learn, a few hundred lines
+# Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that sizes are round.
+_SPARE = 1024
 
 
 class Model(NamedTuple):
@@ -35,6 +37,7 @@ class Opened(NamedTuple):
 
     Attributes:
       chosen: As `Task.chosen` in launch/tasks.py.
+      prompts: Those of the config, as tokens.
       decode: Token ids to text.
     """
 
@@ -42,7 +45,7 @@ class Opened(NamedTuple):
     test: Examples
     network: Pretrained
     chosen: Callable[[str, Any], bool] | None
-    encode: Callable[[str], Sequence[int]] | None
+    prompts: list[list[int]]
     decode: Callable[[Sequence[int]], str]
     trainer: Any
 
@@ -54,9 +57,12 @@ def _tokenizer(config: Any) -> tuple[Callable[[str], Sequence[int]] | None, Call
     path = pathlib.Path(config.tokenizer)
     if not path.is_file():
         raise FileNotFoundError(
-            f"config.data.tokenizer must be 'bytes' or the tokenizer.json of the checkpoint, got {config.tokenizer!r}."
+            f"config.data.tokenizer must be 'bytes' or the tokenizer.json of the checkpoint, got {config.tokenizer!r}, "
+            "which is no file."
         )
-    tokenizer = optional("tokenizers", "text").Tokenizer.from_file(str(path))
+    library = optional("tokenizers", "text")
+    with understood(path, "Give the tokenizer.json that lies beside the checkpoint."):
+        tokenizer = library.Tokenizer.from_file(str(path))
     return lambda text: tokenizer.encode(text).ids, tokenizer.decode, tokenizer.get_vocab_size()
 
 
@@ -66,10 +72,13 @@ def _texts(config: Any) -> dict[str, list[str]]:
     if config.source == "tfds":
         where = data.splits(config)
         for role in roles:
-            found[role] = data.texts(*where[role], config.field, data_dir=config.data_dir, labelled=False)[0]
+            with settings.named("data", config):
+                found[role], _ = data.texts(*where[role], config.field, data_dir=config.data_dir, labelled=False)
     elif config.source == "lines":
         for role in roles:
             path = pathlib.Path(config.path, config.parts[role])
+            if not path.is_file():
+                raise FileNotFoundError(f"config.data.parts.{role} must be a file of texts, got {str(path)!r}.")
             found[role] = path.read_text(encoding="utf-8").splitlines()
     elif config.source == "bundled":
         folder = importlib.resources.files("sklearn.datasets.descr")
@@ -87,47 +96,54 @@ def _texts(config: Any) -> dict[str, list[str]]:
 
 
 def _check(config: Any, vocabulary: int) -> None:
-    """Refuses a tokenizer that does not fit the model, and texts that do not fit its positions."""
-    model, tokens = config.model, config.data
-    if vocabulary > model.num_classes or (model.checkpoint and tokens.tokenizer == BYTES and model.num_classes != 256):
+    """Refuses a model of images, and a tokenizer that does not fit the vocabulary of the model."""
+    model, tokenizer = config.model, config.data.tokenizer
+    languages = [name for name, (family, _) in MODELS.items() if family is LanguageModel]
+    frame.known("model.name", [model.name], languages)
+    spare = model.num_classes - vocabulary
+    if spare < 0 or (model.checkpoint and spare >= (1 if tokenizer == BYTES else _SPARE)):
         raise ValueError(
-            f"config.data.tokenizer={tokens.tokenizer!r} has {vocabulary} tokens, and config.model.num_classes="
+            f"config.data.tokenizer={tokenizer!r} has {vocabulary} tokens, and config.model.num_classes="
             f"{model.num_classes} is the vocabulary of the model. Give the tokenizer.json of the checkpoint."
         )
-    if model.lora.rank and not model.checkpoint:
-        raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
+
+
+def _prompts(config: Any, encode: Callable[[str], Sequence[int]], positions: int) -> list[list[int]]:
+    """Returns the prompts of a config as tokens. Refuses those to which no token can be added."""
+    found, length = [list(encode(prompt)) for prompt in config.prompts], config.length
+    if length > positions:
+        raise ValueError(f"config.generation.length must be at most {positions}, the model's positions, got {length}.")
+    for prompt, tokens in zip(config.prompts, found, strict=True):
+        if not 1 <= len(tokens) < length:
+            raise ValueError(
+                f"config.generation.prompts must have 1 to {length - 1} tokens each, which is below "
+                f"config.generation.length, got {len(tokens)} in {prompt!r}."
+            )
+    return found
 
 
 def _open(config: Any, root: pathlib.Path) -> Opened:
     encode, decode, vocabulary = _tokenizer(config.data)
     _check(config, vocabulary)
     network = models.network(config.model)
-    if config.data.length - 1 > network.model.positions:
+    positions = network.model.positions
+    if config.data.length - 1 > positions:
         raise ValueError(
-            f"config.data.length must be at most {network.model.positions + 1}, the positions of the model and "
-            f"the last target, got {config.data.length}."
+            f"config.data.length must be at most {positions + 1}, the model's positions and the last target, got "
+            f"{config.data.length}. Cut the texts, or take a model with more positions."
         )
-    if config.model.lora.rank:
-        network = with_lora(
-            network, rank=config.model.lora.rank, layers=config.model.lora.layers, seed=config.init_seed
-        )
-    chosen = trainable(config.model.trainable, models.fresh(network, config.init_seed))
+    prompts = _prompts(config.generation, encode or (lambda text: [0, *text.encode()]), positions)
+    network, chosen = models.adapted(network, config.model, seed=config.init_seed)
     how = {"length": config.data.length, "encode": encode, "num_classes": vocabulary}
     found = {
         role: from_texts(texts, name=f"{config.data.name}/{role}", **how) for role, texts in _texts(config.data).items()
     }
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in found.items()]
     print(f"{', '.join(sizes)}.", flush=True)
-    trainer = trainers.make(
-        config.private,
-        network,
-        found["private"],
-        None,
-        config.data,
-        unit=data.terms(config.data)["unit"],
-        trainable=None if config.model.trainable == "all" else chosen,
-    )
-    return Opened(found["private"], found["test"], network, chosen, encode, decode, trainer)
+    private, test = found["private"], found["test"]
+    unit = data.terms(config.data)["unit"]
+    trainer = trainers.make(config.private, network, private, None, config.data, unit=unit, trainable=chosen)
+    return Opened(private, test, network, chosen, prompts, decode, trainer)
 
 
 def _cells(config: Any) -> Iterator[Model]:
@@ -194,13 +210,10 @@ def _terms(config: Any, opened: Opened) -> dict[str, Any]:
 def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
     """Returns a continuation of every prompt. A model is post-processing of what was paid for it."""
     how, found = config.generation, []
-    for seed, prompt in enumerate(how.prompts):
-        ids = [0, *prompt.encode()] if opened.encode is None else list(opened.encode(prompt))
-        length = min(how.length, opened.network.model.positions)
-        tokens = generate(
-            opened.network.apply_fn, params, ids, length=length, seed=seed, temperature=how.temperature
-        ).tolist()
-        end = tokens.index(0, 1) if opened.encode is None and 0 in tokens[1:] else length
+    for seed, prompt in enumerate(opened.prompts):
+        options = {"length": how.length, "seed": seed, "temperature": how.temperature}
+        tokens = generate(opened.network.apply_fn, params, prompt, **options).tolist()
+        end = tokens.index(0, 1) if config.data.tokenizer == BYTES and 0 in tokens[1:] else len(tokens)
         found.append(opened.decode(tokens[:end]))
     return found
 

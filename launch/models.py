@@ -31,7 +31,17 @@ import optax
 from jaxdp import data
 from jaxdp.data import Examples
 from jaxdp.data.protocol import inputs_of
-from jaxdp.models import LanguageModel, Preprocessing, Pretrained, create, load_checkpoint, load_params, save_params
+from jaxdp.models import (
+    LanguageModel,
+    Preprocessing,
+    Pretrained,
+    create,
+    load_checkpoint,
+    load_params,
+    save_params,
+    trainable,
+    with_lora,
+)
 from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
@@ -68,6 +78,24 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
             "config.model.preprocessing must be given to train a source model, for example a size and mean."
         )
     return Pretrained(model, {}, preprocessing)
+
+
+def adapted(network: Pretrained, config: Any, *, seed: int) -> tuple[Pretrained, Callable[[str, Any], bool] | None]:
+    """Returns the network with LoRA factors if the `model` part of a config has a rank, and what is trained of it.
+
+    The second is the argument `trainable` of `jaxdp.finetune.dp_sgd`, None for all. The seed is that of new parameters.
+
+    Raises:
+      ValueError: No layer or no parameter matches, or there is a rank without a checkpoint.
+    """
+    if config.lora.rank:
+        if not network.params:
+            raise ValueError("config.model.lora.rank must be 0 without config.model.checkpoint, which LoRA adapts.")
+        with named("model.lora", config.lora):
+            network = with_lora(network, rank=config.lora.rank, layers=config.lora.layers, seed=seed)
+    with named("model", config):
+        chosen = trainable(config.trainable, fresh(network, seed))
+    return network, None if config.trainable == "all" else chosen
 
 
 def resize(network: Pretrained, source: Examples) -> Examples:

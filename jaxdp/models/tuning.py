@@ -91,11 +91,10 @@ def with_lora(pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(
         if path.endswith("/kernel") and leaf.ndim in (2, 3) and path != "unembed/kernel"  # 3 is a stack of layers
     }
     chosen = [path for path in dense if re.fullmatch(layers, path)]
-    if rank < 1 or not chosen:
-        raise ValueError(
-            f"rank must be at least 1 and layers must match a dense layer, got rank={rank} and layers={layers!r}. The "
-            f"dense layers are {', '.join(sorted(dense))}."
-        )
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}.")
+    if not chosen:
+        raise ValueError(f"layers must match a dense layer, got {layers!r}. There are {', '.join(sorted(dense))}.")
     factors = {}
     for path, key in zip(chosen, jax.random.split(jax.random.key(seed), len(chosen)), strict=True):
         *layers_of, inputs, outputs = dense[path].shape

@@ -130,7 +130,7 @@ def test_mistakes_are_sentences(tmp_path):
     public = load("hf_llama")
     with pytest.raises(ValueError, match=r"at most positions=16 columns, got 17. Cut the texts"):
         build("hf_gpt2").init(jax.random.key(0), jnp.zeros((1, 17), jnp.int32))
-    with pytest.raises(ValueError, match=r"layers must match a dense layer, .*'query'.*blocks/attention/query"):
+    with pytest.raises(ValueError, match=r"layers must match a dense layer, got 'query'.*blocks/attention/query"):
         models.with_lora(public, rank=2, layers="query", seed=0)
     with pytest.raises(ValueError, match=r"trainable='atention/.*' matches no parameter"):
         models.trainable("atention/.*", public.params)
