@@ -235,7 +235,7 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
 def device_steps(
     name: str, batch: Any, count: int, clip_norm: float, noise_multiplier: float, *, tiny: bool
 ) -> dict[str, Callable[[], tuple[Callable[[], Any], float]]]:
-    """Returns makers of the steps of a case of `benchmarks.device`. Each returns a step and the peak of its memory in MB.
+    """Returns makers of the steps of a case of `benchmarks.device`. Each returns a step and its peak of memory in MB.
 
     Args:
       name: The name of the case.

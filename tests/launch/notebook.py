@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import socket
 import tempfile
 import tomllib
 import venv
