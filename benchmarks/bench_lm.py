@@ -24,8 +24,8 @@ from jaxdp import models
 from jaxdp.memory import keep_freed_memory
 from jaxdp.report import format_table
 
-LENGTHS, BATCH, VOCABULARY, RANK, CLIP = (128, 256, 512, 1024), 8, 50_257, 8, 1.0
-TIMED_BATCH = 16  # with 256 tokens each, so that tokens take most of the time, and not parameters
+LENGTHS, BATCH, VOCABULARY, RANK, CLIP = (128, 512, 1024), 8, 50_257, 8, 1.0
+TIMED_BATCH = 8  # with 256 tokens each, so that tokens take most of the time, and not parameters
 SMALL = {"positions": 256, "width": 256, "depth": 4, "num_heads": 4, "mlp_width": 1024}
 MODES = ("full", "lora")
 

@@ -174,7 +174,11 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     network, start = opened.network, models.fresh(opened.network, config.init_seed)
     judge = functools.partial(bits, network, source=opened.test)
     if cell.model == "no_privacy":
-        optimizer = functools.partial(models.adam_on, chosen=opened.chosen)
+
+        def optimizer(rate: Callable[[Any], Any]) -> Any:  # a transformer needs a warm-up without privacy too
+            first = max(1, config.no_privacy.steps // 10)
+            return models.adam_on(lambda step: rate(step) * jnp.minimum(1, (step + 1) / first), chosen=opened.chosen)
+
         how = {"seed": config.init_seed, "optimizer": optimizer, "label": "no privacy"}
         params = models.train(network, start, opened.private, config.no_privacy, **how)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
