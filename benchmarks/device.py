@@ -42,10 +42,10 @@ PEAKS |= {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 li
 
 
 class Work(NamedTuple):
-    """A step that is measured, and the megabytes that it allocates."""
+    """A step that is measured, and the megabytes that it allocates, None for torch on a CPU."""
 
     call: Callable[[], Any]
-    memory_mb: float
+    memory_mb: float | None
 
 
 Steps = Mapping[str, Callable[[], Work]]
@@ -217,7 +217,7 @@ def measured(steps: Steps, deadline: float, rounds: int, flops: float = 0.0) -> 
             work = make()
             jax.block_until_ready(work.call())
         except Exception as error:  # out of memory, a library that is missing: the others go on
-            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"[:300]}
+            rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]}
             gc.collect()
             continue
         rows[name] = {"memory_mb": work.memory_mb, "first_s": time.perf_counter() - started}
@@ -234,7 +234,8 @@ def measured(steps: Steps, deadline: float, rounds: int, flops: float = 0.0) -> 
         rows[name] |= {"ms": timing.median_ms(seconds), "rounds": len(seconds)}
         if base in wall:
             rows[name]["over_plain"] = timing.median_ratio(seconds, wall[base])
-            rows[name]["memory_over_plain"] = rows[name]["memory_mb"] / max(rows[base]["memory_mb"], 1e-6)
+            if rows[base]["memory_mb"]:
+                rows[name]["memory_over_plain"] = rows[name]["memory_mb"] / rows[base]["memory_mb"]
         if flops and peak:
             rows[name]["mfu"] = flops / (np.median(seconds) * peak)
         if name.startswith(("jax_privacy", "Opacus", "fastDP")) and "private" in wall:

@@ -234,8 +234,10 @@ def steps(name: str, size: int, clip_norm: float, noise_multiplier: float) -> di
 
 def device_steps(
     name: str, batch: Any, count: int, clip_norm: float, noise_multiplier: float, *, tiny: bool
-) -> dict[str, Callable[[], tuple[Callable[[], Any], float]]]:
-    """Returns makers of the steps of a case of `benchmarks.device`. Each returns a step and its peak of memory in MB.
+) -> dict[str, Callable[[], tuple[Callable[[], Any], float | None]]]:
+    """Returns makers of the steps of a case of `benchmarks.device`.
+
+    Each returns a step, and its peak of memory in MB, which is None on a CPU.
 
     Args:
       name: The name of the case.
@@ -274,20 +276,20 @@ def device_steps(
         losses = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction=reduction)
         return losses if reduction == "mean" else losses.view(len(inputs), -1).mean(1).mean()
 
-    def watched(step: Callable[[], None]) -> tuple[Callable[[], Any], float]:
+    def watched(step: Callable[[], None]) -> tuple[Callable[[], Any], float | None]:
         def synchronised() -> None:
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
 
         if device == "cpu":
-            return synchronised, float("nan")
+            return synchronised, None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         synchronised()
         return synchronised, torch.cuda.max_memory_allocated() / 1e6
 
-    def plain() -> tuple[Callable[[], Any], float]:
+    def plain() -> tuple[Callable[[], Any], float | None]:
         model, optimizer = made()
 
         def step() -> None:
@@ -298,7 +300,7 @@ def device_steps(
 
         return watched(step)
 
-    def opacus(functorch: bool, ghost: bool) -> tuple[Callable[[], Any], float]:
+    def opacus(functorch: bool, ghost: bool) -> tuple[Callable[[], Any], float | None]:
         model, optimizer = made()
         how = {"noise_multiplier": noise_multiplier, "max_grad_norm": clip_norm}
         if ghost:
@@ -330,7 +332,7 @@ def device_steps(
 
         return watched(step)
 
-    def fast() -> tuple[Callable[[], Any], float]:
+    def fast() -> tuple[Callable[[], Any], float | None]:
         import fastDP
 
         model, optimizer = made()

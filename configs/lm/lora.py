@@ -5,7 +5,7 @@ r"""DP LoRA fine-tuning of a public language model that is read from safetensors
         --config.data.path=TEXTS
 
 FOLDER is a public model as its publisher distributes it. What follows the colon is its name in `jaxdp.models.create`:
-"gpt2" (the default), "gpt2_medium", "smollm2_135m", "tinyllama_1b", "llama2_7b". TEXTS is a folder with private.txt and
+"gpt2" (the default), "gpt2_medium", "smollm2_135m" or "tinyllama_1b". TEXTS is a folder with private.txt and
 test.txt, one text per line. The tokenizer needs `pip install "jaxdp[text]"`.
 
 The factors of the four dense layers of attention are trained, in bfloat16 compute, and everything else is public. The
@@ -23,7 +23,6 @@ VOCABULARIES = {
     "gpt2_medium": 50_257,
     "smollm2_135m": 49_152,
     "tinyllama_1b": 32_000,
-    "llama2_7b": 32_000,
 }
 
 
