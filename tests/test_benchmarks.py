@@ -56,6 +56,7 @@ def test_the_page_of_scale_has_the_tables():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:optax.global_norm")  # of jax_privacy
 def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, monkeypatch):
     """The case of a language model with LoRA at tiny shapes stands for all: they share their steps."""
     tiny = device.cases(tiny=True)

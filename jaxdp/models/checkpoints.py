@@ -455,8 +455,9 @@ def _check_attributes(naming: str, config: Mapping[str, Any], tensors: Tensors, 
     stated = dict(NAMINGS[naming].attributes)
     known = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
     if isinstance(model, LanguageModel):
-        known = _LANGUAGE_CONFIG
+        known, model = _LANGUAGE_CONFIG, model.clone(kv_heads=model.kv_heads or model.num_heads)
         config = {**config, **_rotary(config)}
+        stated["positions"] = min(model.positions, config.get("max_position_embeddings", model.positions))
     stated |= {ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None}
     if naming == "augreg" and _QUERY in tensors and tensors[_QUERY].ndim == 3:
         stated["num_heads"] = tensors[_QUERY].shape[1]

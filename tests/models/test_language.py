@@ -136,7 +136,12 @@ def test_mistakes_are_sentences(tmp_path):
         models.trainable("atention/.*", public.params)
     with pytest.raises(ValueError, match=r"needs a model with .*num_heads=2, not 4; rotary_base=500.0, not 10000.0"):
         load("hf_llama", num_heads=4, rotary_base=1e4)
+    with pytest.raises(ValueError, match="needs a model with positions=16, not 17"):
+        load("hf_llama", positions=17)
+    assert load("hf_llama", positions=9).model.positions == 9  # shorter texts need no table of positions
     path = Path(shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path))  # no config.json
+    (tmp_path / "config.json").write_text('{"num_key_value_heads": 2}')  # as many as heads
+    load("hf_gpt2", path)
     with pytest.raises(ValueError, match=r"(?s)with its vocabulary and number of positions.*wte.weight"):
         models.load_checkpoint(path, model=models.create("lm_tiny", num_classes=32, **SIZES))
     with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..9. Set num_classes"):
